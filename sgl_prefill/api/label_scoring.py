@@ -1,0 +1,154 @@
+"""Label scoring (DESIGN 3.5; PrefillOnly, section 2.3): the probabilities of a few allowed answers in one prefill.
+
+A scoring request runs with `max_new_tokens=0` and `token_ids_logprob`, SGLang's prefill-only path: no sampling, one
+log-softmax row. Everything here works on prompts that SGLang's own routes have rendered.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sgl_prefill.api.tokenizer_manager import check_ids_in_vocabulary
+from sgl_prefill.core.labels import (
+    CONTEXT_CHARACTERS,
+    CONTEXT_TOKENS,
+    Label,
+    LabelDistribution,
+    check_distinct,
+    resolve_in_context,
+    restrict,
+)
+from sgl_prefill.errors import BadRequestError
+
+if TYPE_CHECKING:
+    import fastapi
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
+
+
+class AllowedAnswers(NamedTuple):
+    """What a request asked for; exactly one of the two is set."""
+
+    tokens: list[str] | None  # as text, resolved after each prompt
+    token_ids: list[int] | None  # as ids, the same after every prompt
+
+
+class ScoredPrompt(NamedTuple):
+    """The answer to one prompt."""
+
+    labels: list[Label]  # in the order of the request
+    distribution: LabelDistribution
+    meta_info: dict[str, Any]  # SGLang's, of this prompt
+
+    @property
+    def best(self) -> Label:
+        return self.labels[self.distribution.best]
+
+    def to_json(self) -> dict[str, Any]:
+        """The reply's `label_scores` object."""
+        meta = self.meta_info
+        actual_s = meta["prefill_finished_time"] - meta["forward_entry_time"]
+        return {
+            "labels": [
+                {"label": label.text, "token_id": label.token_id, "probability": probability, "logprob": logprob}
+                for label, probability, logprob in zip(
+                    self.labels, self.distribution.probabilities, self.distribution.logprobs, strict=True
+                )
+            ],
+            "label_mass": self.distribution.label_mass,
+            "prompt_tokens": meta["prompt_tokens"],
+            "cached_tokens": meta["cached_tokens"],
+            "queue_ms": round(meta["queue_time"] * 1e3, 3),
+            "predicted_jct_ms": None,
+            "actual_ms": round(actual_s * 1e3, 3),
+        }
+
+
+class LabelScorer:
+    """Scores prompts through the tokenizer manager; one instance serves all routes."""
+
+    def __init__(self, tokenizer_manager: PrefillTokenizerManager) -> None:
+        self._manager = tokenizer_manager
+        self._tokenizer = tokenizer_manager.tokenizer
+
+    async def score(
+        self, obj: GenerateReqInput, answers: AllowedAnswers, raw_request: fastapi.Request | None = None
+    ) -> list[ScoredPrompt]:
+        """One result a prompt, in order. `obj` names the prompts (and adapter, priority, images) and is changed.
+
+        Raises BadRequestError (400) for labels that cannot be scored; what SGLang raises for the rest passes through.
+        """
+        prompts = _prompts_of(obj)
+        labels = self._resolve(answers, prompts)
+        ids = [[label.token_id for label in of_prompt] for of_prompt in labels]
+        is_batch = isinstance(obj.text, list) or (obj.input_ids is not None and isinstance(obj.input_ids[0], list))
+        obj.sampling_params = {"max_new_tokens": 0, "temperature": 0.0}
+        obj.return_logprob, obj.logprob_start_len, obj.top_logprobs_num = True, -1, 0
+        obj.token_ids_logprob = ids if is_batch else ids[0]
+        obj.return_text_in_logprobs = obj.stream = False
+        outputs = await self._manager.generate_request(obj, raw_request).__anext__()
+        outputs = outputs if isinstance(outputs, list) else [outputs]
+        return [_scored(of_prompt, output) for of_prompt, output in zip(labels, outputs, strict=True)]
+
+    def _resolve(self, answers: AllowedAnswers, prompts: list[str] | list[list[int]]) -> list[list[Label]]:
+        """The labels after each prompt. Prompts of one template share their end, so each end is resolved once."""
+        if answers.token_ids is not None:
+            check_distinct(answers.token_ids, "allowed_token_ids")
+            check_ids_in_vocabulary(answers.token_ids, self._manager.model_config.vocab_size, "allowed_token_ids")
+            same = [Label(self._decode([token_id]), token_id) for token_id in answers.token_ids]
+            return [same] * len(prompts)
+        assert answers.tokens is not None
+        check_distinct(answers.tokens, "allowed_tokens")
+        resolved: dict[str, list[Label]] = {}
+        ends = [self._end_of(prompt) for prompt in prompts]
+        for end in dict.fromkeys(ends):
+            resolved[end] = self._resolve_after(answers.tokens, end)
+        return [resolved[end] for end in ends]
+
+    def _resolve_after(self, texts: list[str], prompt_end: str) -> list[Label]:
+        labels = [Label(text, resolve_in_context(text, prompt_end, self._encode, self._decode)) for text in texts]
+        by_id: dict[int, str] = {}
+        for label in labels:
+            if label.token_id in by_id:
+                raise BadRequestError(
+                    f"allowed_tokens {by_id[label.token_id]!r} and {label.text!r} are the same token"
+                    f" {label.token_id} after this prompt: keep one of them"
+                )
+            by_id[label.token_id] = label.text
+        return labels
+
+    def _end_of(self, prompt: str | list[int]) -> str:
+        return prompt[-CONTEXT_CHARACTERS:] if isinstance(prompt, str) else self._decode(prompt[-CONTEXT_TOKENS:])
+
+    def _encode(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            raise BadRequestError("this server runs without a tokenizer: give allowed_token_ids instead of allowed_tokens")
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _decode(self, token_ids: list[int]) -> str:
+        if self._tokenizer is None:
+            return ""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+
+def _prompts_of(obj: GenerateReqInput) -> list[str] | list[list[int]]:
+    """The prompts as a list. Raises BadRequestError where one is empty, naming its place."""
+    given = obj.text if obj.text is not None else obj.input_ids
+    if given is None:
+        raise BadRequestError("label scoring needs a prompt as text or as token ids")
+    is_single = isinstance(given, str) or (len(given) > 0 and isinstance(given[0], int))
+    prompts: Any = [given] if is_single else given
+    for index, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise BadRequestError(f"prompt {index} is empty: it must hold at least one token")
+    if not prompts:
+        raise BadRequestError("the prompt is empty: it must hold at least one token")
+    return prompts  # type: ignore[no-any-return]
+
+
+def _scored(labels: list[Label], output: dict[str, Any]) -> ScoredPrompt:
+    meta_info = output["meta_info"]
+    by_id = {token_id: logprob for logprob, token_id, _ in meta_info["output_token_ids_logprobs"][0]}
+    return ScoredPrompt(labels, restrict([by_id[label.token_id] for label in labels]), meta_info)

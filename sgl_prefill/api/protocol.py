@@ -1,0 +1,91 @@
+"""The request bodies of our routes: SGLang's, plus the allowed answers, minus what contradicts them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from pydantic import BaseModel, StrictInt, field_validator
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from sgl_prefill.api.label_scoring import AllowedAnswers
+from sgl_prefill.errors import BadRequestError
+
+# Fields that change what is generated, or ask for more than one answer: together with labels they contradict.
+CONTRADICTING_FIELDS = (
+    *("best_of", "echo", "suffix", "n", "logit_bias", "regex", "json_schema", "ebnf", "response_format", "tools"),
+    *("custom_logit_processor", "min_tokens", "return_hidden_states", "continue_final_message"),
+)
+
+
+class LabelCompletionRequest(CompletionRequest):  # type: ignore[misc]
+    """/v1/completions. `max_tokens` left out means 1 on a prefill-only server; 0 is accepted too."""
+
+    max_tokens: int | None = None
+    allowed_tokens: list[str] | None = None
+    allowed_token_ids: list[StrictInt] | None = None
+
+    @field_validator("max_tokens")
+    @classmethod
+    def validate_max_tokens_positive(cls, value: int | None) -> int | None:
+        """Takes the place of SGLang's validator of this name, which refuses 0."""
+        if value is not None and value < 0:
+            raise ValueError(f"max_tokens is {value}: it must be 0 or more")
+        return value
+
+
+class LabelChatCompletionRequest(ChatCompletionRequest):  # type: ignore[misc]
+    """/v1/chat/completions. `max_tokens` and `max_completion_tokens` left out mean 1 on a prefill-only server."""
+
+    allowed_tokens: list[str] | None = None
+    allowed_token_ids: list[StrictInt] | None = None
+
+
+@dataclasses.dataclass
+class LabelGenerateReqInput(GenerateReqInput):  # type: ignore[misc]
+    """/generate."""
+
+    allowed_tokens: list[str] | None = dataclasses.field(default=None, kw_only=True)
+    allowed_token_ids: list[StrictInt] | None = dataclasses.field(default=None, kw_only=True)
+
+
+def allowed_answers(request: Any) -> AllowedAnswers | None:
+    """What the request allows as answers, or None where it asks for no label scoring. Raises BadRequestError."""
+    if request.allowed_tokens is None and request.allowed_token_ids is None:
+        return None
+    if request.allowed_tokens is not None and request.allowed_token_ids is not None:
+        raise BadRequestError("allowed_tokens and allowed_token_ids are both given: give the answers once")
+    return AllowedAnswers(request.allowed_tokens, request.allowed_token_ids)
+
+
+def check_label_request(request: BaseModel, max_tokens: int | None) -> None:
+    """Raise BadRequestError for options that label scoring would have to ignore, naming all of them."""
+    if max_tokens is not None and max_tokens > 1:
+        raise BadRequestError(
+            f"max_tokens is {max_tokens}, and a label is one token: leave it out, or ask for 0 or 1;"
+            " for longer answers drop the allowed answers and start the server with --allow-generation"
+        )
+    fields = type(request).model_fields
+    given = [
+        name
+        for name in CONTRADICTING_FIELDS
+        if name in request.model_fields_set and getattr(request, name) != fields[name].default
+    ]
+    if given:
+        raise BadRequestError(f"{', '.join(given)} cannot be combined with allowed answers: leave {_them(given)} out")
+
+
+def check_generate_label_request(obj: GenerateReqInput) -> None:
+    """The same for /generate, whose options live in `sampling_params`."""
+    params: Any = obj.sampling_params or {}
+    for of_prompt in params if isinstance(params, list) else [params]:
+        given = [name for name in ("n", "regex", "json_schema", "ebnf", "logit_bias") if of_prompt.get(name) not in (None, 1)]
+        if given:
+            raise BadRequestError(f"{', '.join(given)} cannot be combined with allowed answers: leave {_them(given)} out")
+        if isinstance(asked := of_prompt.get("max_new_tokens"), int) and asked > 1:
+            raise BadRequestError(f"max_new_tokens is {asked}, and a label is one token: leave it out, or ask for 0 or 1")
+
+
+def _them(names: list[str]) -> str:
+    return "it" if len(names) == 1 else "them"

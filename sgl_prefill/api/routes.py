@@ -1,0 +1,186 @@
+"""Our HTTP routes. A request without allowed answers goes on to SGLang's own endpoint, unchanged but for its length."""
+
+from __future__ import annotations
+
+import pkgutil
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import orjson
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import ORJSONResponse, Response, StreamingResponse
+from sglang.srt.entrypoints import http_server
+from sglang.srt.entrypoints.openai.protocol import CompletionRequest, V1RerankReqInput
+from starlette.routing import BaseRoute, Route
+
+from sgl_prefill.api import rerank
+from sgl_prefill.api.answers import HttpShield, chat_choice, completion_choice, usage
+from sgl_prefill.api.label_scoring import LabelScorer, ScoredPrompt
+from sgl_prefill.api.protocol import (
+    LabelChatCompletionRequest,
+    LabelCompletionRequest,
+    LabelGenerateReqInput,
+    allowed_answers,
+    check_generate_label_request,
+    check_label_request,
+)
+from sgl_prefill.config import PrefillConfig
+from sgl_prefill.errors import BadRequestError, SeamError
+from sgl_prefill.seam.hooks import ROUTES
+
+
+class PrefillRoutes:
+    """The endpoint functions, with what they share. SGLang's serving objects are read per request: it makes them late."""
+
+    def __init__(self, app: FastAPI, config: PrefillConfig, stock: dict[str, Callable[..., Awaitable[Any]]]) -> None:
+        self._app = app
+        self._config = config
+        self._stock = stock  # by path
+        self._scorer: LabelScorer | None = None
+
+    @property
+    def scorer(self) -> LabelScorer:
+        if self._scorer is None:
+            self._scorer = LabelScorer(http_server._global_state.tokenizer_manager)
+        return self._scorer
+
+    def _default_max_tokens(self, stock_default: int | None) -> int | None:
+        return stock_default if self._config.allow_generation else 1
+
+    async def completions(self, request: LabelCompletionRequest, raw_request: Request) -> Any:
+        """/v1/completions"""
+        answers = allowed_answers(request)
+        if answers is None:
+            if request.max_tokens is None:
+                request.max_tokens = self._default_max_tokens(CompletionRequest.model_fields["max_tokens"].default)
+            return await self._stock["/v1/completions"](request, raw_request)
+        check_label_request(request, request.max_tokens)
+        request.max_tokens = 1
+        scored = await self._score(self._app.state.openai_serving_completion, request, answers, raw_request)
+        choices = [completion_choice(index, one, request.logprobs) for index, one in enumerate(scored)]
+        return _openai_reply("cmpl-", "text_completion", request, choices, scored)
+
+    async def chat_completions(self, request: LabelChatCompletionRequest, raw_request: Request) -> Any:
+        """/v1/chat/completions"""
+        answers = allowed_answers(request)
+        max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+        if answers is None:
+            if max_tokens is None:
+                request.max_completion_tokens = self._default_max_tokens(None)
+            return await self._stock["/v1/chat/completions"](request, raw_request)
+        check_label_request(request, max_tokens)
+        request.max_tokens, request.max_completion_tokens = None, 1
+        scored = await self._score(self._app.state.openai_serving_chat, request, answers, raw_request)
+        name = "delta" if request.stream else "message"
+        choices = [chat_choice(index, one, request.logprobs, name) for index, one in enumerate(scored)]
+        kind = "chat.completion.chunk" if request.stream else "chat.completion"
+        return _openai_reply("chatcmpl-", kind, request, choices, scored)
+
+    async def generate(self, obj: LabelGenerateReqInput, request: Request) -> Any:
+        """/generate"""
+        answers = allowed_answers(obj)
+        if answers is None:
+            return await self._stock["/generate"](obj, request)
+        check_generate_label_request(obj)
+        is_batch, streams = not isinstance(obj.text, str) and not _is_one_prompt_of_ids(obj.input_ids), obj.stream
+        with _value_errors_are_bad_requests():
+            scored = await self.scorer.score(obj, answers, request)
+        outputs = [
+            {
+                "text": one.best.text,
+                "output_ids": [one.best.token_id],
+                "meta_info": {**one.meta_info, "completion_tokens": 1, "label_scores": one.to_json()},
+            }
+            for one in scored
+        ]
+        body: Any = outputs if is_batch else outputs[0]
+        return _one_chunk([body]) if streams else ORJSONResponse(body)
+
+    async def rerank(self, request: V1RerankReqInput, raw_request: Request) -> Any:
+        """/v1/rerank"""
+        serving = self._app.state.openai_serving_rerank
+        if not rerank.needs_our_prompt(serving, request):
+            return await self._stock["/v1/rerank"](request, raw_request)
+        _check_with(serving, request)
+        with _value_errors_are_bad_requests():
+            scores = await rerank.scores(self.scorer, request, raw_request)
+        return serving._build_rerank_response(scores, request)
+
+    async def _score(self, serving: Any, request: Any, answers: Any, raw_request: Request) -> list[ScoredPrompt]:
+        _check_with(serving, request)
+        with _value_errors_are_bad_requests():
+            obj, _ = serving._convert_to_internal_request(request, raw_request)
+            return await self.scorer.score(obj, answers, raw_request)
+
+
+def install(app: FastAPI, config: PrefillConfig) -> None:
+    """Put our endpoints in the place of SGLang's in its FastAPI app, and verify it. Raises SeamError if one is missing."""
+    stock = {route.path: pkgutil.resolve_name(route.stock_endpoint) for route in ROUTES}
+    for route in ROUTES:
+        found = [r for r in app.router.routes if _serves(r, route.path, stock[route.path])]
+        if len(found) != 1:
+            raise SeamError(f"SGLang's route {route.method} {route.path} is not where this package replaces it ({route.reason})")
+        app.router.routes.remove(found[0])
+    ours = PrefillRoutes(app, config, stock)
+    only_json = [Depends(http_server.validate_json_request)]
+    app.post("/v1/completions", dependencies=only_json)(ours.completions)
+    app.post("/v1/chat/completions", dependencies=only_json)(ours.chat_completions)
+    app.api_route("/generate", methods=["POST", "PUT"])(ours.generate)
+    app.api_route("/v1/rerank", methods=["POST", "PUT"], dependencies=only_json)(ours.rerank)
+    app.add_exception_handler(BadRequestError, _answer_bad_request)
+    app.add_middleware(HttpShield, max_body_bytes=config.max_body_bytes)
+    for route in ROUTES:
+        serving = [r.endpoint for r in app.router.routes if isinstance(r, Route) and r.path == route.path]
+        if len(serving) != 1 or getattr(serving[0], "__self__", None) is not ours:
+            raise SeamError(f"the route {route.method} {route.path} is not served by this package ({route.reason})")
+
+
+def _serves(route: BaseRoute, path: str, endpoint: Callable[..., Any]) -> bool:
+    return isinstance(route, Route) and route.path == path and route.endpoint is endpoint
+
+
+async def _answer_bad_request(request: Request, error: Exception) -> Response:
+    body = {"object": "error", "message": str(error), "type": "BadRequestError", "param": None, "code": 400}
+    return ORJSONResponse(body, 400)
+
+
+@contextmanager
+def _value_errors_are_bad_requests() -> Iterator[None]:
+    """SGLang's convention on its own routes: a ValueError from its request path is the client's, and its text the answer."""
+    try:
+        yield
+    except ValueError as error:
+        raise BadRequestError(str(error)) from error
+
+
+def _check_with(serving: Any, request: Any) -> None:
+    problem = serving._validate_request(request)
+    if problem:
+        raise BadRequestError(problem)
+
+
+def _is_one_prompt_of_ids(input_ids: Any) -> bool:
+    return bool(input_ids) and isinstance(input_ids[0], int)
+
+
+def _openai_reply(prefix: str, kind: str, request: Any, choices: list[dict[str, Any]], scored: list[ScoredPrompt]) -> Response:
+    """The whole reply, or, for a streaming client, one chunk with everything (and one with the usage if it asked)."""
+    envelope = {"id": f"{prefix}{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": request.model}
+    if not request.stream:
+        return ORJSONResponse({**envelope, "choices": choices, "usage": usage(scored)})
+    chunks: list[Any] = [{**envelope, "choices": choices}]
+    if request.stream_options is not None and request.stream_options.include_usage:
+        chunks.append({**envelope, "choices": [], "usage": usage(scored)})
+    return _one_chunk(chunks)
+
+
+def _one_chunk(chunks: list[Any]) -> StreamingResponse:
+    async def events() -> AsyncIterator[bytes]:
+        for chunk in chunks:
+            yield b"data: " + orjson.dumps(chunk) + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+    return StreamingResponse(events(), media_type="text/event-stream")

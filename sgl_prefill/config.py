@@ -1,0 +1,71 @@
+"""Our options: one frozen dataclass is the only source of names, defaults, help and checks."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from typing import Any, Literal
+
+from sgl_prefill.errors import ConfigurationError
+
+Scheduling = Literal["calibrated-srjf", "stock"]
+
+
+def _option(default: Any, help: str, **extra: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help, **extra})
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillConfig:
+    """Everything that we add to SGLang's flags. Picklable: it travels to the scheduler process as an argument."""
+
+    scheduling: Scheduling = _option(
+        "calibrated-srjf",
+        "calibrated-srjf: one request per step, shortest predicted job first; stock: SGLang's own scheduler",
+        choices=("calibrated-srjf", "stock"),
+    )
+    fairness_lambda: float = _option(
+        500.0, "credit of a waiting request, in cache-miss tokens per second of waiting; 0: pure shortest job first"
+    )
+    allow_generation: bool = _option(False, "also serve requests for more than one token")
+    memory_budget_gb: float | None = _option(
+        None, "CPU only: memory for weights and KV pool, in GiB (default: half of the free memory)"
+    )
+    max_body_mb: float = _option(32.0, "largest HTTP request body, in MiB; a larger one is answered with 413")
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.scheduling not in ("calibrated-srjf", "stock"):
+            problems.append(f"--scheduling is {self.scheduling!r}: it must be calibrated-srjf or stock")
+        if not math.isfinite(self.fairness_lambda) or self.fairness_lambda < 0:
+            problems.append(f"--fairness-lambda is {self.fairness_lambda}: it must be a number >= 0 (tokens per second)")
+        if self.memory_budget_gb is not None and not 0 < self.memory_budget_gb < math.inf:
+            problems.append(f"--memory-budget-gb is {self.memory_budget_gb}: it must be a positive number of GiB")
+        if not 0 < self.max_body_mb < math.inf:
+            problems.append(f"--max-body-mb is {self.max_body_mb}: it must be a positive number of MiB")
+        if problems:
+            raise ConfigurationError("\n".join(problems))
+
+    @property
+    def max_body_bytes(self) -> int:
+        return int(self.max_body_mb * (1 << 20))
+
+    @classmethod
+    def add_cli_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """One flag a field, named like it with dashes; booleans are switches."""
+        group = parser.add_argument_group("sgl_prefill")
+        for field in dataclasses.fields(cls):
+            flag = "--" + field.name.replace("_", "-")
+            text = field.metadata["help"]
+            if isinstance(field.default, bool):
+                group.add_argument(flag, action="store_true", help=text)
+                continue
+            kind = str if isinstance(field.default, str) else float
+            shown = "" if field.default is None else f" (default: {field.default})"
+            choices = field.metadata.get("choices")
+            group.add_argument(flag, type=kind, default=field.default, choices=choices, help=text + shown)
+
+    @classmethod
+    def from_namespace(cls, namespace: argparse.Namespace) -> PrefillConfig:
+        return cls(**{field.name: getattr(namespace, field.name) for field in dataclasses.fields(cls)})

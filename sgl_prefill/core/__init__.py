@@ -1,0 +1,1 @@
+"""The engine-free core: policy, job-completion-time models and label arithmetic. Imports neither torch nor sglang."""

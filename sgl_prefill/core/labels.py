@@ -1,0 +1,102 @@
+"""Label arithmetic: from log-probabilities over the whole vocabulary to a distribution over the allowed answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+# How much of the prompt's end is encoded again, with and without a label, to see which token the label is there. A
+# tokenizer decides a boundary from the word around it; 64 characters or 32 tokens hold more than one word.
+CONTEXT_CHARACTERS = 64
+CONTEXT_TOKENS = 32
+
+
+class Label(NamedTuple):
+    """One allowed answer: its text as asked for (or decoded), and the token that it is after this prompt."""
+
+    text: str
+    token_id: int
+
+
+class LabelDistribution(NamedTuple):
+    """P(label | prompt, the answer is one of the labels), in the order of the request."""
+
+    probabilities: list[float]  # sum to 1
+    logprobs: list[float]  # natural log-probability of each over the whole vocabulary
+    label_mass: float  # share of the whole vocabulary's probability that the labels hold together, 0..1
+    best: int  # index of the most probable label; the first one of equals
+
+
+class LabelError(ValueError):
+    """A label that cannot be scored after this prompt; the message names it and says why."""
+
+
+def restrict(logprobs: Sequence[float]) -> LabelDistribution:
+    """Normalise full-vocabulary log-probabilities of the labels over the labels alone (paper, section 2.3).
+
+    Subtracts the largest first, so labels that the model finds very unlikely still get exact shares. A label with
+    probability 0 (-inf) gets 0. Raises LabelError where all labels have probability 0 or one is NaN.
+    """
+    top = max(logprobs, default=-math.inf)
+    if top == -math.inf or any(math.isnan(x) for x in logprobs):
+        raise LabelError(f"the model gave no usable probability to any label (log-probabilities {list(logprobs)})")
+    weights = [math.exp(x - top) for x in logprobs]
+    total = math.fsum(weights)
+    mass = math.fsum(math.exp(x) for x in logprobs)
+    return LabelDistribution(
+        probabilities=[w / total for w in weights],
+        logprobs=list(logprobs),
+        label_mass=min(mass, 1.0),
+        best=weights.index(1.0),
+    )
+
+
+def check_distinct(names: Sequence[str] | Sequence[int], field: str) -> None:
+    """Refuse an empty list and duplicates, naming the first one; `field` is the request field's name."""
+    if not names:
+        raise LabelError(f"{field} is empty: give at least one allowed answer")
+    seen: set[str | int] = set()
+    for name in names:
+        if name in seen:
+            raise LabelError(f"{field} holds {name!r} more than once: each allowed answer may stand there once")
+        seen.add(name)
+
+
+def resolve_in_context(
+    label: str, prompt_end: str, encode: Callable[[str], list[int]], decode: Callable[[list[int]], str]
+) -> int:
+    """The one token that `label` is when it follows `prompt_end`.
+
+    The label is read as literal text: `Yes` and ` Yes` are two labels. Encoding `prompt_end + label` shows the tokens
+    after the prompt's own, which can differ from encoding the label alone (SentencePiece marks the start of a text).
+
+    Where the tokenizer would rather merge the label into the prompt's last token (a prompt that ends in a space), the
+    prompt's tokens stay as they are and the label is what it is on its own, if that gives the same text.
+
+    Args:
+        prompt_end: the last characters of the prompt; special tokens as text.
+        encode, decode: without special tokens added or skipped.
+
+    Raises:
+        LabelError: the label is empty, or several tokens here; the message lists them.
+    """
+    if not label:
+        raise LabelError("an allowed answer is the empty text, which is no token")
+    before, together = encode(prompt_end), encode(prompt_end + label)
+    if together[: len(before)] == before:
+        tokens = together[len(before) :]
+    else:
+        tokens = encode(label)
+        if decode(before + tokens) != decode(together):
+            raise LabelError(
+                f"allowed answer {label!r} merges with the end of the prompt {prompt_end[-8:]!r} into other tokens:"
+                " move the last characters of the prompt to the start of the answer"
+            )
+    if len(tokens) != 1:
+        pieces = [decode([token]) for token in tokens]
+        raise LabelError(
+            f"allowed answer {label!r} is {len(tokens)} tokens after this prompt: {pieces} (ids {tokens});"
+            " an allowed answer must be one token: shorten it, or add or remove the space before it"
+        )
+    return tokens[0]

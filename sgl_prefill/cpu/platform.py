@@ -1,0 +1,82 @@
+"""The out-of-tree SGLang platform for machines without an accelerator.
+
+SGLang's own CPU path needs a CPU build of `sgl_kernel`, which no package registry carries. This platform runs SGLang's
+native PyTorch layers instead. It serves stock `sglang.launch_server` and our launcher alike, so that stock SGLang is a
+fair baseline on the same machine.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import SRTPlatform
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+ATTENTION_BACKEND_NAME = "cpu_flash"
+# SGLang decides by the *name* of `attention_backend` whether Triton kernels may run (`support_triton`), and copies the
+# prefill name there when both phases have the same one. So the base name stays `torch_native`, which it knows to be
+# free of Triton, and our one class is registered under two names, one a phase. `patches/` holds the upstream fix.
+DECODE_BACKEND_NAME = "cpu_flash_decode"
+NAME_WITHOUT_TRITON = "torch_native"
+
+
+def has_accelerator() -> bool:
+    """Whether this machine has any device that SGLang's own platforms would use."""
+    if torch.cuda.is_available() or torch.xpu.is_available() or torch.backends.mps.is_available():
+        return True
+    return bool(hasattr(torch, "npu") and torch.npu.is_available())
+
+
+def activate() -> str | None:
+    """Entry point of `sglang.srt.platforms`: the class to load, or None to leave the choice to SGLang."""
+    if has_accelerator() or os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
+        return None
+    return "sgl_prefill.cpu.platform.TorchCpuPlatform"
+
+
+class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
+    """Native PyTorch layers, SGLang's stock KV pools, and our attention backend as the default one."""
+
+    _enum = PlatformEnum.OOT
+
+    def apply_server_args_defaults(self, server_args: ServerArgs) -> None:
+        """Replace SGLang's CPU default backend, which needs the missing kernels; any other choice of a user stays."""
+        if server_args.attention_backend in (None, "intel_amx", ATTENTION_BACKEND_NAME):
+            server_args.attention_backend = NAME_WITHOUT_TRITON
+            server_args.prefill_attention_backend = server_args.prefill_attention_backend or ATTENTION_BACKEND_NAME
+            server_args.decode_attention_backend = server_args.decode_attention_backend or DECODE_BACKEND_NAME
+
+    def get_device(self, device_id: int = 0) -> str:
+        """A string, as the base class declares: SGLang splits it, which the CPU mixin's `torch.device` cannot bear."""
+        return "cpu"
+
+    def init_backend(self) -> None:
+        """Called by SGLang in each model process before its model runner exists."""
+        from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+        from sgl_prefill.cpu.attention_backend import CpuFlashAttentionBackend
+
+        register_attention_backend(ATTENTION_BACKEND_NAME)(CpuFlashAttentionBackend)
+        register_attention_backend(DECODE_BACKEND_NAME)(CpuFlashAttentionBackend)
+
+    def get_default_attention_backend(self) -> str:
+        return NAME_WITHOUT_TRITON
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    def get_mha_kv_pool_cls(self) -> type:
+        from sgl_prefill.cpu.kv_pool import LazyZeroKVPool
+
+        return LazyZeroKVPool
+
+    def get_paged_allocator_cls(self) -> type:
+        from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+
+        return PagedTokenToKVPoolAllocator  # type: ignore[no-any-return]

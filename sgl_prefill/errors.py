@@ -1,0 +1,37 @@
+"""Every error of ours that a user, a configuration, a request or SGLang can cause. Messages are written for people.
+
+    SglPrefillError
+    +-- ConfigurationError      start refused: flags that contradict, a missing model, a taken port
+    +-- SeamError               start refused: SGLang is not what we hook (version, source, foreign plugin, hook not taken)
+    +-- UnsupportedModelError   start refused: the model needs what we do not compute
+    +-- DemoModelError          the demo model cannot be fetched or converted
+    +-- BadRequestError         HTTP 400: the request is wrong; also a ValueError, which SGLang's routes answer with 400
+
+Our own bugs are assertions, not errors of this tree.
+"""
+
+from __future__ import annotations
+
+
+class SglPrefillError(Exception):
+    """Root of the tree; never raised itself."""
+
+
+class ConfigurationError(SglPrefillError):
+    """The engine cannot start with these options on this machine."""
+
+
+class SeamError(SglPrefillError):
+    """The installed SGLang does not match what the hooks were written against, or a hook is not in place."""
+
+
+class UnsupportedModelError(SglPrefillError):
+    """The model needs an operation that this engine does not compute."""
+
+
+class DemoModelError(SglPrefillError):
+    """The demo model could not be fetched, verified or converted."""
+
+
+class BadRequestError(SglPrefillError, ValueError):
+    """A request that can never be answered as it stands."""

@@ -1,0 +1,136 @@
+"""`python -m sgl_prefill.launch_server`: SGLang's HTTP server as a prefill-only engine.
+
+Takes every flag of `sglang.launch_server` and those of `sgl_prefill.config`. Without `--model-path` it serves the demo
+model. Start refused: exit status 2 and one message on stderr; a failure of a process later ends all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from sgl_prefill.config import PrefillConfig
+from sgl_prefill.errors import SglPrefillError
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the server until it is stopped; the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "-h" in argv or "--help" in argv:
+        return _print_help()
+    try:
+        config, server_args = parse(argv)
+        serve(config, server_args)
+    except SglPrefillError as error:
+        print(f"sgl_prefill: cannot start\n{error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parse(argv: list[str]) -> tuple[PrefillConfig, ServerArgs]:
+    """Our options and SGLang's resolved arguments. Raises SglPrefillError for everything that cannot be started."""
+    from sgl_prefill import preflight
+    from sgl_prefill.seam import activation
+
+    activation.check_version()
+    namespace, for_sglang = _our_parser().parse_known_args(argv)
+    config = PrefillConfig.from_namespace(namespace)
+    for_sglang = _with_model(for_sglang)
+    fraction = preflight.memory_fraction(config)
+    if fraction is not None and not _names(for_sglang, "--mem-fraction-static"):
+        for_sglang = ["--mem-fraction-static", f"{fraction:.4f}", *for_sglang]
+    server_args = _prepare([*preflight.required_flags(config), *for_sglang])
+    preflight.check_server_args(config, server_args)
+    activation.check_source()
+    return config, server_args
+
+
+def serve(config: PrefillConfig, server_args: ServerArgs) -> None:
+    """Blocks until the server ends. No process that was started for it is left."""
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.utils import kill_process_tree
+
+    from sgl_prefill import processes
+    from sgl_prefill.api import routes
+
+    routes.install(http_server.app, config)
+    try:
+        http_server.launch_server(
+            server_args,
+            init_tokenizer_manager_func=functools.partial(processes.init_tokenizer_manager, config),
+            run_scheduler_process_func=functools.partial(processes.run_scheduler_process, config),
+            execute_warmup_func=processes.execute_warmup,
+        )
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _our_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m sgl_prefill.launch_server", add_help=False, allow_abbrev=False)
+    PrefillConfig.add_cli_arguments(parser)
+    return parser
+
+
+def _prepare(argv: list[str]) -> ServerArgs:
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()  # our entry point adds the CPU attention backend to the choices
+    return prepare_server_args(argv)
+
+
+def _with_model(argv: list[str]) -> list[str]:
+    from sgl_prefill import demo_model, preflight
+
+    given = _value_of(argv, "--model-path", "--model")
+    if given is not None:
+        preflight.check_model_path(given)
+        return argv
+    if _names(argv, "--config"):
+        return argv
+    print("sgl_prefill: no --model-path given, serving the demo model SmolLM2-135M-Instruct", file=sys.stderr)
+    return ["--model-path", str(demo_model.ensure()), "--served-model-name", demo_model.SERVED_NAME, *argv]
+
+
+def _names(argv: list[str], flag: str) -> bool:
+    return any(word == flag or word.startswith(flag + "=") for word in argv)
+
+
+def _value_of(argv: list[str], *flags: str) -> str | None:
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        if word in flags:
+            return following
+        name, equals, value = word.partition("=")
+        if equals and name in flags:
+            return value
+    return None
+
+
+def _print_help() -> int:
+    from sgl_prefill.seam import activation
+
+    _our_parser().print_help()
+    try:
+        activation.check_version()
+    except SglPrefillError as error:
+        print(error, file=sys.stderr)
+        return 2
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    parser = argparse.ArgumentParser(prog="and every flag of sglang.launch_server", add_help=False)
+    ServerArgs.add_cli_args(parser)
+    print()
+    parser.print_help()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Apply the hook list and prove that it took. SGLang logs and swallows errors in plugins and hooks; here they are fatal.
+
+Order in a scheduler process: register our hooks, let SGLang load all plugins and apply all hooks, then verify. A
+half-loaded engine looks exactly like stock SGLang, so any doubt is a SeamError before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from typing import Any
+
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+
+from sgl_prefill.config import PrefillConfig
+from sgl_prefill.errors import SeamError
+from sgl_prefill.seam import record
+from sgl_prefill.seam.declare import Hook
+from sgl_prefill.seam.fingerprints import differing, installed_sglang_version
+from sgl_prefill.seam.hooks import SUPPORTED_SGLANG_VERSION, fingerprinted_targets, hooks_for
+
+SOURCE = HookSource(plugin_name="sgl_prefill", dist_name="sgl-prefill")
+
+
+def check_version() -> None:
+    """Raise SeamError unless the installed SGLang is the supported one. Imports nothing of SGLang's."""
+    version = installed_sglang_version()
+    if version != SUPPORTED_SGLANG_VERSION:
+        raise SeamError(
+            f"SGLang {version} is installed, and this package hooks into {SUPPORTED_SGLANG_VERSION} only:"
+            f" run `pip install sglang=={SUPPORTED_SGLANG_VERSION}`"
+        )
+
+
+def check_source() -> None:
+    """Raise SeamError, naming every target, unless the touched functions are as recorded."""
+    check_version()
+    lines = differing(fingerprinted_targets())
+    if lines:
+        raise SeamError(
+            "the installed SGLang was changed where this package hooks into it:\n  "
+            + "\n  ".join(lines)
+            + f"\nreinstall it: `pip install --force-reinstall --no-deps sglang=={SUPPORTED_SGLANG_VERSION}`"
+        )
+
+
+def activate(config: PrefillConfig) -> None:
+    """Put this configuration's hooks in place in this process, verify them, and write the activation record.
+
+    Raises SeamError with all problems in one message. Not for the HTTP process, whose routes `api.routes` replaces.
+    """
+    check_source()
+    hooks = hooks_for(config)
+    for hook in hooks:
+        HookRegistry.register(hook.target, hook.function, HookType(hook.kind), source=SOURCE)
+    load_plugins()
+    HookRegistry.apply_hooks()  # plugins may have been loaded before; targets that are already patched are skipped
+    problems = [problem for hook in hooks for problem in _problems_of(hook)]
+    if problems:
+        raise SeamError("hooks are not in place:\n  " + "\n  ".join(problems))
+    record.write(config, [hook.target for hook in hooks])
+
+
+def _problems_of(hook: Hook) -> list[str]:
+    problems = []
+    foreign = {source for _, _, source in HookRegistry._hooks[hook.target] if source != SOURCE}
+    if foreign:
+        names = ", ".join(sorted(source.plugin_name if source else "an unnamed plugin" for source in foreign))
+        problems.append(f"{hook.target} is also hooked by {names}: uninstall it or name the plugins in SGLANG_PLUGINS")
+    if not _is_wrapped_by(pkgutil.resolve_name(hook.target), hook.function):
+        problems.append(f"{hook.target} was not wrapped ({hook.reason}); SGLang's log above names the cause")
+    return problems
+
+
+def _is_wrapped_by(function: Any, hook: Any) -> bool:
+    """Whether `hook` sits in the closure of one of the wrappers around `function`."""
+    while function is not None:
+        cells = getattr(function, "__closure__", None) or ()
+        if any(cell.cell_contents is hook for cell in cells):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False

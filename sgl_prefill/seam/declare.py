@@ -1,0 +1,32 @@
+"""What a hook is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+
+class Hook(NamedTuple):
+    """One change of SGLang's behaviour at run time, in the scheduler process."""
+
+    target: str  # dotted path of the hooked function
+    kind: Literal["after", "around"]  # as in SGLang's HookRegistry
+    feature: str  # the option that asks for it; "always" where every server of ours needs it
+    reason: str  # what would go wrong without it
+    function: Callable[..., Any]
+
+
+class Route(NamedTuple):
+    """One HTTP route of SGLang's that ours takes the place of, in the HTTP process."""
+
+    method: str
+    path: str
+    stock_endpoint: str  # dotted path of the endpoint function that it replaces, and may call
+    reason: str
+
+
+class Relied(NamedTuple):
+    """A function of SGLang's that we call or mirror without changing it; a new version of it may break us."""
+
+    target: str
+    reason: str

@@ -1,0 +1,66 @@
+"""Is the installed SGLang the one that the hooks were written against? Compares the source of each touched function.
+
+    python -m sgl_prefill.seam.fingerprints            list what differs, exit 1 if anything does
+    python -m sgl_prefill.seam.fingerprints --write    after reading the differences: accept the installed source
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import inspect
+import json
+import pkgutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+FINGERPRINT_FILE = Path(__file__).with_name("fingerprints.json")
+
+
+def installed_sglang_version() -> str:
+    """Of the distribution, without importing it; "none" where it is not installed."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def fingerprint(target: str) -> str:
+    """SHA-256 of the source of a function or class; "missing" where the installed SGLang has no such thing.
+
+    A hooked function still answers with SGLang's source, since `inspect` follows `__wrapped__`.
+    """
+    try:
+        source = inspect.getsource(pkgutil.resolve_name(target))
+    except (ImportError, AttributeError):
+        return "missing"
+    return hashlib.sha256(source.encode()).hexdigest()
+
+
+def differing(targets: Iterable[str]) -> list[str]:
+    """One line for each target whose source is not the recorded one."""
+    known: dict[str, str] = json.loads(FINGERPRINT_FILE.read_text())
+    lines = []
+    for target in targets:
+        found = fingerprint(target)
+        if found == "missing":
+            lines.append(f"{target} does not exist in the installed SGLang")
+        elif known.get(target) != found:
+            lines.append(f"{target} differs from the source that this package was written for")
+    return lines
+
+
+def main(argv: list[str]) -> int:
+    from sgl_prefill.seam.hooks import fingerprinted_targets
+
+    targets = fingerprinted_targets()
+    if argv == ["--write"]:
+        FINGERPRINT_FILE.write_text(json.dumps({t: fingerprint(t) for t in sorted(targets)}, indent=1) + "\n")
+    lines = differing(targets)
+    print("\n".join(lines) or f"all {len(targets)} targets are as recorded")
+    return 1 if lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

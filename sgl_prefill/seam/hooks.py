@@ -1,0 +1,105 @@
+"""Every place where this engine touches SGLang's insides, in one list. `seam.activation` applies and verifies it.
+
+Besides these, SGLang's own parameters carry our parts: `launch_server(init_tokenizer_manager_func,
+run_scheduler_process_func, execute_warmup_func)`, the platform and the attention-backend registries.
+"""
+
+from __future__ import annotations
+
+from sgl_prefill.config import PrefillConfig
+from sgl_prefill.scheduling import step
+from sgl_prefill.seam import record
+from sgl_prefill.seam.declare import Hook, Relied, Route
+
+SUPPORTED_SGLANG_VERSION = "0.5.17"
+
+HOOKS: tuple[Hook, ...] = (
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.init_schedule_policy",
+        kind="after",
+        feature="scheduling",
+        reason="build the calibrated SRJF policy, and refuse a prefix cache that its read-only probe does not know",
+        function=step.after_init_schedule_policy,
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill",
+        kind="around",
+        feature="scheduling",
+        reason="show SGLang's prefill admission only the one request that the policy picked for this step",
+        function=step.around_get_new_batch_prefill,
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.get_init_info",
+        kind="after",
+        feature="always",
+        reason="carry the activation record to /server_info, so that nobody measures an engine that is not there",
+        function=record.after_get_init_info,
+    ),
+)
+
+ROUTES: tuple[Route, ...] = (
+    Route(
+        method="POST",
+        path="/v1/completions",
+        stock_endpoint="sglang.srt.entrypoints.http_server.openai_v1_completions",
+        reason="allowed_tokens, allowed_token_ids; max_tokens 1 by default",
+    ),
+    Route(
+        method="POST",
+        path="/v1/chat/completions",
+        stock_endpoint="sglang.srt.entrypoints.http_server.openai_v1_chat_completions",
+        reason="allowed_tokens, allowed_token_ids; max_tokens 1 by default",
+    ),
+    Route(
+        method="POST",
+        path="/generate",
+        stock_endpoint="sglang.srt.entrypoints.http_server.generate_request",
+        reason="allowed_tokens, allowed_token_ids",
+    ),
+    Route(
+        method="POST",
+        path="/v1/rerank",
+        stock_endpoint="sglang.srt.entrypoints.http_server.v1_rerank_request",
+        reason="rerank with any causal language model, not only with a reranker's chat template",
+    ),
+)
+
+RELIED_UPON: tuple[Relied, ...] = (
+    Relied("sglang.srt.managers.scheduler.run_scheduler_process", "our process function activates hooks, then calls it"),
+    Relied("sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw", "reads self.waiting_queue once a step"),
+    Relied("sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len", "the policy counts cached tokens like it"),
+    Relied("sglang.srt.mem_cache.radix_cache.RadixCache._match_prefix_helper", "the read-only probe walks like it"),
+    Relied("sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request", "overridden: checks come first"),
+    Relied("sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request", "overridden: input limit"),
+    Relied("sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_output", "label scores in meta_info"),
+    Relied(
+        "sglang.srt.observability.req_time_stats.SchedulerReqTimeStats.convert_to_output_meta_info",
+        "queue_ms and actual_ms come from its queue_time, forward_entry_time and prefill_finished_time",
+    ),
+    Relied(
+        "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion._convert_to_internal_request",
+        "label scoring renders prompts with it",
+    ),
+    Relied(
+        "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._convert_to_internal_request",
+        "label scoring renders chats with it",
+    ),
+    Relied("sglang.srt.entrypoints.http_server._execute_server_warmup", "our warm-up stands in for it"),
+    Relied("sglang.srt.layers.attention.hybrid_attn_backend.HybridAttnBackend", "two names, one backend on CPU"),
+    Relied("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal", "overridden on CPU"),
+)
+
+
+def hooks_for(config: PrefillConfig) -> tuple[Hook, ...]:
+    """The hooks that these options ask for, in application order."""
+    wanted = {"always"} | ({"scheduling"} if config.scheduling == "calibrated-srjf" else set())
+    return tuple(hook for hook in HOOKS if hook.feature in wanted)
+
+
+def fingerprinted_targets() -> tuple[str, ...]:
+    """Every dotted path whose source must be the one that we read."""
+    return (
+        *(hook.target for hook in HOOKS),
+        *(route.stock_endpoint for route in ROUTES),
+        *(relied.target for relied in RELIED_UPON),
+    )

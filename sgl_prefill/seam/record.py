@@ -1,0 +1,34 @@
+"""The activation record of this process: which version with which options and hooks runs here."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from typing import Any
+
+from sgl_prefill.config import PrefillConfig
+
+RECORD_KEY = "sgl_prefill"
+
+_record: dict[str, Any] | None = None
+
+
+def write(config: PrefillConfig, hooked_targets: list[str]) -> None:
+    """Called once, after every hook was verified."""
+    global _record
+    _record = {
+        "version": importlib.metadata.version("sgl-prefill"),
+        "sglang_version": importlib.metadata.version("sglang"),
+        "config": dataclasses.asdict(config),
+        "hooks": hooked_targets,
+    }
+
+
+def read() -> dict[str, Any] | None:
+    """The record, or None in a process in which nothing was activated."""
+    return _record
+
+
+def after_get_init_info(result: dict[str, Any], scheduler: Any) -> dict[str, Any]:
+    """Hook: SGLang sends this dict to the HTTP process, where /server_info shows it."""
+    return {**result, RECORD_KEY: _record}
