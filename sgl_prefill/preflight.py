@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.cpu.platform import has_accelerator
+from sgl_prefill.cpu.detect import has_accelerator
 from sgl_prefill.errors import ConfigurationError
 
 if TYPE_CHECKING:

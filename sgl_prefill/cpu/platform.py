@@ -7,37 +7,22 @@ fair baseline on the same machine.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
-import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
+from sgl_prefill.cpu.detect import ATTENTION_BACKEND_NAME
+
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-ATTENTION_BACKEND_NAME = "cpu_flash"
 # SGLang decides by the *name* of `attention_backend` whether Triton kernels may run (`support_triton`), and copies the
 # prefill name there when both phases have the same one. So the base name stays `torch_native`, which it knows to be
 # free of Triton, and our one class is registered under two names, one a phase. `patches/` holds the upstream fix.
 DECODE_BACKEND_NAME = "cpu_flash_decode"
 NAME_WITHOUT_TRITON = "torch_native"
-
-
-def has_accelerator() -> bool:
-    """Whether this machine has any device that SGLang's own platforms would use."""
-    if torch.cuda.is_available() or torch.xpu.is_available() or torch.backends.mps.is_available():
-        return True
-    return bool(hasattr(torch, "npu") and torch.npu.is_available())
-
-
-def activate() -> str | None:
-    """Entry point of `sglang.srt.platforms`: the class to load, or None to leave the choice to SGLang."""
-    if has_accelerator() or os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
-        return None
-    return "sgl_prefill.cpu.platform.TorchCpuPlatform"
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]

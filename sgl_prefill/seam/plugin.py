@@ -7,7 +7,7 @@ def register() -> None:
     """Offer our CPU attention backend to SGLang's flag parser. Applies no hook: our own processes do that themselves."""
     from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
 
-    from sgl_prefill.cpu.platform import ATTENTION_BACKEND_NAME, has_accelerator
+    from sgl_prefill.cpu.detect import ATTENTION_BACKEND_NAME, has_accelerator
 
     if not has_accelerator() and ATTENTION_BACKEND_NAME not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([ATTENTION_BACKEND_NAME])
