@@ -10,6 +10,7 @@ from typing import Any, Literal
 from sgl_prefill.errors import ConfigurationError
 
 Scheduling = Literal["calibrated-srjf", "stock"]
+LogitsDtype = Literal["float32", "model"]
 
 
 def _option(default: Any, help: str, **extra: Any) -> Any:
@@ -28,6 +29,11 @@ class PrefillConfig:
     fairness_lambda: float = _option(
         500.0, "credit of a waiting request, in cache-miss tokens per second of waiting; 0: pure shortest job first"
     )
+    logits_dtype: LogitsDtype = _option(
+        "float32",
+        "CPU only: dtype of the logits of up to 16 rows; float32: exact label scores; model: as stock SGLang",
+        choices=("float32", "model"),
+    )
     allow_generation: bool = _option(False, "also serve requests for more than one token")
     memory_budget_gb: float | None = _option(
         None, "CPU only: memory for weights and KV pool, in GiB (default: half of the free memory)"
@@ -38,8 +44,12 @@ class PrefillConfig:
         problems = []
         if self.scheduling not in ("calibrated-srjf", "stock"):
             problems.append(f"--scheduling is {self.scheduling!r}: it must be calibrated-srjf or stock")
+        if self.logits_dtype not in ("float32", "model"):
+            problems.append(f"--logits-dtype is {self.logits_dtype!r}: it must be float32 or model")
         if not math.isfinite(self.fairness_lambda) or self.fairness_lambda < 0:
-            problems.append(f"--fairness-lambda is {self.fairness_lambda}: it must be a number >= 0 (tokens per second)")
+            problems.append(
+                f"--fairness-lambda is {self.fairness_lambda}: it must be a number >= 0 (tokens per second)"
+            )
         if self.memory_budget_gb is not None and not 0 < self.memory_budget_gb < math.inf:
             problems.append(f"--memory-budget-gb is {self.memory_budget_gb}: it must be a positive number of GiB")
         if not 0 < self.max_body_mb < math.inf:

@@ -13,7 +13,7 @@ from sglang.srt.plugins import load_plugins
 from sgl_prefill import preflight, processes
 from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer, ScoredPrompt
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.seam import activation
+from sgl_prefill.seam import fingerprints
 
 
 class Engine(sglang.Engine):  # type: ignore[misc]
@@ -24,7 +24,7 @@ class Engine(sglang.Engine):  # type: ignore[misc]
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        activation.check_source()
+        fingerprints.check_source()
         names = {field.name for field in dataclasses.fields(PrefillConfig)}
         config = PrefillConfig(**{name: kwargs.pop(name) for name in list(kwargs) if name in names})
         kwargs = {**_sglang_defaults(config), "log_level": "error", **kwargs}
@@ -56,6 +56,6 @@ class Engine(sglang.Engine):  # type: ignore[misc]
 
 
 def _sglang_defaults(config: PrefillConfig) -> dict[str, Any]:
-    defaults = {need.field: need.value for need in preflight.required_for(config)}
+    needs = {need.field: need.value for need in preflight.required_for(config)}
     fraction = preflight.memory_fraction(config)
-    return defaults if fraction is None else {**defaults, "mem_fraction_static": fraction}
+    return needs if fraction is None else {**needs, "mem_fraction_static": fraction, "sleep_on_idle": True}

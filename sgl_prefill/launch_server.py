@@ -12,8 +12,10 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from sgl_prefill import preflight
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.errors import SglPrefillError
+from sgl_prefill.errors import ConfigurationError, SeamError, SglPrefillError
+from sgl_prefill.seam import fingerprints
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -34,20 +36,21 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str]) -> tuple[PrefillConfig, ServerArgs]:
-    """Our options and SGLang's resolved arguments. Raises SglPrefillError for everything that cannot be started."""
-    from sgl_prefill import preflight
-    from sgl_prefill.seam import activation
+    """Our options and SGLang's resolved arguments. Raises SglPrefillError for everything that cannot be started.
 
-    activation.check_version()
+    What can be seen without SGLang is checked first, since its import takes 20 seconds on two cores.
+    """
+    activation_error = fingerprints.version_problem()
+    if activation_error:
+        raise SeamError(activation_error)
     namespace, for_sglang = _our_parser().parse_known_args(argv)
     config = PrefillConfig.from_namespace(namespace)
-    for_sglang = _with_model(for_sglang)
-    fraction = preflight.memory_fraction(config)
-    if fraction is not None and not _names(for_sglang, "--mem-fraction-static"):
-        for_sglang = ["--mem-fraction-static", f"{fraction:.4f}", *for_sglang]
-    server_args = _prepare([*preflight.required_flags(config), *for_sglang])
+    defaults = preflight.default_flags(config)
+    if problems := preflight.check_argv(config, for_sglang):
+        raise ConfigurationError("\n".join(problems))
+    server_args = _prepare([*preflight.required_flags(config), *defaults, *_model_flags(for_sglang), *for_sglang])
     preflight.check_server_args(config, server_args)
-    activation.check_source()
+    fingerprints.check_source()
     return config, server_args
 
 
@@ -85,42 +88,18 @@ def _prepare(argv: list[str]) -> ServerArgs:
     return prepare_server_args(argv)
 
 
-def _with_model(argv: list[str]) -> list[str]:
-    from sgl_prefill import demo_model, preflight
+def _model_flags(argv: list[str]) -> list[str]:
+    """The demo model where the user names none."""
+    if preflight.value_of(argv, "--model-path", "--model", "--config") is not None:
+        return []
+    from sgl_prefill import demo_model
 
-    given = _value_of(argv, "--model-path", "--model")
-    if given is not None:
-        preflight.check_model_path(given)
-        return argv
-    if _names(argv, "--config"):
-        return argv
     print("sgl_prefill: no --model-path given, serving the demo model SmolLM2-135M-Instruct", file=sys.stderr)
-    return ["--model-path", str(demo_model.ensure()), "--served-model-name", demo_model.SERVED_NAME, *argv]
-
-
-def _names(argv: list[str], flag: str) -> bool:
-    return any(word == flag or word.startswith(flag + "=") for word in argv)
-
-
-def _value_of(argv: list[str], *flags: str) -> str | None:
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
-        if word in flags:
-            return following
-        name, equals, value = word.partition("=")
-        if equals and name in flags:
-            return value
-    return None
+    return ["--model-path", str(demo_model.ensure()), "--served-model-name", demo_model.SERVED_NAME]
 
 
 def _print_help() -> int:
-    from sgl_prefill.seam import activation
-
     _our_parser().print_help()
-    try:
-        activation.check_version()
-    except SglPrefillError as error:
-        print(error, file=sys.stderr)
-        return 2
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 

@@ -43,7 +43,11 @@ REQUIRED: tuple[Required, ...] = (
     Required("tp_size", 1, "--tp-size", "the ranks have no agreed clock for their queues yet", only_for_srjf=True),
     Required("pp_size", 1, "--pp-size", "the policy knows one batch in flight", only_for_srjf=True),
     Required(
-        "enable_hierarchical_cache", False, "--enable-hierarchical-cache", "the cache probe reads one tier", only_for_srjf=True
+        "enable_hierarchical_cache",
+        False,
+        "--enable-hierarchical-cache",
+        "the cache probe reads one tier",
+        only_for_srjf=True,
     ),
     Required("speculative_algorithm", None, "--speculative-algorithm", "SGLang's prefill-only path is off with it"),
     Required("disaggregation_mode", "null", "--disaggregation-mode", "there is no decode to hand over to"),
@@ -72,6 +76,15 @@ def required_flags(config: PrefillConfig) -> list[str]:
     return flags
 
 
+def default_flags(config: PrefillConfig) -> list[str]:
+    """What suits this machine where the user says nothing; put first too."""
+    fraction = memory_fraction(config)
+    if fraction is None:
+        return []
+    # An idle scheduler that polls without rest takes a core from the tokenizer and the clients on a small machine.
+    return ["--mem-fraction-static", f"{fraction:.4f}", "--sleep-on-idle"]
+
+
 def memory_fraction(config: PrefillConfig) -> float | None:
     """`--mem-fraction-static` for the memory budget on a machine without an accelerator; None where SGLang decides.
 
@@ -84,7 +97,7 @@ def memory_fraction(config: PrefillConfig) -> float | None:
                 " and this one has one: use --mem-fraction-static"
             )
         return None
-    free_gb = psutil.virtual_memory().available / (1 << 30)
+    free_gb: float = psutil.virtual_memory().available / (1 << 30)
     budget_gb = free_gb / 2 if config.memory_budget_gb is None else config.memory_budget_gb
     if budget_gb > free_gb:
         raise ConfigurationError(
@@ -93,43 +106,74 @@ def memory_fraction(config: PrefillConfig) -> float | None:
     return budget_gb / free_gb
 
 
-def check_model_path(model_path: str) -> None:
-    """Raise ConfigurationError for a path that is neither a folder with a model nor the name of one on a hub."""
-    if os.path.isdir(model_path):
-        if not os.path.exists(os.path.join(model_path, "config.json")):
-            raise ConfigurationError(
-                f"--model-path {model_path} is a folder without config.json: give a Hugging Face model folder"
-            )
-        return
-    if os.path.isfile(model_path) or re.match(r"^[a-z0-9]+://", model_path):
-        return  # a GGUF file or a remote store, which SGLang loads itself
-    is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", model_path) is not None and not model_path.startswith((".", "/"))
-    if not is_hub_name:
-        raise ConfigurationError(f"--model-path {model_path} does not exist: give a model folder, or leave it out for the demo model")
+def check_argv(config: PrefillConfig, argv: list[str]) -> list[str]:
+    """What the bare command line already shows to be wrong, before SGLang's import takes its 20 seconds."""
+    problems = []
+    for need in required_for(config):
+        raw = value_of(argv, need.flag)
+        if raw is not None and raw != str(need.value):
+            problems.append(_contradiction(need, raw or "set"))
+    if (model_path := value_of(argv, "--model-path", "--model")) is not None:
+        problems += _model_path_problems(model_path)
+    host, port = value_of(argv, "--host") or "127.0.0.1", value_of(argv, "--port") or "30000"
+    if port.isdigit():
+        problems += _port_problems(host, int(port))
+    return problems
+
+
+def value_of(argv: list[str], *flags: str) -> str | None:
+    """The last value given to one of these flags: "" for a switch, None where it is not given."""
+    found = None
+    for word, following in zip(argv, [*argv[1:], "--"], strict=True):
+        name, equals, value = word.partition("=")
+        if name in flags:
+            found = value if equals else ("" if following.startswith("--") else following)
+    return found
 
 
 def check_server_args(config: PrefillConfig, server_args: ServerArgs) -> None:
     """Raise ConfigurationError naming every flag that contradicts the engine, and a port that is taken."""
-    problems = []
-    for need in required_for(config):
-        value = getattr(server_args, need.field)
-        if value != need.value:
-            remedy = "leave it out" + (", or start with --scheduling stock" if need.only_for_srjf else "")
-            problems.append(f"{need.flag} is {value!r} and must be {need.value!r} ({need.why}): {remedy}")
-    if server_args.port == 0:
-        problems.append("--port is 0: give the port to listen on")
-    elif (reason := _port_problem(server_args.host, server_args.port)) is not None:
-        problems.append(f"--port {server_args.port} on {server_args.host} cannot be used ({reason}): choose another")
+    problems = [
+        _contradiction(need, value)
+        for need in required_for(config)
+        if (value := getattr(server_args, need.field)) != need.value
+    ]
+    problems += _port_problems(server_args.host, server_args.port)
     if problems:
         raise ConfigurationError("\n".join(problems))
 
 
-def _port_problem(host: str, port: int) -> str | None:
+def _contradiction(need: Required, value: Any) -> str:
+    remedy = "leave it out" + (", or start with --scheduling stock" if need.only_for_srjf else "")
+    return f"{need.flag} is {value} and must be {need.value} ({need.why}): {remedy}"
+
+
+def _model_path_problems(model_path: str) -> list[str]:
+    """A path that is neither a model folder, nor a file or remote store of SGLang's, nor the name of a model on a hub."""
+    if os.path.isdir(model_path):
+        if os.path.exists(os.path.join(model_path, "config.json")):
+            return []
+        return [f"--model-path {model_path} is a folder without config.json: give a Hugging Face model folder"]
+    is_hub_name = re.fullmatch(r"\w[\w.-]*/[\w.-]+", model_path) is not None
+    if os.path.isfile(model_path) or is_hub_name or re.match(r"[a-z0-9]+://", model_path):
+        return []
+    return [f"--model-path {model_path} does not exist: give a model folder, or leave it out for the demo model"]
+
+
+def check_model_path(model_path: str) -> None:
+    """Raise ConfigurationError where no model can be at this path."""
+    if problems := _model_path_problems(model_path):
+        raise ConfigurationError(problems[0])
+
+
+def _port_problems(host: str, port: int) -> list[str]:
+    if not 0 < port < 65536:
+        return [f"--port is {port}: it must be from 1 to 65535"]
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            return error.strerror or str(error)
-    return None
+            return [f"--port {port} on {host} cannot be used ({error.strerror or error}): choose another"]
+    return []

@@ -1,7 +1,7 @@
 """What SGLang runs for us in each of its processes. The configuration travels as an argument, never by environment.
 
-    HTTP and tokenizer process      init_tokenizer_manager, execute_warmup     (and api.routes)
-    scheduler process, one a rank   run_scheduler_process
+HTTP and tokenizer process      init_tokenizer_manager, execute_warmup     (and api.routes)
+scheduler process, one a rank   run_scheduler_process
 """
 
 from __future__ import annotations

@@ -123,7 +123,9 @@ class LabelScorer:
 
     def _encode(self, text: str) -> list[int]:
         if self._tokenizer is None:
-            raise BadRequestError("this server runs without a tokenizer: give allowed_token_ids instead of allowed_tokens")
+            raise BadRequestError(
+                "this server runs without a tokenizer: give allowed_token_ids instead of allowed_tokens"
+            )
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _decode(self, token_ids: list[int]) -> str:

@@ -80,11 +80,17 @@ def check_generate_label_request(obj: GenerateReqInput) -> None:
     """The same for /generate, whose options live in `sampling_params`."""
     params: Any = obj.sampling_params or {}
     for of_prompt in params if isinstance(params, list) else [params]:
-        given = [name for name in ("n", "regex", "json_schema", "ebnf", "logit_bias") if of_prompt.get(name) not in (None, 1)]
+        given = [
+            name for name in ("n", "regex", "json_schema", "ebnf", "logit_bias") if of_prompt.get(name) not in (None, 1)
+        ]
         if given:
-            raise BadRequestError(f"{', '.join(given)} cannot be combined with allowed answers: leave {_them(given)} out")
+            raise BadRequestError(
+                f"{', '.join(given)} cannot be combined with allowed answers: leave {_them(given)} out"
+            )
         if isinstance(asked := of_prompt.get("max_new_tokens"), int) and asked > 1:
-            raise BadRequestError(f"max_new_tokens is {asked}, and a label is one token: leave it out, or ask for 0 or 1")
+            raise BadRequestError(
+                f"max_new_tokens is {asked}, and a label is one token: leave it out, or ask for 0 or 1"
+            )
 
 
 def _them(names: list[str]) -> str:

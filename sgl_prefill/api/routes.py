@@ -122,7 +122,9 @@ def install(app: FastAPI, config: PrefillConfig) -> None:
     for route in ROUTES:
         found = [r for r in app.router.routes if _serves(r, route.path, stock[route.path])]
         if len(found) != 1:
-            raise SeamError(f"SGLang's route {route.method} {route.path} is not where this package replaces it ({route.reason})")
+            raise SeamError(
+                f"SGLang's route {route.method} {route.path} is not where this package replaces it ({route.reason})"
+            )
         app.router.routes.remove(found[0])
     ours = PrefillRoutes(app, config, stock)
     only_json = [Depends(http_server.validate_json_request)]
@@ -166,9 +168,16 @@ def _is_one_prompt_of_ids(input_ids: Any) -> bool:
     return bool(input_ids) and isinstance(input_ids[0], int)
 
 
-def _openai_reply(prefix: str, kind: str, request: Any, choices: list[dict[str, Any]], scored: list[ScoredPrompt]) -> Response:
+def _openai_reply(
+    prefix: str, kind: str, request: Any, choices: list[dict[str, Any]], scored: list[ScoredPrompt]
+) -> Response:
     """The whole reply, or, for a streaming client, one chunk with everything (and one with the usage if it asked)."""
-    envelope = {"id": f"{prefix}{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": request.model}
+    envelope: dict[str, Any] = {
+        "id": f"{prefix}{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": request.model,
+    }
     if not request.stream:
         return ORJSONResponse({**envelope, "choices": choices, "usage": usage(scored)})
     chunks: list[Any] = [{**envelope, "choices": choices}]

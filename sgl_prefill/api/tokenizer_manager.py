@@ -72,7 +72,11 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             value = getattr(obj, field)
             for number in value if isinstance(value, list) else [value]:
                 if number is not None and (number < lowest or (highest is not None and number > highest)):
-                    limit = f"at least {lowest}" if highest is None else f"from {lowest} to {highest}, the vocabulary's size"
+                    limit = (
+                        f"at least {lowest}"
+                        if highest is None
+                        else f"from {lowest} to {highest}, the vocabulary's size"
+                    )
                     raise BadRequestError(f"{field} is {number}: it must be {limit}")
 
     def _validate_one_request(self, obj: GenerateReqInput | EmbeddingReqInput, input_ids: list[int]) -> None:
@@ -98,4 +102,6 @@ def check_ids_in_vocabulary(token_ids: list[int], vocab_size: int, where: str) -
     if min(token_ids) >= 0 and max(token_ids) < vocab_size:
         return
     bad = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-    raise BadRequestError(f"{where} holds token id {bad}, and the vocabulary has {vocab_size} tokens (0 to {vocab_size - 1})")
+    raise BadRequestError(
+        f"{where} holds token id {bad}, and the vocabulary has {vocab_size} tokens (0 to {vocab_size - 1})"
+    )

@@ -16,32 +16,10 @@ from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import SeamError
 from sgl_prefill.seam import record
 from sgl_prefill.seam.declare import Hook
-from sgl_prefill.seam.fingerprints import differing, installed_sglang_version
-from sgl_prefill.seam.hooks import SUPPORTED_SGLANG_VERSION, fingerprinted_targets, hooks_for
+from sgl_prefill.seam.fingerprints import check_source
+from sgl_prefill.seam.hooks import hooks_for
 
 SOURCE = HookSource(plugin_name="sgl_prefill", dist_name="sgl-prefill")
-
-
-def check_version() -> None:
-    """Raise SeamError unless the installed SGLang is the supported one. Imports nothing of SGLang's."""
-    version = installed_sglang_version()
-    if version != SUPPORTED_SGLANG_VERSION:
-        raise SeamError(
-            f"SGLang {version} is installed, and this package hooks into {SUPPORTED_SGLANG_VERSION} only:"
-            f" run `pip install sglang=={SUPPORTED_SGLANG_VERSION}`"
-        )
-
-
-def check_source() -> None:
-    """Raise SeamError, naming every target, unless the touched functions are as recorded."""
-    check_version()
-    lines = differing(fingerprinted_targets())
-    if lines:
-        raise SeamError(
-            "the installed SGLang was changed where this package hooks into it:\n  "
-            + "\n  ".join(lines)
-            + f"\nreinstall it: `pip install --force-reinstall --no-deps sglang=={SUPPORTED_SGLANG_VERSION}`"
-        )
 
 
 def activate(config: PrefillConfig) -> None:

@@ -1,7 +1,7 @@
 """Is the installed SGLang the one that the hooks were written against? Compares the source of each touched function.
 
-    python -m sgl_prefill.seam.fingerprints            list what differs, exit 1 if anything does
-    python -m sgl_prefill.seam.fingerprints --write    after reading the differences: accept the installed source
+python -m sgl_prefill.seam.fingerprints            list what differs, exit 1 if anything does
+python -m sgl_prefill.seam.fingerprints --write    after reading the differences: accept the installed source
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from sgl_prefill.errors import SeamError
+
+SUPPORTED_SGLANG_VERSION = "0.5.17"
 FINGERPRINT_FILE = Path(__file__).with_name("fingerprints.json")
 
 
@@ -49,6 +52,31 @@ def differing(targets: Iterable[str]) -> list[str]:
         elif known.get(target) != found:
             lines.append(f"{target} differs from the source that this package was written for")
     return lines
+
+
+def version_problem() -> str | None:
+    """What is wrong with the installed version, or None. Imports nothing of SGLang's."""
+    version = installed_sglang_version()
+    if version == SUPPORTED_SGLANG_VERSION:
+        return None
+    return (
+        f"SGLang {version} is installed, and this package hooks into {SUPPORTED_SGLANG_VERSION} only:"
+        f" run `pip install sglang=={SUPPORTED_SGLANG_VERSION}`"
+    )
+
+
+def check_source() -> None:
+    """Raise SeamError, naming every target, unless version and source of the touched functions are as recorded."""
+    if problem := version_problem():
+        raise SeamError(problem)
+    from sgl_prefill.seam.hooks import fingerprinted_targets
+
+    if lines := differing(fingerprinted_targets()):
+        raise SeamError(
+            "the installed SGLang was changed where this package hooks into it:\n  "
+            + "\n  ".join(lines)
+            + f"\nreinstall it: `pip install --force-reinstall --no-deps sglang=={SUPPORTED_SGLANG_VERSION}`"
+        )
 
 
 def main(argv: list[str]) -> int:

@@ -7,11 +7,10 @@ run_scheduler_process_func, execute_warmup_func)`, the platform and the attentio
 from __future__ import annotations
 
 from sgl_prefill.config import PrefillConfig
+from sgl_prefill.cpu import lm_head
 from sgl_prefill.scheduling import step
 from sgl_prefill.seam import record
 from sgl_prefill.seam.declare import Hook, Relied, Route
-
-SUPPORTED_SGLANG_VERSION = "0.5.17"
 
 HOOKS: tuple[Hook, ...] = (
     Hook(
@@ -27,6 +26,13 @@ HOOKS: tuple[Hook, ...] = (
         feature="scheduling",
         reason="show SGLang's prefill admission only the one request that the policy picked for this step",
         function=step.around_get_new_batch_prefill,
+    ),
+    Hook(
+        target="sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head",
+        kind="around",
+        feature="logits-dtype",
+        reason="label logits in float32: rounded to bfloat16 they tie, and P(label) is off by up to 0.02",
+        function=lm_head.around_compute_lm_head,
     ),
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.get_init_info",
@@ -65,8 +71,12 @@ ROUTES: tuple[Route, ...] = (
 )
 
 RELIED_UPON: tuple[Relied, ...] = (
-    Relied("sglang.srt.managers.scheduler.run_scheduler_process", "our process function activates hooks, then calls it"),
-    Relied("sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw", "reads self.waiting_queue once a step"),
+    Relied(
+        "sglang.srt.managers.scheduler.run_scheduler_process", "our process function activates hooks, then calls it"
+    ),
+    Relied(
+        "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw", "reads self.waiting_queue once a step"
+    ),
     Relied("sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len", "the policy counts cached tokens like it"),
     Relied("sglang.srt.mem_cache.radix_cache.RadixCache._match_prefix_helper", "the read-only probe walks like it"),
     Relied("sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request", "overridden: checks come first"),
@@ -85,6 +95,9 @@ RELIED_UPON: tuple[Relied, ...] = (
         "label scoring renders chats with it",
     ),
     Relied("sglang.srt.entrypoints.http_server._execute_server_warmup", "our warm-up stands in for it"),
+    Relied(
+        "sglang.srt.layers.logits_processor.should_apply_lm_head_quant_method", "which LM heads have a plain weight"
+    ),
     Relied("sglang.srt.layers.attention.hybrid_attn_backend.HybridAttnBackend", "two names, one backend on CPU"),
     Relied("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal", "overridden on CPU"),
 )
@@ -92,8 +105,12 @@ RELIED_UPON: tuple[Relied, ...] = (
 
 def hooks_for(config: PrefillConfig) -> tuple[Hook, ...]:
     """The hooks that these options ask for, in application order."""
-    wanted = {"always"} | ({"scheduling"} if config.scheduling == "calibrated-srjf" else set())
-    return tuple(hook for hook in HOOKS if hook.feature in wanted)
+    wanted = {
+        "always": True,
+        "scheduling": config.scheduling == "calibrated-srjf",
+        "logits-dtype": config.logits_dtype == "float32",
+    }
+    return tuple(hook for hook in HOOKS if wanted[hook.feature])
 
 
 def fingerprinted_targets() -> tuple[str, ...]:

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Lint, format and types.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+scripts/install.sh
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+.venv/bin/mypy
