@@ -13,7 +13,8 @@ from sglang.srt.plugins import load_plugins
 from sgl_prefill import preflight, processes
 from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer, ScoredPrompt
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.seam import fingerprints
+from sgl_prefill.errors import SeamError
+from sgl_prefill.seam import activation, fingerprints
 
 
 class Engine(sglang.Engine):  # type: ignore[misc]
@@ -24,7 +25,8 @@ class Engine(sglang.Engine):  # type: ignore[misc]
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        fingerprints.check_source()
+        if problem := fingerprints.version_problem():
+            raise SeamError(problem)
         names = {field.name for field in dataclasses.fields(PrefillConfig)}
         config = PrefillConfig(**{name: kwargs.pop(name) for name in list(kwargs) if name in names})
         kwargs = {**_sglang_defaults(config), "log_level": "error", **kwargs}
@@ -33,6 +35,7 @@ class Engine(sglang.Engine):  # type: ignore[misc]
         load_plugins()
         server_args = self.server_args_class(**kwargs)
         preflight.check_server_args(config, server_args)
+        activation.activate(config, "http")
         self.prefill_config = config
         self.init_tokenizer_manager_func = functools.partial(processes.init_tokenizer_manager, config)
         self.run_scheduler_process_func = functools.partial(processes.run_scheduler_process, config)

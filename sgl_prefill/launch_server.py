@@ -50,7 +50,6 @@ def parse(argv: list[str]) -> tuple[PrefillConfig, ServerArgs]:
         raise ConfigurationError("\n".join(problems))
     server_args = _prepare([*preflight.required_flags(config), *defaults, *_model_flags(for_sglang), *for_sglang])
     preflight.check_server_args(config, server_args)
-    fingerprints.check_source()
     return config, server_args
 
 
@@ -61,7 +60,9 @@ def serve(config: PrefillConfig, server_args: ServerArgs) -> None:
 
     from sgl_prefill import processes
     from sgl_prefill.api import routes
+    from sgl_prefill.seam import activation
 
+    activation.activate(config, "http")
     routes.install(http_server.app, config)
     try:
         http_server.launch_server(

@@ -39,7 +39,7 @@ def run_scheduler_process(config: PrefillConfig, server_args: ServerArgs, *args:
     from sgl_prefill.seam import activation
 
     try:
-        activation.activate(config)
+        activation.activate(config, "scheduler")
     except SglPrefillError as error:
         print(f"sgl_prefill: {error}", file=sys.stderr, flush=True)
         parent = psutil.Process().parent()

@@ -49,6 +49,7 @@ class ScoredPrompt(NamedTuple):
         """The reply's `label_scores` object."""
         meta = self.meta_info
         actual_s = meta["prefill_finished_time"] - meta["forward_entry_time"]
+        queue_s = meta["forward_entry_time"] - meta["api_server_dispatch_finish_ts"]
         return {
             "labels": [
                 {"label": label.text, "token_id": label.token_id, "probability": probability, "logprob": logprob}
@@ -59,7 +60,7 @@ class ScoredPrompt(NamedTuple):
             "label_mass": self.distribution.label_mass,
             "prompt_tokens": meta["prompt_tokens"],
             "cached_tokens": meta["cached_tokens"],
-            "queue_ms": round(meta["queue_time"] * 1e3, 3),
+            "queue_ms": round(max(queue_s, 0.0) * 1e3, 3),
             "predicted_jct_ms": None,
             "actual_ms": round(actual_s * 1e3, 3),
         }

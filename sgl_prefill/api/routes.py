@@ -88,7 +88,7 @@ class PrefillRoutes:
         is_batch, streams = not isinstance(obj.text, str) and not _is_one_prompt_of_ids(obj.input_ids), obj.stream
         with _value_errors_are_bad_requests():
             scored = await self.scorer.score(obj, answers, request)
-        outputs = [
+        outputs: list[dict[str, Any]] = [
             {
                 "text": one.best.text,
                 "output_ids": [one.best.token_id],

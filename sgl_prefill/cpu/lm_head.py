@@ -40,7 +40,7 @@ def around_compute_lm_head(
     """Hook: float32 for a few rows of an unquantized half-precision LM head in host memory; SGLang's way for the rest."""
     from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
 
-    weight = getattr(lm_head, "weight", None)
+    weight: Any = getattr(lm_head, "weight", None)
     is_ours = (
         weight is not None
         and weight.device.type == "cpu"

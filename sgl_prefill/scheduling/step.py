@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sgl_prefill.core.jct import cache_miss_tokens
 from sgl_prefill.core.srjf import Waiting, pick_shortest
 from sgl_prefill.errors import SeamError
+from sgl_prefill.scheduling.arrival import arrival_s
 from sgl_prefill.scheduling.radix_probe import count_cached_tokens
 from sgl_prefill.seam import record
 
@@ -38,7 +39,7 @@ class CalibratedSrjf:
         return Waiting(
             n_input_tokens=n_input,
             n_cached_tokens=min(n_matched, req._compute_max_prefix_len(n_input)),
-            arrival_s=req.time_stats.wait_queue_entry_time,
+            arrival_s=arrival_s(req),
             rank=req.priority * self._priority_sign if self._priorities_on else 0,
         )
 

@@ -1,6 +1,6 @@
 """Apply the hook list and prove that it took. SGLang logs and swallows errors in plugins and hooks; here they are fatal.
 
-Order in a scheduler process: register our hooks, let SGLang load all plugins and apply all hooks, then verify. A
+Order in a process: register our hooks, let SGLang load all plugins and apply all hooks, then verify. A
 half-loaded engine looks exactly like stock SGLang, so any doubt is a SeamError before a model is loaded.
 """
 
@@ -22,13 +22,13 @@ from sgl_prefill.seam.hooks import hooks_for
 SOURCE = HookSource(plugin_name="sgl_prefill", dist_name="sgl-prefill")
 
 
-def activate(config: PrefillConfig) -> None:
+def activate(config: PrefillConfig, process: str) -> None:
     """Put this configuration's hooks in place in this process, verify them, and write the activation record.
 
-    Raises SeamError with all problems in one message. Not for the HTTP process, whose routes `api.routes` replaces.
+    Raises SeamError with all problems in one message. The HTTP process also has its routes replaced, by `api.routes`.
     """
     check_source()
-    hooks = hooks_for(config)
+    hooks = hooks_for(config, process)
     for hook in hooks:
         HookRegistry.register(hook.target, hook.function, HookType(hook.kind), source=SOURCE)
     load_plugins()

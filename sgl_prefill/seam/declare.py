@@ -7,10 +7,11 @@ from typing import Any, Literal, NamedTuple
 
 
 class Hook(NamedTuple):
-    """One change of SGLang's behaviour at run time, in the scheduler process."""
+    """One change of SGLang's behaviour at run time."""
 
     target: str  # dotted path of the hooked function
     kind: Literal["after", "around"]  # as in SGLang's HookRegistry
+    process: Literal["scheduler", "http"]  # where it is applied
     feature: str  # the option that asks for it; "always" where every server of ours needs it
     reason: str  # what would go wrong without it
     function: Callable[..., Any]

@@ -8,14 +8,23 @@ from __future__ import annotations
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.cpu import lm_head
-from sgl_prefill.scheduling import step
+from sgl_prefill.scheduling import arrival, step
 from sgl_prefill.seam import record
 from sgl_prefill.seam.declare import Hook, Relied, Route
 
 HOOKS: tuple[Hook, ...] = (
     Hook(
+        target="sglang.srt.observability.req_time_stats.APIServerReqTimeStats.__getstate__",
+        kind="after",
+        process="http",
+        feature="always",
+        reason="tell the scheduler when a request arrived: it is deaf during a forward and would stamp it afterwards",
+        function=arrival.after_getstate,
+    ),
+    Hook(
         target="sglang.srt.managers.scheduler.Scheduler.init_schedule_policy",
         kind="after",
+        process="scheduler",
         feature="scheduling",
         reason="build the calibrated SRJF policy, and refuse a prefix cache that its read-only probe does not know",
         function=step.after_init_schedule_policy,
@@ -23,6 +32,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill",
         kind="around",
+        process="scheduler",
         feature="scheduling",
         reason="show SGLang's prefill admission only the one request that the policy picked for this step",
         function=step.around_get_new_batch_prefill,
@@ -30,6 +40,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         target="sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head",
         kind="around",
+        process="scheduler",
         feature="logits-dtype",
         reason="label logits in float32: rounded to bfloat16 they tie, and P(label) is off by up to 0.02",
         function=lm_head.around_compute_lm_head,
@@ -37,6 +48,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.get_init_info",
         kind="after",
+        process="scheduler",
         feature="always",
         reason="carry the activation record to /server_info, so that nobody measures an engine that is not there",
         function=record.after_get_init_info,
@@ -84,7 +96,11 @@ RELIED_UPON: tuple[Relied, ...] = (
     Relied("sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_output", "label scores in meta_info"),
     Relied(
         "sglang.srt.observability.req_time_stats.SchedulerReqTimeStats.convert_to_output_meta_info",
-        "queue_ms and actual_ms come from its queue_time, forward_entry_time and prefill_finished_time",
+        "queue_ms and actual_ms come from its forward_entry_time and prefill_finished_time",
+    ),
+    Relied(
+        "sglang.srt.observability.req_time_stats.ReqTimeStatsBase.new_from_obj",
+        "copies the arrival time into the scheduler's own stats, on the scheduler's clock",
     ),
     Relied(
         "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion._convert_to_internal_request",
@@ -103,14 +119,14 @@ RELIED_UPON: tuple[Relied, ...] = (
 )
 
 
-def hooks_for(config: PrefillConfig) -> tuple[Hook, ...]:
-    """The hooks that these options ask for, in application order."""
+def hooks_for(config: PrefillConfig, process: str) -> tuple[Hook, ...]:
+    """The hooks that these options ask for in this process, in application order."""
     wanted = {
         "always": True,
         "scheduling": config.scheduling == "calibrated-srjf",
         "logits-dtype": config.logits_dtype == "float32",
     }
-    return tuple(hook for hook in HOOKS if wanted[hook.feature])
+    return tuple(hook for hook in HOOKS if hook.process == process and wanted[hook.feature])
 
 
 def fingerprinted_targets() -> tuple[str, ...]:

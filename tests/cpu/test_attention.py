@@ -1,0 +1,87 @@
+"""The CPU attention against the definition, in float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from sgl_prefill.cpu.attention import attend, merge_by_log_sum_exp
+from sgl_prefill.cpu.attention_backend import _as_slice_if_consecutive, _rows
+from sgl_prefill.cpu.lm_head import BLOCK_VOCAB_ROWS, float32_logits
+
+SCALE = 0.2
+
+
+def defined(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, cap: float
+) -> torch.Tensor:
+    """softmax(q k^T * scale) v with an explicit mask, float64."""
+    n_q, n_kv, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * SCALE
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
+    q_pos, k_pos = torch.arange(n_kv - n_q, n_kv)[:, None], torch.arange(n_kv)[None]
+    visible = torch.ones(n_q, n_kv, dtype=torch.bool)
+    if causal:
+        visible &= k_pos <= q_pos
+        if window is not None:
+            visible &= k_pos >= q_pos - window
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+
+
+CASES = list(
+    itertools.product(
+        [(1, 1), (1, 700), (7, 7), (200, 1500), (600, 600), (600, 900)],  # (new tokens, all tokens)
+        [True, False],
+        [None, 0, 3, 100, 5000],
+        [0.0, 30.0],
+    )
+)
+
+
+@pytest.mark.parametrize(("lengths", "causal", "window", "cap"), CASES)
+def test_attend_equals_the_definition(lengths: tuple[int, int], causal: bool, window: int | None, cap: float) -> None:
+    """Prefix, suffix, grouped heads, windows and soft caps, to float32 rounding."""
+    torch.manual_seed(0)
+    n_q, n_kv = lengths
+    q, k, v = torch.randn(n_q, 6, 32), torch.randn(n_kv, 2, 32), torch.randn(n_kv, 2, 32)
+    got = attend(q, k, v, scale=SCALE, causal=causal, window_tokens=window, soft_cap=cap)
+    torch.testing.assert_close(got.double(), defined(q, k, v, causal, window, cap), rtol=0, atol=1e-5)
+
+
+def test_attend_in_bfloat16_is_off_by_rounding_alone() -> None:
+    """Outputs are means of values of size 1 rounded to 8 bits: 2^-8, twice where two parts are merged."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(n, h, 64).bfloat16() for n, h in ((300, 9), (1000, 3), (1000, 3)))
+    got = attend(q, k, v, scale=SCALE)
+    torch.testing.assert_close(got.double(), defined(q, k, v, True, None, 0.0), rtol=0, atol=2.5e-2)
+
+
+def test_merging_survives_denominators_that_would_overflow() -> None:
+    """Log-sum-exps of 1,000 overflow exp(); the merge is a weighted mean all the same."""
+    left, right = torch.zeros(1, 1, 4), torch.ones(1, 1, 4)
+    merged = merge_by_log_sum_exp(left, torch.full((1, 1), 1000.0), right, torch.full((1, 1), 1000.0))
+    torch.testing.assert_close(merged, torch.full((1, 1, 4), 0.5))
+
+
+def test_consecutive_slots_are_read_in_place_and_others_gathered_in_order() -> None:
+    """A view where slots follow each other, the right rows in the right order where they do not."""
+    pool = torch.arange(40.0).view(20, 1, 2)
+    run, scattered = torch.tensor([4, 5, 6, 7]), torch.tensor([9, 3, 4, 12])
+    in_place = _rows(pool, _as_slice_if_consecutive(run), pool.dtype)
+    assert in_place.data_ptr() == pool[4].data_ptr()
+    assert in_place.tolist() == pool[run].tolist()
+    assert isinstance(_as_slice_if_consecutive(torch.tensor([4, 6, 5, 7])), torch.Tensor)
+    assert _rows(pool, _as_slice_if_consecutive(scattered), pool.dtype).tolist() == pool[scattered].tolist()
+
+
+def test_float32_logits_tell_apart_what_bfloat16_rounds_together() -> None:
+    """The blockwise product equals the float32 one, also for a vocabulary that is no multiple of the block."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(2, 48).bfloat16(), torch.randn(BLOCK_VOCAB_ROWS + 77, 48).bfloat16()
+    got = float32_logits(hidden, weight)
+    torch.testing.assert_close(got, hidden.float() @ weight.float().T, rtol=0, atol=1e-4)
+    assert len(set(got[0].tolist())) > 1.5 * len(set((hidden @ weight.T)[0].tolist()))

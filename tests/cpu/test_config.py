@@ -1,0 +1,136 @@
+"""Options, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sgl_prefill import preflight
+from sgl_prefill.config import PrefillConfig
+from sgl_prefill.errors import ConfigurationError
+
+
+def parsed(*words: str) -> PrefillConfig:
+    parser = argparse.ArgumentParser()
+    PrefillConfig.add_cli_arguments(parser)
+    return PrefillConfig.from_namespace(parser.parse_args(words))
+
+
+def test_the_command_line_defaults_are_the_dataclass_defaults() -> None:
+    """One source of defaults."""
+    assert parsed() == PrefillConfig()
+    assert parsed("--fairness-lambda", "0", "--allow-generation").allow_generation
+
+
+def test_the_config_survives_the_way_to_the_scheduler_process() -> None:
+    """It is an argument of a spawned process."""
+    config = PrefillConfig(scheduling="stock", max_body_mb=1.0)
+    assert pickle.loads(pickle.dumps(config)) == config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.scheduling = "calibrated-srjf"  # type: ignore[misc]
+
+
+def test_all_bad_values_stand_in_one_message() -> None:
+    """Nobody should have to start four times."""
+    with pytest.raises(ConfigurationError) as caught:
+        PrefillConfig(scheduling="lifo", fairness_lambda=float("nan"), memory_budget_gb=-1, max_body_mb=0)  # type: ignore[arg-type]
+    assert [line.split()[0] for line in str(caught.value).splitlines()] == [
+        "--scheduling",
+        "--fairness-lambda",
+        "--memory-budget-gb",
+        "--max-body-mb",
+    ]
+
+
+def test_contradicting_flags_are_all_named_with_the_remedy() -> None:
+    """Seen in the bare command line, before SGLang's slow import."""
+    argv = ["--chunked-prefill-size", "512", "--schedule-policy=lpm", "--enable-mixed-chunk", "--port", "29999"]
+    problems = preflight.check_argv(PrefillConfig(), argv)
+    assert [problem.split()[0] for problem in problems] == [
+        "--chunked-prefill-size",
+        "--schedule-policy",
+        "--enable-mixed-chunk",
+    ]
+    assert all("--scheduling stock" in problem for problem in problems)
+    assert preflight.check_argv(PrefillConfig(scheduling="stock"), argv) == []
+
+
+def test_flags_that_agree_are_no_contradiction() -> None:
+    """Writing out what the engine sets anyway is fine."""
+    argv = ["--chunked-prefill-size", "-1", "--prefill-max-requests", "1", "--port", "29999"]
+    assert preflight.check_argv(PrefillConfig(), argv) == []
+
+
+def test_a_taken_port_is_named() -> None:
+    """Before minutes of loading."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        (problem,) = preflight.check_argv(PrefillConfig(), ["--port", str(port)])
+    assert problem.startswith(f"--port {port} on 127.0.0.1 cannot be used (Address already in use)")
+
+
+def test_a_model_path_that_holds_no_model_is_named(tmp_path: Path) -> None:
+    """A missing folder, and a folder without a model; a hub name is left to SGLang."""
+    assert "does not exist" in preflight.check_argv(PrefillConfig(), ["--model-path", "/no/such", "--port", "29999"])[0]
+    assert (
+        "without config.json"
+        in preflight.check_argv(PrefillConfig(), [f"--model-path={tmp_path}", "--port", "29999"])[0]
+    )
+    assert preflight.check_argv(PrefillConfig(), ["--model", "org/name", "--port", "29999"]) == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "value"),
+    [
+        (["--a", "1"], "1"),
+        (["--a=2"], "2"),
+        (["--a"], ""),
+        (["--a", "--b"], ""),
+        (["--b", "3"], None),
+        (["--a", "1", "--a", "4"], "4"),
+    ],
+)
+def test_value_of_reads_a_command_line_as_argparse_would(argv: list[str], value: str | None) -> None:
+    """Separate, joined, switch, absent, and the last of several."""
+    assert preflight.value_of(argv, "--a") == value
+
+
+def test_the_memory_budget_becomes_a_fraction_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the free memory by default; more than there is, or a budget beside an accelerator, is refused."""
+    free = type("Memory", (), {"available": 10 << 30})
+    monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(preflight, "has_accelerator", lambda: False)
+    assert preflight.memory_fraction(PrefillConfig()) == 0.5
+    assert preflight.memory_fraction(PrefillConfig(memory_budget_gb=4)) == 0.4
+    with pytest.raises(ConfigurationError, match=r"10\.0 GiB free"):
+        preflight.memory_fraction(PrefillConfig(memory_budget_gb=11))
+    monkeypatch.setattr(preflight, "has_accelerator", lambda: True)
+    assert preflight.memory_fraction(PrefillConfig()) is None
+    with pytest.raises(ConfigurationError, match="--mem-fraction-static"):
+        preflight.memory_fraction(PrefillConfig(memory_budget_gb=4))
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--model-path", "/no/such/model"], "--model-path /no/such/model does not exist"),
+        (["--enable-mixed-chunk"], "--enable-mixed-chunk is set and must be False"),
+        (["--fairness-lambda", "-1"], "--fairness-lambda is -1.0"),
+    ],
+)
+def test_a_refused_start_exits_with_2_and_one_message(flags: list[str], expected: str) -> None:
+    """On stderr, without a traceback."""
+    command = [sys.executable, "-m", "sgl_prefill.launch_server", "--port", "29999", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,105 @@
+"""The policy on hand-computed cases (PrefillOnly, section 6 and Figure 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from sgl_prefill.core.jct import cache_miss_tokens
+from sgl_prefill.core.srjf import Waiting, pick_shortest
+
+
+class Job(NamedTuple):
+    name: str
+    n_tokens: int
+    prefix: str
+    arrival_s: float = 0.0
+    rank: float = 0.0
+
+
+SHARED_TOKENS = 80
+# Figure 5: A < C < B < D; A and D share a prefix, B and C share another; the cache holds one request.
+FIGURE_5 = [
+    Job("A", 100, "ad", 0.000),
+    Job("B", 140, "bc", 0.001),
+    Job("C", 120, "bc", 0.002),
+    Job("D", 160, "ad", 0.003),
+]
+
+
+def run(jobs: list[Job], jct: Callable[[int, int], float], fairness_lambda: float = 0.0) -> tuple[str, int]:
+    """(order, cache hits) of one request per step with a cache that holds the last request alone."""
+    waiting, order, n_hits, cached_prefix = list(jobs), "", 0, ""
+
+    def describe(job: Job) -> Waiting:
+        n_cached = SHARED_TOKENS if job.prefix == cached_prefix else 0
+        return Waiting(job.n_tokens, n_cached, job.arrival_s, job.rank)
+
+    while waiting:
+        job = pick_shortest(waiting, describe, jct=jct, fairness_lambda=fairness_lambda)
+        assert job is not None
+        waiting.remove(job)
+        n_hits += job.prefix == cached_prefix
+        order, cached_prefix = order + job.name, job.prefix
+    return order, n_hits
+
+
+def uncalibrated(n_input_tokens: int, n_cached_tokens: int) -> float:
+    return float(n_input_tokens)
+
+
+def test_figure_5_first_in_first_out_hits_once() -> None:
+    """With a huge lambda the order is that of arrival, and only C after B finds its prefix."""
+    assert run(FIGURE_5, cache_miss_tokens, fairness_lambda=1e9) == ("ABCD", 1)
+
+
+def test_figure_5_plain_shortest_job_first_hits_once() -> None:
+    """Without calibration C evicts what D could have used."""
+    assert run(FIGURE_5, uncalibrated) == ("ACBD", 1)
+
+
+def test_figure_5_calibrated_shortest_job_first_hits_twice() -> None:
+    """After A, D is the shortest: its prefix is in the cache now."""
+    assert run(FIGURE_5, cache_miss_tokens) == ("ADCB", 2)
+
+
+def test_the_score_and_not_the_jct_is_compared() -> None:
+    """Algorithm 1 as printed stores jct on line 11; then the last request below its score would win, here Z."""
+    jobs = [Job("X", 100, "x", 0.0), Job("Y", 90, "y", 1.0), Job("Z", 95, "z", 1.0)]
+    # lambda 50: X scores 100 + 0, Y 90 + 50, Z 95 + 50, up to a constant.
+    assert run(jobs, cache_miss_tokens, fairness_lambda=50.0)[0] == "XYZ"
+
+
+def test_a_long_request_waits_no_longer_than_its_length_over_lambda() -> None:
+    """Against an endless stream of 10-token requests a 1,000-token one runs after (1,000 - 10) / lambda seconds."""
+    fairness_lambda, step_s = 100.0, 0.05
+    long = Job("L", 1000, "long", 0.0)
+    queue, n_steps = [long], 0
+    while True:
+        now_s = n_steps * step_s
+        queue.append(Job("s", 10, f"p{n_steps}", now_s))
+        picked = pick_shortest(
+            queue,
+            lambda job: Waiting(job.n_tokens, 0, job.arrival_s),
+            jct=cache_miss_tokens,
+            fairness_lambda=fairness_lambda,
+        )
+        assert picked is not None
+        if picked is long:
+            break
+        queue.remove(picked)
+        n_steps += 1
+        assert n_steps < 1000, "the long request starves"
+    assert n_steps * step_s == 9.9
+
+
+def test_a_better_rank_goes_first_however_long_it_is() -> None:
+    """User priorities come before predicted cost."""
+    jobs = [Job("A", 10, "a", rank=0), Job("B", 5000, "b", rank=-1)]
+    assert run(jobs, cache_miss_tokens)[0] == "BA"
+
+
+def test_equal_requests_keep_their_order_and_an_empty_queue_gives_none() -> None:
+    """Ties go to the first in the queue."""
+    assert run([Job("A", 10, "a"), Job("B", 10, "b")], cache_miss_tokens)[0] == "AB"
+    assert pick_shortest([], lambda job: Waiting(1, 0, 0.0), jct=cache_miss_tokens, fairness_lambda=1.0) is None
