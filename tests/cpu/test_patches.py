@@ -69,8 +69,10 @@ def test_patches_apply_in_order_and_still_parse(tmp_path: Path) -> None:
 
 
 def test_readme_names_each_patch_and_no_other() -> None:
-    """The table in the README names the patch files that exist, each once."""
+    """The table in the README has one row for each patch file that exists, and links to it."""
     readme = (PATCHES / "README.md").read_text(encoding="utf-8")
-    named = re.findall(r"^\| `([^`]+\.patch)` \|", readme, flags=re.MULTILINE)
-    assert named == [patch.name for patch in PATCH_FILES]
-    assert named
+    rows = re.findall(r"^\| \[([^\]]+)\] \|", readme, flags=re.MULTILINE)
+    links = re.findall(r"^\[([^\]]+)\]: (\S+)$", readme, flags=re.MULTILINE)
+    assert rows == [number for number, _ in links]
+    assert [name for _, name in links] == [patch.name for patch in PATCH_FILES]
+    assert rows

@@ -1,0 +1,154 @@
+"""What nonsense gets: a 4xx with a message for people in both error shapes, and a server that stays up."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+
+from tests.integration.conftest import Server
+
+PROMPT = {"model": "demo", "prompt": "Is it so? Answer:"}
+CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Is it so?"}]}
+NATIVE = {"text": "Is it so? Answer:"}
+LABELS = [" yes", " no"]
+COMPLETIONS, CHATS, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
+VOCABULARY_SIZE = 49152
+
+CASES: list[tuple[str, dict[str, Any], list[str]]] = [
+    (COMPLETIONS, {**PROMPT, "max_tokens": 2}, ["max_tokens", "2", "--allow-generation"]),
+    (CHATS, {**CHAT, "max_tokens": 50}, ["50", "--allow-generation"]),
+    (CHATS, {**CHAT, "max_completion_tokens": 50}, ["50", "--allow-generation"]),
+    (GENERATE, {**NATIVE, "sampling_params": {"max_new_tokens": 8}}, ["8", "--allow-generation"]),
+    (GENERATE, NATIVE, ["128", "left out", "--allow-generation"]),
+    (GENERATE, {**NATIVE, "sampling_params": {"max_new_tokens": "8"}}, ["max_new_tokens"]),
+    (GENERATE, {**NATIVE, "sampling_params": {"max_new_tokens": 1, "temperature": "hot"}}, ["sampling_params"]),
+    (GENERATE, {**NATIVE, "sampling_params": {"max_new_tokens": 1, "no_such_field": 1}}, ["no_such_field"]),
+    (COMPLETIONS, {**PROMPT, "max_tokens": 5, "allowed_tokens": LABELS}, ["max_tokens is 5", "one token"]),
+    (COMPLETIONS, {**PROMPT, "allowed_tokens": []}, ["allowed_tokens is empty"]),
+    (COMPLETIONS, {**PROMPT, "allowed_token_ids": []}, ["allowed_token_ids is empty"]),
+    (COMPLETIONS, {**PROMPT, "allowed_tokens": [" yes", " no", " yes"]}, ["' yes'", "more than once"]),
+    (COMPLETIONS, {**PROMPT, "allowed_token_ids": [5, 5]}, ["5", "more than once"]),
+    (COMPLETIONS, {**PROMPT, "allowed_tokens": [" yes", ""]}, ["empty text"]),
+    (
+        COMPLETIONS,
+        {**PROMPT, "allowed_tokens": [" yes", " absolutely not"]},
+        ["' absolutely not'", "2 tokens", "' not'"],
+    ),
+    (CHATS, {**CHAT, "allowed_tokens": ["definitely not"]}, ["'definitely not'", "tokens"]),
+    (GENERATE, {**NATIVE, "allowed_tokens": []}, ["allowed_tokens is empty"]),
+    (
+        COMPLETIONS,
+        {**PROMPT, "allowed_token_ids": [1, VOCABULARY_SIZE]},
+        [str(VOCABULARY_SIZE), "vocabulary has 49152"],
+    ),
+    (COMPLETIONS, {**PROMPT, "allowed_token_ids": [-1]}, ["-1", "vocabulary has 49152"]),
+    (GENERATE, {**NATIVE, "allowed_token_ids": [10**12]}, [str(10**12), "49152"]),
+    (COMPLETIONS, {**PROMPT, "prompt": [5, VOCABULARY_SIZE + 7]}, [str(VOCABULARY_SIZE + 7), "49152"]),
+    (GENERATE, {"input_ids": [-3], "sampling_params": {"max_new_tokens": 0}}, ["-3", "49152"]),
+    (COMPLETIONS, {**PROMPT, "allowed_tokens": LABELS, "allowed_token_ids": [5]}, ["both given"]),
+    (COMPLETIONS, {**PROMPT, "allowed_tokens": LABELS, "n": 3, "echo": True}, ["echo, n", "leave them out"]),
+    (COMPLETIONS, {**PROMPT, "allowed_tokens": LABELS, "regex": "a|b"}, ["regex"]),
+    (GENERATE, {**NATIVE, "allowed_tokens": LABELS, "sampling_params": {"regex": "a"}}, ["regex"]),
+    (COMPLETIONS, {**PROMPT, "allowed_tokens": " yes"}, ["allowed_tokens"]),
+    (COMPLETIONS, {**PROMPT, "allowed_tokens": [1, 2]}, ["allowed_tokens"]),
+    (COMPLETIONS, {**PROMPT, "allowed_token_ids": [True, "x"]}, ["allowed_token_ids"]),
+    (COMPLETIONS, {**PROMPT, "prompt": ""}, ["empty"]),
+    (COMPLETIONS, {**PROMPT, "prompt": "", "allowed_tokens": LABELS}, ["empty"]),
+    (COMPLETIONS, {**PROMPT, "prompt": ["a", ""], "allowed_tokens": LABELS}, ["prompt 1 is empty"]),
+    (COMPLETIONS, {**PROMPT, "prompt": ["a", ""]}, ["empty"]),
+    (COMPLETIONS, {**PROMPT, "prompt": []}, ["empty"]),
+    (CHATS, {**CHAT, "messages": [], "allowed_tokens": LABELS}, ["empty"]),
+    (GENERATE, {"text": "", "allowed_tokens": LABELS}, ["empty"]),
+    (GENERATE, {"allowed_tokens": LABELS}, ["prompt"]),
+    (COMPLETIONS, {"model": "demo", "allowed_tokens": LABELS}, ["prompt"]),
+    (COMPLETIONS, {**PROMPT, "prompt": {"a": 1}}, ["prompt"]),
+    (COMPLETIONS, {**PROMPT, "logprobs": 10**9}, ["top_logprobs_num", "1000000000"]),
+    (
+        GENERATE,
+        {**NATIVE, "sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": -7},
+        ["-7"],
+    ),
+    ("/v1/rerank", {"query": "", "documents": ["a"]}, ["empty"]),
+    ("/v1/rerank", {"query": "a", "documents": []}, ["empty"]),
+    ("/v1/score", {"model": "demo", "query": "a", "items": ["b"], "label_token_ids": [VOCABULARY_SIZE]}, ["49152"]),
+    ("/v1/embeddings", {"model": "demo", "input": "a"}, ["embedding"]),
+]
+
+
+@pytest.fixture(autouse=True)
+def _server_stays_up(server: Server) -> Iterator[None]:
+    """After every case the same server still answers a good request."""
+    yield
+    assert server.process.poll() is None
+    assert server.scores("The capital of France is", allowed_tokens=[" Paris", " Rome"])[0]["label_mass"] > 0
+
+
+def error_of(reply: requests.Response) -> str:
+    """The message, which stands in OpenAI's nested shape and in SGLang's flat one."""
+    body = reply.json()
+    assert body["error"]["message"]
+    if "message" in body:
+        assert body["message"] == body["error"]["message"]
+    return str(body["error"]["message"])
+
+
+@pytest.mark.parametrize(("route", "body", "parts"), CASES)
+def test_a_wrong_request_gets_400_and_a_message_that_names_the_cause(
+    server: Server, route: str, body: dict[str, Any], parts: list[str]
+) -> None:
+    """Each message holds the value and the limit or remedy."""
+    reply = server.post(route, body)
+    assert reply.status_code == 400, (reply.status_code, reply.text)
+    message = error_of(reply)
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize("labels", [{}, {"allowed_tokens": LABELS}])
+def test_a_prompt_over_the_limit_gets_400_with_both_lengths(server: Server, labels: dict[str, Any]) -> None:
+    """Never truncated: 9,000 tokens where 8,191 fit, as ids and as text."""
+    reply = server.post(COMPLETIONS, {**PROMPT, "prompt": [5] * 9000, **labels})
+    assert reply.status_code == 400
+    assert "9000" in error_of(reply)
+    assert "8192" in error_of(reply)
+    reply = server.post(COMPLETIONS, {**PROMPT, "prompt": "word " * 200_000, **labels})
+    assert reply.status_code == 400
+    assert "8192" in error_of(reply)
+
+
+@pytest.mark.parametrize(
+    "body", [b"{", b"", b"[1, 2]", b'"text"', b"\xff\xfe{}", b'{"prompt": "\xff"}', b'{"prompt": NaN}', b"null"]
+)
+@pytest.mark.parametrize("route", [COMPLETIONS, CHATS, GENERATE])
+def test_malformed_json_and_invalid_utf8_get_400(server: Server, route: str, body: bytes) -> None:
+    """The body is never half understood."""
+    reply = requests.post(server.url + route, data=body, headers={"content-type": "application/json"}, timeout=60)
+    assert reply.status_code == 400, reply.text
+    error_of(reply)
+
+
+def test_a_body_of_50_mb_gets_413_with_both_sizes(server: Server) -> None:
+    """By its declared length, and again without one (chunked), where the bytes are counted."""
+    body = json.dumps({**PROMPT, "prompt": "x" * 50_000_000}).encode()
+    headers = {"content-type": "application/json"}
+    declared = requests.post(server.url + COMPLETIONS, data=body, headers=headers, timeout=120)
+    parts = (body[start : start + 1_000_000] for start in range(0, len(body), 1_000_000))
+    chunked = requests.post(server.url + COMPLETIONS, data=parts, headers=headers, timeout=120)
+    for reply in (declared, chunked):
+        assert reply.status_code == 413
+        assert str(32 << 20) in error_of(reply)
+        assert "--max-body-mb" in error_of(reply)
+    assert str(len(body)) in error_of(declared)
+
+
+def test_a_broken_http_request_does_not_stop_the_server(server: Server) -> None:
+    """Bytes that are no HTTP at all."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(b"\x00\x01 nonsense\r\n\r\n")
+        assert b"400" in connection.recv(1000)

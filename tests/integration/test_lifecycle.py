@@ -1,0 +1,70 @@
+"""Starts that fail late, and a server whose scheduler dies. One small random-weight model, no orphan process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.conftest import start, stop
+
+
+@pytest.fixture
+def tiny_model(tmp_path: Path, demo_folder: Path) -> Path:
+    """The demo model's tokenizer and a config of 2 layers; weights are random at load."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_text((demo_folder / name).read_text())
+    config = json.loads((demo_folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps({**config, "num_hidden_layers": 2, "hidden_size": 144, "head_dim": 16})
+    )
+    return folder
+
+
+def test_a_dead_scheduler_takes_the_launcher_down_with_a_failure(tiny_model: Path, tmp_path: Path) -> None:
+    """Clients see closed connections, the supervisor a non-zero exit, and nothing is left running."""
+    flags = ["--model-path", str(tiny_model), "--load-format", "dummy", "--memory-budget-gb", "1", "--allow-generation"]
+    server = start("sgl_prefill.launch_server", tmp_path / "log.txt", *flags)
+    try:
+        body = {"model": "tiny", "prompt": "a b c", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+        generated = server.post("/v1/completions", body)
+        assert generated.json()["usage"]["completion_tokens"] == 3, "--allow-generation decodes"
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        (scheduler,) = [
+            child for child in children if "scheduler" in child.name() or "sched" in " ".join(child.cmdline())
+        ]
+        scheduler.kill()
+        assert server.process.wait(timeout=60) != 0
+        gone, alive = psutil.wait_procs(children, timeout=30)
+        assert alive == []
+    finally:
+        stop(server)
+
+
+def test_a_hook_that_does_not_take_ends_the_start_with_its_message(tiny_model: Path, tmp_path: Path) -> None:
+    """A foreign plugin on our target, as a user would have it installed: refused by name, with no process left."""
+    intruder = tmp_path / "intruder"
+    info = intruder / "intruder-1.0.dist-info"
+    info.mkdir(parents=True)
+    (intruder / "intruder.py").write_text(
+        "def register():\n"
+        "    from sglang.srt.plugins.hook_registry import HookRegistry, HookType\n"
+        "    HookRegistry.register('sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill',\n"
+        "                          lambda original, *a, **k: original(*a, **k), HookType.AROUND)\n"
+    )
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: intruder\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nintruder = intruder:register\n")
+    command = [sys.executable, "-m", "sgl_prefill.launch_server", "--model-path", str(tiny_model), "--port", "29878"]
+    environment = {**psutil.Process().environ(), "PYTHONPATH": str(intruder)}
+    done = subprocess.run(
+        [*command, "--load-format", "dummy"], env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode != 0
+    assert "get_new_batch_prefill is also hooked by intruder" in done.stderr
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(tiny_model) in (p.info["cmdline"] or [])]

@@ -1,0 +1,177 @@
+"""Label scoring over HTTP on the demo model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import requests
+
+from tests.integration.conftest import Server
+
+FRANCE, ITALY = "The capital of France is", "The capital of Italy is"
+CITIES = [" Paris", " Rome"]
+
+
+def best(scores: dict[str, Any]) -> str:
+    return str(max(scores["labels"], key=lambda entry: entry["probability"])["label"])
+
+
+def test_completions_give_restricted_probabilities_ids_and_times(server: Server, tokenizer: Any) -> None:
+    """One prompt: the right answer, a distribution, the ids used, the whole set of measurements."""
+    reply = server.post("/v1/completions", {"model": "demo", "prompt": FRANCE, "allowed_tokens": CITIES}).json()
+    (choice,) = reply["choices"]
+    scores = choice["label_scores"]
+    assert (choice["text"], choice["finish_reason"]) == (" Paris", "stop")
+    assert [entry["label"] for entry in scores["labels"]] == CITIES
+    assert [entry["token_id"] for entry in scores["labels"]] == [tokenizer.encode(city)[0] for city in CITIES]
+    assert sum(entry["probability"] for entry in scores["labels"]) == pytest.approx(1.0, abs=1e-9)
+    assert 0.5 < scores["label_mass"] <= 1.0
+    assert scores["predicted_jct_ms"] is None
+    assert scores["actual_ms"] > 0
+    assert scores["queue_ms"] >= 0
+    n_tokens = len(tokenizer.encode(FRANCE))
+    usage = reply["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (n_tokens, 1, n_tokens + 1)
+
+
+def test_a_batch_is_answered_in_order_and_its_usage_is_the_sum(server: Server, tokenizer: Any) -> None:
+    """Two prompts as text, and the same as token ids, give the same scores."""
+    prompts = [FRANCE, ITALY]
+    as_text = server.post("/v1/completions", {"model": "demo", "prompt": prompts, "allowed_tokens": CITIES}).json()
+    assert [choice["text"] for choice in as_text["choices"]] == CITIES
+    assert as_text["usage"]["prompt_tokens"] == sum(len(tokenizer.encode(prompt)) for prompt in prompts)
+    assert as_text["usage"]["completion_tokens"] == 2
+    as_ids = server.scores([tokenizer.encode(prompt) for prompt in prompts], allowed_tokens=CITIES)
+    for choice, scores in zip(as_text["choices"], as_ids, strict=True):
+        for left, right in zip(choice["label_scores"]["labels"], scores["labels"], strict=True):
+            assert left["token_id"] == right["token_id"]
+            assert left["probability"] == pytest.approx(right["probability"], abs=0.02)
+
+
+def test_a_repeated_prompt_hits_the_cache_and_says_so(server: Server, tokenizer: Any) -> None:
+    """All but the last token of a prompt that was just computed is reused; usage and scores agree on it."""
+    prompt = "A sentence that no other test of this file uses, about the harbour of Reykjavik. It is"
+    body = {"model": "demo", "prompt": prompt, "allowed_tokens": [" a", " the"]}
+    server.post("/v1/completions", body)
+    reply = server.post("/v1/completions", body).json()
+    cached = len(tokenizer.encode(prompt)) - 1
+    assert reply["choices"][0]["label_scores"]["cached_tokens"] == cached
+    assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+
+
+def test_chat_and_generate_score_too(server: Server) -> None:
+    """The same answers on all three routes; ids or text."""
+    messages = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
+    chat = server.post(
+        "/v1/chat/completions", {"model": "demo", "messages": messages, "allowed_tokens": ["Paris", "Rome"]}
+    )
+    assert chat.json()["choices"][0]["message"] == {"role": "assistant", "content": "Paris"}
+    native = server.post("/generate", {"text": [FRANCE, ITALY], "allowed_tokens": CITIES}).json()
+    assert [output["text"] for output in native] == CITIES
+    ids = [entry["token_id"] for entry in native[0]["meta_info"]["label_scores"]["labels"]]
+    single = server.post("/generate", {"text": FRANCE, "allowed_token_ids": ids}).json()
+    assert single["text"] == " Paris"
+    assert [entry["label"] for entry in single["meta_info"]["label_scores"]["labels"]] == CITIES
+
+
+def test_a_label_is_resolved_after_this_prompt(server: Server, tokenizer: Any) -> None:
+    """`Yes` and ` Yes` are different tokens, and both can be asked for; each keeps its text."""
+    (scores,) = server.scores("Is it so? Answer:", allowed_tokens=["Yes", " Yes"])
+    assert [entry["token_id"] for entry in scores["labels"]] == [
+        tokenizer.convert_tokens_to_ids("Yes"),
+        tokenizer.convert_tokens_to_ids("ĠYes"),
+    ]
+
+
+def test_label_mass_tells_a_wanted_answer_from_an_unwanted_one(server: Server) -> None:
+    """Cities after `is` hold most of the probability, colours next to none, though both sum to 1."""
+    cities, colours = (
+        server.scores(FRANCE, allowed_tokens=CITIES)[0],
+        server.scores(FRANCE, allowed_tokens=[" red", " blue"])[0],
+    )
+    assert cities["label_mass"] > 100 * colours["label_mass"]
+    assert sum(entry["probability"] for entry in colours["labels"]) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/generate"])
+def test_a_streaming_client_gets_one_chunk(server: Server, route: str) -> None:
+    """One data event with the whole answer, the usage if it was asked for, then [DONE]."""
+    prompt: dict[str, Any] = {
+        "/v1/completions": {"prompt": FRANCE},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": FRANCE}]},
+        "/generate": {"text": FRANCE},
+    }[route]
+    options = {} if route == "/generate" else {"model": "demo", "stream_options": {"include_usage": True}}
+    reply = server.post(route, {**prompt, **options, "allowed_tokens": CITIES, "stream": True}, stream=True)
+    events = [line[len(b"data: ") :] for line in reply.iter_lines() if line]
+    assert events.pop() == b"[DONE]"
+    if route != "/generate":
+        last = json.loads(events.pop())
+        assert last["choices"] == []
+        assert last["usage"]["completion_tokens"] == 1
+    (chunk,) = [json.loads(event) for event in events]
+    holder = chunk["meta_info"] if route == "/generate" else chunk["choices"][0]
+    assert best(holder["label_scores"]) == " Paris"
+
+
+def test_max_tokens_left_out_means_one_and_zero_is_accepted(server: Server) -> None:
+    """Without labels the OpenAI routes go to SGLang with one token; 0 gives none."""
+    one = server.post("/v1/completions", {"model": "demo", "prompt": FRANCE}).json()["usage"]
+    zero = server.post("/v1/completions", {"model": "demo", "prompt": FRANCE, "max_tokens": 0}).json()["usage"]
+    chat = server.post(
+        "/v1/chat/completions", {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
+    ).json()
+    assert (one["completion_tokens"], zero["completion_tokens"], chat["usage"]["completion_tokens"]) == (1, 0, 1)
+
+
+def test_logprobs_of_the_labels_are_shown_where_asked_for(server: Server) -> None:
+    """In OpenAI's shape, over the whole vocabulary."""
+    body = {"model": "demo", "prompt": FRANCE, "allowed_tokens": CITIES, "logprobs": 2}
+    choice = server.post("/v1/completions", body).json()["choices"][0]
+    by_label = {entry["label"]: entry["logprob"] for entry in choice["label_scores"]["labels"]}
+    assert choice["logprobs"]["top_logprobs"] == [by_label]
+    assert choice["logprobs"]["token_logprobs"] == [by_label[" Paris"]]
+
+
+def test_score_route_agrees_with_label_scoring(server: Server, tokenizer: Any) -> None:
+    """SGLang's own /v1/score, on the same server, with softmax over the labels."""
+    ids = [tokenizer.encode(city)[0] for city in CITIES]
+    body = {
+        "model": "demo",
+        "query": "The capital of",
+        "items": [" France is", " Italy is"],
+        "label_token_ids": ids,
+        "apply_softmax": True,
+    }
+    rows = server.post("/v1/score", body).json()["scores"]
+    ours = server.scores([FRANCE, ITALY], allowed_token_ids=ids)
+    for row, scores in zip(rows, ours, strict=True):
+        assert row == pytest.approx([entry["probability"] for entry in scores["labels"]], abs=0.02)
+
+
+def test_rerank_orders_documents_with_a_causal_model(server: Server) -> None:
+    """Every document once, best first, at most top_n, each with a probability."""
+    documents = ["Bananas are yellow.", "Paris is the capital of France.", "The moon is far away."]
+    body = {"query": "What is the capital of France?", "documents": documents}
+    ranked = server.post("/v1/rerank", body).json()
+    assert sorted(entry["index"] for entry in ranked) == [0, 1, 2]
+    scores = [entry["score"] for entry in ranked]
+    assert scores == sorted(scores, reverse=True)
+    assert all(0 < score < 1 for score in scores)
+    assert all(entry["document"] == documents[entry["index"]] for entry in ranked)
+    assert len(server.post("/v1/rerank", {**body, "top_n": 1}).json()) == 1
+
+
+def test_server_info_shows_the_activation_record(server: Server) -> None:
+    """What benchmarks look for before they count a run."""
+    record = requests.get(server.url + "/server_info", timeout=30).json()["sgl_prefill"]
+    assert record["sglang_version"] == "0.5.17"
+    assert record["config"]["scheduling"] == "calibrated-srjf"
+    assert "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill" in record["hooks"]
+
+
+def test_health_generate_is_answered_without_generation(server: Server) -> None:
+    """SGLang's health probe asks for one token by default; here it is a prefill."""
+    assert requests.get(server.url + "/health_generate", timeout=60).status_code == 200
