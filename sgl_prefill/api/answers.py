@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -90,9 +91,14 @@ class HttpShield:
                 raise _BodyTooLargeError
             return message
 
-        try:
-            await self._app(scope, counted_receive, sender)
-        except _BodyTooLargeError:
+        async def send_unless_too_large(message: Message) -> None:
+            # FastAPI answers any error in reading a body with 400 and a text of its own; ours comes instead.
+            if n_received <= self._max_body_bytes:
+                await sender(message)
+
+        with contextlib.suppress(_BodyTooLargeError):
+            await self._app(scope, counted_receive, send_unless_too_large)
+        if n_received > self._max_body_bytes:
             await self._refuse(n_received, receive, send)
 
     async def _refuse(self, n_bytes: int, receive: Receive, send: Send) -> None:

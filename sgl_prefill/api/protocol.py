@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from pydantic import BaseModel, StrictInt, field_validator
+from pydantic import BaseModel, StrictInt, field_validator, model_validator
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -40,6 +40,14 @@ class LabelChatCompletionRequest(ChatCompletionRequest):  # type: ignore[misc]
 
     allowed_tokens: list[str] | None = None
     allowed_token_ids: list[StrictInt] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_an_object(cls, values: Any) -> Any:
+        """Runs before SGLang's own validators, which end in a 500 for a body that is a list or a text."""
+        if not isinstance(values, dict):
+            raise ValueError("the request body must be a JSON object")
+        return values
 
 
 @dataclasses.dataclass

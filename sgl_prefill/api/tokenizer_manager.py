@@ -45,6 +45,9 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         for params in given:
             if not isinstance(params, dict):
                 raise BadRequestError(f"sampling_params is {params!r}: it must be an object, or a list of objects")
+            asked = params.get("max_new_tokens")
+            if asked is not None and (not isinstance(asked, int) or isinstance(asked, bool)):
+                raise BadRequestError(f"max_new_tokens is {asked!r}: it must be a whole number")
             try:
                 parsed = SamplingParams(**{**(self.preferred_sampling_params or {}), **params})
                 parsed.normalize(self.tokenizer)
@@ -53,9 +56,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 raise BadRequestError(f"sampling_params: {error}") from error
             self._check_generation_length(parsed.max_new_tokens, was_given="max_new_tokens" in params)
 
-    def _check_generation_length(self, asked: Any, was_given: bool) -> None:
-        if asked is not None and not isinstance(asked, int):
-            raise BadRequestError(f"max_new_tokens is {asked!r}: it must be a whole number")
+    def _check_generation_length(self, asked: int | None, was_given: bool) -> None:
         if not self.prefill_config.allow_generation and (asked is None or asked > 1):
             origin = "" if was_given else " (it was left out, which means that many here)"
             raise BadRequestError(

@@ -107,7 +107,7 @@ def test_value_of_reads_a_command_line_as_argparse_would(argv: list[str], value:
 def test_the_memory_budget_becomes_a_fraction_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the free memory by default; more than there is, or a budget beside an accelerator, is refused."""
     free = type("Memory", (), {"available": 10 << 30})
-    monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: free)
     monkeypatch.setattr(preflight, "has_accelerator", lambda: False)
     assert preflight.memory_fraction(PrefillConfig()) == 0.5
     assert preflight.memory_fraction(PrefillConfig(memory_budget_gb=4)) == 0.4

@@ -145,11 +145,15 @@ def test_arrival_is_counted_from_the_http_process_and_priorities_come_first() ->
     """The scheduler's own stamp (99 s here) would make every request that arrived in a long step look new."""
     waiting = [request("new", [5] * 40, arrival_s=2.0, priority=1), request("old", [6] * 50, arrival_s=1.0, priority=1)]
     scheduler = scheduler_with(RadixCache.create_simulated(), waiting, enable_priority_scheduling=True)
-    policy = step.CalibratedSrjf(scheduler, fairness_lambda=500.0)
-    assert policy.pick(waiting).name == "old"
-    assert step.CalibratedSrjf(scheduler, fairness_lambda=0.0).pick(waiting).name == "new"
+
+    def picked(requests: list[Any], fairness_lambda: float) -> Any:
+        chosen: Any = step.CalibratedSrjf(scheduler, fairness_lambda).pick(requests)
+        return chosen.name
+
+    assert picked(waiting, 500.0) == "old"
+    assert picked(waiting, 0.0) == "new"
     urgent = request("urgent", [9] * 500, priority=2)
-    assert policy.pick([*waiting, urgent]).name == "urgent", (
+    assert picked([*waiting, urgent], 500.0) == "urgent", (
         "larger values are more urgent unless SGLang is told otherwise"
     )
 

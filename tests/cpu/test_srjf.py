@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
-from sgl_prefill.core.jct import cache_miss_tokens
+from sgl_prefill.core.jct import JctModel, cache_miss_tokens
 from sgl_prefill.core.srjf import Waiting, pick_shortest
 
 
@@ -27,7 +26,7 @@ FIGURE_5 = [
 ]
 
 
-def run(jobs: list[Job], jct: Callable[[int, int], float], fairness_lambda: float = 0.0) -> tuple[str, int]:
+def run(jobs: list[Job], jct: JctModel, fairness_lambda: float = 0.0) -> tuple[str, int]:
     """(order, cache hits) of one request per step with a cache that holds the last request alone."""
     waiting, order, n_hits, cached_prefix = list(jobs), "", 0, ""
 

@@ -41,7 +41,7 @@ def test_a_dead_scheduler_takes_the_launcher_down_with_a_failure(tiny_model: Pat
         ]
         scheduler.kill()
         assert server.process.wait(timeout=60) != 0
-        gone, alive = psutil.wait_procs(children, timeout=30)
+        _, alive = psutil.wait_procs(children, timeout=30)
         assert alive == []
     finally:
         stop(server)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 from typing import NamedTuple
@@ -48,7 +49,7 @@ def test_waiting_requests_run_one_at_a_time_and_shortest_first(server: Server) -
     prompts = [prompt_of(3000, salt=1), *(prompt_of(n, salt=n) for n in (900, 750, 600, 450, 300, 150))]
     runs = run_burst(server, prompts)
     in_order = sorted(runs, key=lambda run: run.start_s)
-    for before, after in zip(in_order, in_order[1:], strict=False):
+    for before, after in itertools.pairwise(in_order):
         assert after.start_s >= before.end_s, "two requests ran at once"
     n_compared = 0
     for chosen, previous in zip(in_order[1:], in_order, strict=False):
@@ -61,12 +62,11 @@ def test_waiting_requests_run_one_at_a_time_and_shortest_first(server: Server) -
 
 
 def test_a_request_whose_prefix_was_just_computed_overtakes_shorter_ones(server: Server) -> None:
-    """Calibration: 1,450 tokens of which 1,400 are cached run before 400 that are not, though they arrived last."""
+    """Calibration: once 300 tokens are cached, a prompt of 550 that starts with them runs before one of 400."""
     requests.post(server.url + "/flush_cache", timeout=60)
-    blocker = prompt_of(1400, salt=11)
-    prompts = [blocker, prompt_of(400, salt=12), [*blocker, *range(50, 100)]]
-    _, short, sharer = run_burst(server, prompts)
-    assert sharer.start_s < short.start_s
+    first = prompt_of(300, salt=11)
+    runs = run_burst(server, [[*first, *prompt_of(250, salt=13)], prompt_of(400, salt=12), first])
+    assert [run.n_tokens for run in sorted(runs, key=lambda run: run.start_s)] == [300, 550, 400]
 
 
 def test_the_request_of_a_client_that_left_is_never_computed(server: Server) -> None:

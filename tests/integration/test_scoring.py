@@ -103,7 +103,9 @@ def test_a_streaming_client_gets_one_chunk(server: Server, route: str) -> None:
         "/v1/chat/completions": {"messages": [{"role": "user", "content": FRANCE}]},
         "/generate": {"text": FRANCE},
     }[route]
-    options = {} if route == "/generate" else {"model": "demo", "stream_options": {"include_usage": True}}
+    options: dict[str, Any] = (
+        {} if route == "/generate" else {"model": "demo", "stream_options": {"include_usage": True}}
+    )
     reply = server.post(route, {**prompt, **options, "allowed_tokens": CITIES, "stream": True}, stream=True)
     events = [line[len(b"data: ") :] for line in reply.iter_lines() if line]
     assert events.pop() == b"[DONE]"
