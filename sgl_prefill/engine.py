@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
-import sglang
+from sglang.srt.entrypoints.engine import Engine as StockEngine
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.plugins import load_plugins
 
@@ -17,7 +17,7 @@ from sgl_prefill.errors import SeamError
 from sgl_prefill.seam import activation, fingerprints
 
 
-class Engine(sglang.Engine):  # type: ignore[misc]
+class Engine(StockEngine):  # type: ignore[misc]
     """Takes the arguments of `sglang.Engine` (names of ServerArgs) and those of PrefillConfig.
 
     Raises ConfigurationError or SeamError before anything is started. Use it in a `with` statement, or call

@@ -5,6 +5,7 @@
     +-- SeamError               start refused: SGLang is not what we hook (version, source, foreign plugin, hook not taken)
     +-- UnsupportedModelError   start refused: the model needs what we do not compute
     +-- DemoModelError          the demo model cannot be fetched or converted
+    +-- ServerStartError        a server that we started for a demo, test or benchmark did not become healthy
     +-- BadRequestError         HTTP 400: the request is wrong; also a ValueError, which SGLang's routes answer with 400
 
 Our own bugs are assertions, not errors of this tree.
@@ -31,6 +32,10 @@ class UnsupportedModelError(SglPrefillError):
 
 class DemoModelError(SglPrefillError):
     """The demo model could not be fetched, verified or converted."""
+
+
+class ServerStartError(SglPrefillError):
+    """The server ended, or was not healthy in time; the message holds the end of its log."""
 
 
 class BadRequestError(SglPrefillError, ValueError):

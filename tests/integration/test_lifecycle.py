@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.conftest import start, stop
+from tests.integration.conftest import running
 
 
 @pytest.fixture
@@ -30,21 +30,16 @@ def tiny_model(tmp_path: Path, demo_folder: Path) -> Path:
 def test_a_dead_scheduler_takes_the_launcher_down_with_a_failure(tiny_model: Path, tmp_path: Path) -> None:
     """Clients see closed connections, the supervisor a non-zero exit, and nothing is left running."""
     flags = ["--model-path", str(tiny_model), "--load-format", "dummy", "--memory-budget-gb", "1", "--allow-generation"]
-    server = start("sgl_prefill.launch_server", tmp_path / "log.txt", *flags)
-    try:
+    with running("sgl_prefill.launch_server", tmp_path / "log.txt", *flags) as server:
         body = {"model": "tiny", "prompt": "a b c", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
         generated = server.post("/v1/completions", body)
         assert generated.json()["usage"]["completion_tokens"] == 3, "--allow-generation decodes"
         children = psutil.Process(server.process.pid).children(recursive=True)
-        (scheduler,) = [
-            child for child in children if "scheduler" in child.name() or "sched" in " ".join(child.cmdline())
-        ]
+        (scheduler,) = [child for child in children if "sglang::scheduler" in " ".join(child.cmdline())]
         scheduler.kill()
         assert server.process.wait(timeout=60) != 0
         _, alive = psutil.wait_procs(children, timeout=30)
         assert alive == []
-    finally:
-        stop(server)
 
 
 def test_a_hook_that_does_not_take_ends_the_start_with_its_message(tiny_model: Path, tmp_path: Path) -> None:

@@ -98,15 +98,15 @@ def test_label_mass_tells_a_wanted_answer_from_an_unwanted_one(server: Server) -
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/generate"])
 def test_a_streaming_client_gets_one_chunk(server: Server, route: str) -> None:
     """One data event with the whole answer, the usage if it was asked for, then [DONE]."""
-    prompt: dict[str, Any] = {
+    prompts: dict[str, dict[str, Any]] = {
         "/v1/completions": {"prompt": FRANCE},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": FRANCE}]},
         "/generate": {"text": FRANCE},
-    }[route]
-    options: dict[str, Any] = (
-        {} if route == "/generate" else {"model": "demo", "stream_options": {"include_usage": True}}
-    )
-    reply = server.post(route, {**prompt, **options, "allowed_tokens": CITIES, "stream": True}, stream=True)
+    }
+    options: dict[str, Any] = {}
+    if route != "/generate":
+        options = {"model": "demo", "stream_options": {"include_usage": True}}
+    reply = server.post(route, {**prompts[route], **options, "allowed_tokens": CITIES, "stream": True}, stream=True)
     events = [line[len(b"data: ") :] for line in reply.iter_lines() if line]
     assert events.pop() == b"[DONE]"
     if route != "/generate":

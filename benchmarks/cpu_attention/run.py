@@ -1,0 +1,248 @@
+"""How much does our CPU attention backend gain over SGLang's torch_native, and how near is it to the machine's ceiling?
+
+    python benchmarks/cpu_attention/run.py [--quick] [--json PATH]
+
+Two stock SGLang servers with the same random-weight Llama, one with `cpu_flash` (ours), one with `torch_native`, asked
+in turn. Times are those of whole HTTP requests. See the README beside this file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import requests
+import torch
+
+from benchmarks import report
+from sgl_prefill import demo_model, local_server
+
+HIDDEN, MLP, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 1024, 4096, 6, 16, 4, 64
+LABEL_IDS = [100, 200, 300]
+# Both run the same bfloat16 arithmetic in another order; observed differences stay far below this.
+MAX_LOGPROB_DIFFERENCE = 0.25
+
+
+class Lengths(NamedTuple):
+    """Tokens and repeats of the two questions."""
+
+    cold: int = 16_000
+    prefix: int = 16_000
+    suffix: int = 200
+    n_cold: int = 3
+    n_suffix: int = 7
+
+
+QUICK = Lengths(cold=2_000, prefix=2_000, suffix=200, n_cold=1, n_suffix=2)
+
+
+def main() -> int:
+    arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
+    lengths = QUICK if arguments.quick else Lengths()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        flags = ["--model-path", str(write_model(folder / "model")), "--load-format", "dummy", "--dtype", "bfloat16"]
+        flags += ["--max-total-tokens", "40000", "--chunked-prefill-size", "-1", "--sleep-on-idle"]
+        flags += ["--disable-overlap-schedule", "--max-running-requests", "4"]
+        engines = {}
+        for name, module, more in (
+            ("ours", "sgl_prefill.launch_server", []),
+            ("torch_native", "sglang.launch_server", ["--attention-backend", "torch_native"]),
+        ):
+            print(f"starting {name}", file=sys.stderr)
+            options: dict[str, Any] = {"environment": {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]}}
+            engines[name] = stack.enter_context(
+                local_server.running(module, [*flags, *more], folder / f"{name}.log", **options)
+            )
+        record = check_engines(engines)
+        rows = measure(engines, lengths)
+        commands = {name: engine.command for name, engine in engines.items()}
+    check_agreement(rows)
+    ceiling = measure_ceiling(lengths.cold)
+    targets = targets_of(rows, ceiling, lengths)
+    report.finish(
+        {
+            "conditions": {**report.conditions(commands), "model": model_config(), "lengths": lengths._asdict()},
+            "activation_record": record,
+            "ceiling": ceiling,
+            "rows": rows,
+        },
+        targets,
+        arguments.json,
+    )
+    return 0
+
+
+def model_config() -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": "bfloat16",
+        "hidden_size": HIDDEN,
+        "intermediate_size": MLP,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "vocab_size": 49152,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def write_model(folder: Path) -> Path:
+    """A config; SGLang fills in random weights from a fixed seed. The tokenizer is the demo model's, for the server."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(model_config()))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text((demo_model.ensure() / name).read_text())
+    return folder
+
+
+def check_engines(engines: dict[str, local_server.LocalServer]) -> dict[str, Any]:
+    """Each engine is the one that it is taken for. Raises InvalidRunError."""
+    info = {name: requests.get(f"{engine.url}/server_info", timeout=60).json() for name, engine in engines.items()}
+    record = info["ours"].get("sgl_prefill")
+    if record is None or "sgl_prefill" in info["torch_native"]:
+        raise report.InvalidRunError("the activation record is missing, or stock SGLang has one")
+    if info["ours"]["prefill_attention_backend"] != "cpu_flash":
+        raise report.InvalidRunError("our server does not run the cpu_flash attention backend")
+    if info["torch_native"]["attention_backend"] != "torch_native" or info["torch_native"]["prefill_attention_backend"]:
+        raise report.InvalidRunError("the stock server does not run torch_native")
+    return dict(record)
+
+
+def measure(engines: dict[str, local_server.LocalServer], lengths: Lengths) -> list[dict[str, Any]]:
+    """The engines in turn, request by request, so that a slow minute of the machine hits both."""
+    rng = random.Random(0)
+    prefix = token_ids(rng, lengths.prefix)
+    plan = [("cold", token_ids(rng, lengths.cold)) for _ in range(lengths.n_cold)]
+    plan += [("prefix", prefix)]
+    plan += [("suffix", [*prefix, *token_ids(rng, lengths.suffix)]) for _ in range(lengths.n_suffix)]
+    for engine in engines.values():
+        ask(engine, token_ids(rng, 64))  # warm-up: first-use allocations and kernels
+    rows = []
+    for number, (kind, prompt) in enumerate(plan):
+        names = list(engines) if number % 2 == 0 else list(reversed(engines))
+        for name in names:
+            row = {"kind": kind, "number": number, "engine": name, **ask(engines[name], prompt)}
+            rows.append(row)
+            done = len(rows) / (len(plan) * len(engines))
+            print(
+                f"{done:4.0%}  {kind:6} {name:12} {row['seconds']:7.2f} s, {row['cached_tokens']} cached",
+                file=sys.stderr,
+            )
+    return rows
+
+
+def token_ids(rng: random.Random, n_tokens: int) -> list[int]:
+    return [rng.randrange(1000, 49000) for _ in range(n_tokens)]
+
+
+def ask(engine: local_server.LocalServer, prompt: list[int]) -> dict[str, Any]:
+    """One prefill-only request through SGLang's own fields, which both engines have."""
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {"max_new_tokens": 0, "temperature": 0},
+        "return_logprob": True,
+        "token_ids_logprob": LABEL_IDS,
+    }
+    started = time.perf_counter()
+    reply = requests.post(f"{engine.url}/generate", json=body, timeout=1800)
+    seconds = time.perf_counter() - started
+    if reply.status_code != 200:
+        raise report.InvalidRunError(f"a request failed with {reply.status_code}: {reply.text[:300]}")
+    meta = reply.json()["meta_info"]
+    logprobs = [entry[0] for entry in meta["output_token_ids_logprobs"][0]]
+    return {"seconds": seconds, "cached_tokens": meta["cached_tokens"], "logprobs": logprobs}
+
+
+def check_agreement(rows: list[dict[str, Any]]) -> None:
+    """The engines answered alike, and each suffix request really found its prefix. Raises InvalidRunError."""
+    by_number: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_number.setdefault(row["number"], []).append(row)
+    for first, second in by_number.values():
+        if first["cached_tokens"] != second["cached_tokens"]:
+            raise report.InvalidRunError(f"the engines reused different numbers of tokens: {first}, {second}")
+        difference = max(abs(a - b) for a, b in zip(first["logprobs"], second["logprobs"], strict=True))
+        if difference > MAX_LOGPROB_DIFFERENCE:
+            raise report.InvalidRunError(f"the engines disagree by {difference} in a log-probability")
+
+
+def flops(n_tokens: int) -> dict[str, float]:
+    """Of one cold prompt: every matrix product of the layers, and causal attention (half of the square)."""
+    per_token = 2 * (HIDDEN * (HEADS + 2 * KV_HEADS) * HEAD_DIM + HEADS * HEAD_DIM * HIDDEN + 3 * HIDDEN * MLP)
+    return {
+        "linear": float(LAYERS * per_token * n_tokens),
+        "attention": float(LAYERS * 2 * n_tokens * n_tokens * HEADS * HEAD_DIM),
+    }
+
+
+def measure_ceiling(n_tokens: int) -> dict[str, float]:
+    """What this machine reaches on each part alone: a bfloat16 GEMM of the MLP's shape, and the flash kernel."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    x, weight = torch.randn(n_tokens, HIDDEN).bfloat16(), torch.randn(2 * MLP, HIDDEN).bfloat16()
+    gemm_s = best_of(lambda: torch.nn.functional.linear(x, weight), 3)
+    q = torch.randn(1, HEADS, n_tokens, HEAD_DIM).bfloat16()
+    k, v = torch.randn(2, 1, KV_HEADS, n_tokens, HEAD_DIM).bfloat16()
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    flash_s = best_of(lambda: kernel(q, k, v, is_causal=True), 2)
+    work = flops(n_tokens)
+    rates = {
+        "gemm_flop_per_s": 2 * n_tokens * HIDDEN * 2 * MLP / gemm_s,
+        "flash_flop_per_s": work["attention"] / LAYERS / flash_s,
+    }
+    seconds = work["linear"] / rates["gemm_flop_per_s"] + work["attention"] / rates["flash_flop_per_s"]
+    return {**rates, "cold_prompt_seconds": seconds, "cold_prompt_flop_per_s": sum(work.values()) / seconds}
+
+
+def best_of(call: Any, n_times: int) -> float:
+    seconds = []
+    for _ in range(n_times):
+        started = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+def targets_of(rows: list[dict[str, Any]], ceiling: dict[str, float], lengths: Lengths) -> list[report.Target]:
+    def median_s(kind: str, engine: str) -> float:
+        return statistics.median(row["seconds"] for row in rows if (row["kind"], row["engine"]) == (kind, engine))
+
+    achieved = sum(flops(lengths.cold).values()) / median_s("cold", "ours")
+    suffix = f"{lengths.suffix}-token suffix behind {lengths.prefix} cached tokens"
+    cold = f"cold prompt of {lengths.cold} tokens"
+    return [
+        report.Target.at_least(
+            f"{suffix}: torch_native / ours, seconds",
+            median_s("suffix", "torch_native") / median_s("suffix", "ours"),
+            10,
+        ),
+        report.Target.at_least(
+            f"{cold}: torch_native / ours, seconds", median_s("cold", "torch_native") / median_s("cold", "ours"), 1.5
+        ),
+        report.Target.at_least(
+            f"{cold}: achieved FLOP/s over the measured ceiling", achieved / ceiling["cold_prompt_flop_per_s"], 0.75
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

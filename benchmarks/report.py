@@ -1,0 +1,109 @@
+"""The contract of every benchmark: arguments, conditions, targets and the JSON file.
+
+    python benchmarks/<question>/run.py [--quick] [--json PATH]
+
+exits 0 also when a target is missed, and non-zero when the run is invalid. The JSON holds `conditions` (commit,
+versions, hardware, full commands), `targets` (name, value, target, met) and the raw rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+class Target(NamedTuple):
+    """One number that was asked for, and what was measured."""
+
+    name: str
+    value: float
+    target: float
+    met: bool
+
+    @classmethod
+    def at_least(cls, name: str, value: float, target: float) -> Target:
+        return cls(name, round(value, 4), target, value >= target)
+
+
+class InvalidRunError(Exception):
+    """The run does not measure what it claims: an engine not there, a request lost, answers that disagree."""
+
+
+def arguments(description: str | None, default_json: Path) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a smoke run on small lengths; proves nothing about speed")
+    parser.add_argument("--json", type=Path, help="where to write (default: beside this script; none with --quick)")
+    parsed = parser.parse_args()
+    if parsed.json is None and not parsed.quick:
+        parsed.json = default_json
+    return parsed
+
+
+def conditions(commands: dict[str, list[str]]) -> dict[str, Any]:
+    """Commit, versions and hardware; `commands` are those of each engine, with this machine's paths taken out."""
+    git = ["git", "-C", str(REPOSITORY)]
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    dirty = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout.strip()
+    return {
+        "command": " ".join(
+            ["python", str(Path(sys.argv[0]).resolve().relative_to(REPOSITORY)), *_without_json(sys.argv[1:])]
+        ),
+        "commit": commit + (" with uncommitted changes" if dirty else ""),
+        "versions": {
+            name: importlib.metadata.version(name) for name in ("sgl-prefill", "sglang", "torch", "transformers")
+        },
+        "python": platform.python_version(),
+        "hardware": {
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "memory_gib": round(psutil.virtual_memory().total / (1 << 30), 1),
+            "accelerator": None,
+        },
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
+        "commands": {name: " ".join(_portable(word) for word in command) for name, command in commands.items()},
+    }
+
+
+def finish(result: dict[str, Any], targets: list[Target], path: Path | None) -> None:
+    """Print the targets and write the JSON."""
+    for target in targets:
+        print(f"{'met   ' if target.met else 'MISSED'}  {target.name}: {target.value} (target {target.target})")
+    if path is not None:
+        whole = {"conditions": result.pop("conditions"), "targets": [target._asdict() for target in targets], **result}
+        path.write_text(json.dumps(whole, indent=1) + "\n")
+        print(f"written to {path}")
+
+
+def _without_json(words: list[str]) -> list[str]:
+    return [word for word in words if word == "--quick"]
+
+
+def _portable(word: str) -> str:
+    """No absolute path of this machine in a committed file."""
+    return Path(word).name if word.startswith("/") else word
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip() + _instruction_sets()
+    return platform.processor() or platform.machine()
+
+
+def _instruction_sets() -> str:
+    flags = next(
+        (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), ""
+    ).split()
+    wanted = [name for name in ("avx512f", "avx512_bf16", "amx_bf16") if name in flags]
+    return f" ({', '.join(wanted)})"

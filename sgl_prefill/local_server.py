@@ -1,0 +1,110 @@
+"""Start a server as its own process on a free local port, wait until it is healthy, and end it with all its children.
+
+Serves the demo, the tests and the benchmarks, for our launcher and for stock SGLang alike.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import requests
+
+from sgl_prefill.errors import ServerStartError
+
+START_TIMEOUT_S = 600
+POLL_S = 0.25
+
+
+class LocalServer(NamedTuple):
+    """A healthy server of our own."""
+
+    url: str
+    command: list[str]
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def stop(self) -> int:
+        """End it and wait; its exit status. SGLang ends its children with it."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=120)
+
+
+def start(
+    module: str,
+    flags: Sequence[str],
+    log: Path,
+    *,
+    python: str = sys.executable,
+    environment: Mapping[str, str] | None = None,
+    on_wait: Callable[[float], None] = lambda elapsed_s: None,
+) -> LocalServer:
+    """`python -m module --port FREE flags`, healthy. Raises ServerStartError.
+
+    `environment` is added to this process's; `on_wait` is called with the seconds so far while waiting.
+    """
+    port = _free_port()
+    command = [python, "-m", module, "--host", "127.0.0.1", "--port", str(port), *flags]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **(environment or {})},
+        )
+    server = LocalServer(f"http://127.0.0.1:{port}", command, process, log)
+    started = time.monotonic()
+    while (elapsed_s := time.monotonic() - started) < START_TIMEOUT_S:
+        on_wait(elapsed_s)
+        if _ended_within(process, POLL_S):
+            raise ServerStartError(f"{' '.join(command)} ended with status {process.returncode}:\n{_tail(log)}")
+        if _is_healthy(server.url):
+            return server
+    server.stop()
+    raise ServerStartError(f"{' '.join(command)} was not healthy after {START_TIMEOUT_S} s:\n{_tail(log)}")
+
+
+@contextmanager
+def running(module: str, flags: Sequence[str], log: Path, **options: object) -> Iterator[LocalServer]:
+    """`start` for a `with` statement."""
+    server = start(module, flags, log, **options)  # type: ignore[arg-type]
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def _ended_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    try:
+        process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        return requests.get(f"{url}/health", timeout=10).status_code == 200
+    except requests.RequestException:
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _tail(log: Path, n_characters: int = 4000) -> str:
+    return log.read_text(errors="replace")[-n_characters:]
