@@ -157,7 +157,7 @@ def token_ids(rng: random.Random, n_tokens: int) -> list[int]:
 
 def ask(engine: local_server.LocalServer, prompt: list[int]) -> dict[str, Any]:
     """One prefill-only request through SGLang's own fields, which both engines have."""
-    body = {
+    body: dict[str, Any] = {
         "input_ids": prompt,
         "sampling_params": {"max_new_tokens": 0, "temperature": 0},
         "return_logprob": True,
@@ -224,7 +224,9 @@ def best_of(call: Any, n_times: int) -> float:
 
 def targets_of(rows: list[dict[str, Any]], ceiling: dict[str, float], lengths: Lengths) -> list[report.Target]:
     def median_s(kind: str, engine: str) -> float:
-        return statistics.median(row["seconds"] for row in rows if (row["kind"], row["engine"]) == (kind, engine))
+        return float(
+            statistics.median(row["seconds"] for row in rows if (row["kind"], row["engine"]) == (kind, engine))
+        )
 
     achieved = sum(flops(lengths.cold).values()) / median_s("cold", "ours")
     suffix = f"{lengths.suffix}-token suffix behind {lengths.prefix} cached tokens"
