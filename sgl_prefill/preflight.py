@@ -111,8 +111,9 @@ def check_argv(config: PrefillConfig, argv: list[str]) -> list[str]:
     problems = []
     for need in required_for(config):
         raw = value_of(argv, need.flag)
-        if raw is not None and raw != str(need.value):
-            problems.append(_contradiction(need, raw or "set"))
+        given = "True" if raw == "" else raw  # a switch
+        if given is not None and given != str(need.value):
+            problems.append(_contradiction(need, given))
     if (model_path := value_of(argv, "--model-path", "--model")) is not None:
         problems += _model_path_problems(model_path)
     host, port = value_of(argv, "--host") or "127.0.0.1", value_of(argv, "--port") or "30000"

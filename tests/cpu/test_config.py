@@ -64,7 +64,15 @@ def test_contradicting_flags_are_all_named_with_the_remedy() -> None:
 
 def test_flags_that_agree_are_no_contradiction() -> None:
     """Writing out what the engine sets anyway is fine."""
-    argv = ["--chunked-prefill-size", "-1", "--prefill-max-requests", "1", "--port", "29999"]
+    argv = [
+        "--chunked-prefill-size",
+        "-1",
+        "--disable-overlap-schedule",
+        "--prefill-max-requests",
+        "1",
+        "--port",
+        "29999",
+    ]
     assert preflight.check_argv(PrefillConfig(), argv) == []
 
 
@@ -123,7 +131,7 @@ def test_the_memory_budget_becomes_a_fraction_of_what_is_free(monkeypatch: pytes
     ("flags", "expected"),
     [
         (["--model-path", "/no/such/model"], "--model-path /no/such/model does not exist"),
-        (["--enable-mixed-chunk"], "--enable-mixed-chunk is set and must be False"),
+        (["--enable-mixed-chunk"], "--enable-mixed-chunk is True and must be False"),
         (["--fairness-lambda", "-1"], "--fairness-lambda is -1.0"),
     ],
 )
