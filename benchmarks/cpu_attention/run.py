@@ -53,8 +53,8 @@ def main() -> int:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         flags = ["--model-path", str(write_model(folder / "model")), "--load-format", "dummy", "--dtype", "bfloat16"]
-        flags += ["--max-total-tokens", "40000", "--chunked-prefill-size", "-1", "--sleep-on-idle"]
-        flags += ["--disable-overlap-schedule", "--max-running-requests", "4"]
+        flags += ["--max-total-tokens", "40000", "--mem-fraction-static", "0.4", "--chunked-prefill-size", "-1"]
+        flags += ["--disable-overlap-schedule", "--sleep-on-idle", "--max-running-requests", "4"]
         engines = {}
         for name, module, more in (
             ("ours", "sgl_prefill.launch_server", []),
