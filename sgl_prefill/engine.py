@@ -34,7 +34,7 @@ class Engine(StockEngine):  # type: ignore[misc]
             preflight.check_model_path(kwargs["model_path"])
         load_plugins()
         server_args = self.server_args_class(**kwargs)
-        preflight.check_server_args(config, server_args)
+        preflight.check_server_args(config, server_args, listens=False)
         activation.activate(config, "http")
         self.prefill_config = config
         self.init_tokenizer_manager_func = functools.partial(processes.init_tokenizer_manager, config)

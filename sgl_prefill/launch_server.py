@@ -49,7 +49,7 @@ def parse(argv: list[str]) -> tuple[PrefillConfig, ServerArgs]:
     if problems := preflight.check_argv(config, for_sglang):
         raise ConfigurationError("\n".join(problems))
     server_args = _prepare([*preflight.required_flags(config), *defaults, *_model_flags(for_sglang), *for_sglang])
-    preflight.check_server_args(config, server_args)
+    preflight.check_server_args(config, server_args, listens=True)
     return config, server_args
 
 

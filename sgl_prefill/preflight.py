@@ -132,14 +132,15 @@ def value_of(argv: list[str], *flags: str) -> str | None:
     return found
 
 
-def check_server_args(config: PrefillConfig, server_args: ServerArgs) -> None:
-    """Raise ConfigurationError naming every flag that contradicts the engine, and a port that is taken."""
+def check_server_args(config: PrefillConfig, server_args: ServerArgs, *, listens: bool) -> None:
+    """Raise ConfigurationError naming every flag that contradicts the engine, and, if it listens, a taken port."""
     problems = [
         _contradiction(need, value)
         for need in required_for(config)
         if (value := getattr(server_args, need.field)) != need.value
     ]
-    problems += _port_problems(server_args.host, server_args.port)
+    if listens:
+        problems += _port_problems(server_args.host, server_args.port)
     if problems:
         raise ConfigurationError("\n".join(problems))
 

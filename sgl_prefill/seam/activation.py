@@ -41,7 +41,13 @@ def activate(config: PrefillConfig, process: str) -> None:
 
 def _problems_of(hook: Hook) -> list[str]:
     problems = []
-    foreign = {source for _, _, source in HookRegistry._hooks[hook.target] if source != SOURCE}
+    foreign = {
+        source
+        for target, entries in HookRegistry._hooks.items()
+        if hook.target == target or hook.target.startswith(target + ".")  # the function, or the class that holds it
+        for _, _, source in entries
+        if source != SOURCE
+    }
     if foreign:
         names = ", ".join(sorted(source.plugin_name if source else "an unnamed plugin" for source in foreign))
         problems.append(f"{hook.target} is also hooked by {names}: uninstall it or name the plugins in SGLANG_PLUGINS")

@@ -82,14 +82,19 @@ def test_activation_wraps_every_target_and_writes_the_record() -> None:
 
 
 @pytest.mark.usefixtures("clean_registry")
-def test_a_foreign_plugin_on_our_target_is_refused_by_name() -> None:
-    """Two plugins around one function: whose engine would be measured?"""
-    HookRegistry.register(
-        "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill",
-        lambda original, *args, **kwargs: original(*args, **kwargs),
-        HookType.AROUND,
-        source=HookSource("other_plugin", "other-dist"),
-    )
+@pytest.mark.parametrize("whole_class", [False, True])
+def test_a_foreign_plugin_on_our_target_is_refused_by_name(whole_class: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two plugins around one function, or one that replaced its class: whose engine would be measured?"""
+    from sglang.srt.managers import scheduler
+
+    foreign = HookSource("other_plugin", "other-dist")
+    if whole_class:
+        monkeypatch.setattr(scheduler, "Scheduler", scheduler.Scheduler)
+        target, hook, kind = "sglang.srt.managers.scheduler.Scheduler", scheduler.Scheduler, HookType.REPLACE
+    else:
+        target, kind = "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill", HookType.BEFORE
+        hook = lambda *args, **kwargs: None  # noqa: E731
+    HookRegistry.register(target, hook, kind, source=foreign)
     with pytest.raises(SeamError, match="get_new_batch_prefill is also hooked by other_plugin"):
         activation.activate(PrefillConfig(), "scheduler")
 

@@ -34,9 +34,7 @@ def float32_engine() -> Iterator[Any]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        engine = sgl_prefill.Engine(
-            model_path=str(demo_model.ensure("float32")), dtype="float32", memory_budget_gb=3, port=29876
-        )
+        engine = sgl_prefill.Engine(model_path=str(demo_model.ensure("float32")), dtype="float32", memory_budget_gb=3)
     yield engine
     engine.shutdown()
 
@@ -83,8 +81,6 @@ def test_the_engine_refuses_contradicting_arguments_before_it_starts() -> None:
     import sgl_prefill
 
     with pytest.raises(ConfigurationError) as caught:
-        sgl_prefill.Engine(
-            model_path=str(demo_model.ensure()), chunked_prefill_size=512, schedule_policy="lpm", port=29877
-        )
+        sgl_prefill.Engine(model_path=str(demo_model.ensure()), chunked_prefill_size=512, schedule_policy="lpm")
     assert "--chunked-prefill-size" in str(caught.value)
     assert "--schedule-policy" in str(caught.value)

@@ -1,0 +1,89 @@
+"""What the documents say is so."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from sgl_prefill.config import PrefillConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_readme_names_every_option_with_its_default() -> None:
+    """The option table and the dataclass agree."""
+    for field in dataclasses.fields(PrefillConfig):
+        flag = "--" + field.name.replace("_", "-")
+        (row,) = [line for line in README.splitlines() if line.startswith(f"| `{flag}") and flag in line.split("|")[1]]
+        if isinstance(field.default, (str, float)):
+            shown = f"{field.default:g}" if isinstance(field.default, float) else f"`{field.default}`"
+            assert shown in row.split("|")[2]
+
+
+def test_every_script_and_module_that_the_readme_runs_exists() -> None:
+    """Copy and paste works: scripts are executable, modules are importable by name."""
+    scripts = set(re.findall(r"scripts/[a-z_]+\.sh", README))
+    assert {"scripts/demo.sh", "scripts/test.sh"} <= scripts
+    for script in scripts:
+        assert (ROOT / script).stat().st_mode & 0o111
+    for module in set(re.findall(r"-m (sgl_prefill[\w.]+)", README)):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists(), module
+    for place in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / place).exists(), place
+
+
+def test_the_python_blocks_of_the_readme_compile() -> None:
+    """No placeholder that is no Python."""
+    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
+    assert blocks
+    for block in blocks:
+        compile(block, "README.md", "exec")
+
+
+def test_the_first_result_is_on_the_first_screen() -> None:
+    """The two commands and what they print stand within 30 lines."""
+    top = "\n".join(README.splitlines()[:30])
+    assert "scripts/demo.sh" in top
+    assert "scripts/test.sh" in top
+    assert "labelled right: 24 of 24" in top
+
+
+def test_the_changelog_starts_with_the_version_of_the_package() -> None:
+    """Changelog and pyproject agree."""
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert newest is not None
+    assert newest.group(1) == importlib.metadata.version("sgl-prefill")
+
+
+@pytest.mark.parametrize(
+    "folder", sorted(path.parent for path in ROOT.glob("benchmarks/*/run.py")), ids=lambda p: p.name
+)
+def test_every_benchmark_has_a_readme_and_a_full_result(folder: Path) -> None:
+    """The committed JSON names its command and holds targets with values."""
+    assert (folder / "README.md").exists()
+    result = json.loads((folder / "result.json").read_text())
+    assert result["conditions"]["command"] == f"python benchmarks/{folder.name}/run.py"
+    assert result["conditions"]["commit"]
+    assert result["targets"]
+    for target in result["targets"]:
+        assert set(target) == {"name", "value", "target", "met"}
+        assert f"{target['value']:.2f}" in README, f"the README does not show {target}"
+
+
+def test_nothing_of_one_machine_is_tracked() -> None:
+    """No absolute path of a home or work folder, no index address, no file over 1 MiB."""
+    tracked = subprocess.run(["git", "-C", ROOT, "ls-files", "-z"], capture_output=True, text=True, check=True)
+    for name in filter(None, tracked.stdout.split("\0")):
+        path = ROOT / name
+        assert path.stat().st_size < 1 << 20, name
+        text = path.read_text(errors="replace")
+        assert not re.search(r"(^|[\s\"'=])/(root|home|work)/\w", text), name
+        assert "--index" + "-url" not in text, name
