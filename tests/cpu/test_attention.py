@@ -34,7 +34,7 @@ def defined(
 
 CASES = list(
     itertools.product(
-        [(1, 1), (1, 700), (7, 7), (200, 1500), (600, 600), (600, 900)],  # (new tokens, all tokens)
+        [(1, 1), (1, 700), (7, 7), (200, 1500), (600, 600), (1100, 1400)],  # (new tokens, all tokens)
         [True, False],
         [None, 0, 3, 100, 5000],
         [0.0, 30.0],
