@@ -50,8 +50,8 @@ def arguments(description: str | None, default_json: Path) -> argparse.Namespace
     return parsed
 
 
-def conditions(commands: dict[str, list[str]]) -> dict[str, Any]:
-    """Commit, versions and hardware; `commands` are those of each engine, with this machine's paths taken out."""
+def conditions() -> dict[str, Any]:
+    """Commit, versions and hardware, to be read before the run; the benchmark adds `commands` (see `portable`)."""
     git = ["git", "-C", str(REPOSITORY)]
     commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     dirty = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout.strip()
@@ -71,8 +71,12 @@ def conditions(commands: dict[str, list[str]]) -> dict[str, Any]:
             "accelerator": None,
         },
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
-        "commands": {name: " ".join(_portable(word) for word in command) for name, command in commands.items()},
     }
+
+
+def portable(command: list[str]) -> str:
+    """A full command without absolute paths of this machine, for a committed file."""
+    return " ".join(Path(word).name if word.startswith("/") else word for word in command)
 
 
 def finish(result: dict[str, Any], targets: list[Target], path: Path | None) -> None:
@@ -87,11 +91,6 @@ def finish(result: dict[str, Any], targets: list[Target], path: Path | None) -> 
 
 def _without_json(words: list[str]) -> list[str]:
     return [word for word in words if word == "--quick"]
-
-
-def _portable(word: str) -> str:
-    """No absolute path of this machine in a committed file."""
-    return Path(word).name if word.startswith("/") else word
 
 
 def _processor() -> str:

@@ -50,6 +50,7 @@ QUICK = Lengths(cold=2_000, prefix=2_000, suffix=200, n_cold=1, n_suffix=2)
 def main() -> int:
     arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
     lengths = QUICK if arguments.quick else Lengths()
+    conditions = {**report.conditions(), "model": model_config(), "lengths": lengths._asdict()}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         flags = ["--model-path", str(write_model(folder / "model")), "--load-format", "dummy", "--dtype", "bfloat16"]
@@ -67,13 +68,13 @@ def main() -> int:
             )
         record = check_engines(engines)
         rows = measure(engines, lengths)
-        commands = {name: engine.command for name, engine in engines.items()}
+        conditions["commands"] = {name: report.portable(engine.command) for name, engine in engines.items()}
     check_agreement(rows)
     ceiling = measure_ceiling(lengths.cold)
     targets = targets_of(rows, ceiling, lengths)
     report.finish(
         {
-            "conditions": {**report.conditions(commands), "model": model_config(), "lengths": lengths._asdict()},
+            "conditions": conditions,
             "activation_record": record,
             "ceiling": ceiling,
             "rows": rows,
@@ -209,8 +210,14 @@ def measure_ceiling(n_tokens: int) -> dict[str, float]:
         "gemm_flop_per_s": 2 * n_tokens * HIDDEN * 2 * MLP / gemm_s,
         "flash_flop_per_s": work["attention"] / LAYERS / flash_s,
     }
-    seconds = work["linear"] / rates["gemm_flop_per_s"] + work["attention"] / rates["flash_flop_per_s"]
-    return {**rates, "cold_prompt_seconds": seconds, "cold_prompt_flop_per_s": sum(work.values()) / seconds}
+    linear_s = work["linear"] / rates["gemm_flop_per_s"]
+    attention_s = work["attention"] / rates["flash_flop_per_s"]
+    return {
+        **rates,
+        "cold_prompt_linear_seconds": linear_s,
+        "cold_prompt_attention_seconds": attention_s,
+        "cold_prompt_flop_per_s": sum(work.values()) / (linear_s + attention_s),
+    }
 
 
 def best_of(call: Any, n_times: int) -> float:

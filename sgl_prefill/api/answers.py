@@ -15,14 +15,13 @@ if TYPE_CHECKING:
 
 def completion_choice(index: int, scored: ScoredPrompt, logprobs: int | None) -> dict[str, Any]:
     """One choice of /v1/completions; `logprobs` as asked for, over the whole vocabulary."""
-    by_label = dict(zip((label.text for label in scored.labels), scored.distribution.logprobs, strict=True))
     shown = None
     if logprobs is not None:
-        best_logprob = by_label[scored.best.text]
+        texts = [label.text for label in scored.labels]
         shown = {
             "tokens": [scored.best.text],
-            "token_logprobs": [best_logprob],
-            "top_logprobs": [by_label],
+            "token_logprobs": [scored.distribution.logprobs[scored.distribution.best]],
+            "top_logprobs": [dict(zip(texts, scored.distribution.logprobs, strict=True))],
             "text_offset": [0],
         }
     return {

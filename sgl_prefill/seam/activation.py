@@ -30,7 +30,9 @@ def activate(config: PrefillConfig, process: str) -> None:
     check_source()
     hooks = hooks_for(config, process)
     for hook in hooks:
-        HookRegistry.register(hook.target, hook.function, HookType(hook.kind), source=SOURCE)
+        entry = (HookType(hook.kind), hook.function, SOURCE)
+        if entry not in HookRegistry._hooks[hook.target]:  # a second Engine in this process
+            HookRegistry.register(hook.target, hook.function, entry[0], source=SOURCE)
     load_plugins()
     HookRegistry.apply_hooks()  # plugins may have been loaded before; targets that are already patched are skipped
     problems = [problem for hook in hooks for problem in _problems_of(hook)]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import requests
 
 from sgl_prefill import demo_model
 from sgl_prefill.errors import BadRequestError, ConfigurationError
@@ -39,6 +40,20 @@ def float32_engine() -> Iterator[Any]:
     engine.shutdown()
 
 
+@pytest.fixture(scope="module")
+def engine_with_our_features_off(demo_folder: Path) -> Iterator[Any]:
+    """SGLang's own scheduler and logits inside our engine."""
+    import sgl_prefill
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine = sgl_prefill.Engine(
+            model_path=str(demo_folder), scheduling="stock", logits_dtype="model", memory_budget_gb=3
+        )
+    yield engine
+    engine.shutdown()
+
+
 def largest_difference(left: list[list[float]], right: list[list[float]]) -> float:
     """Of probabilities."""
     pairs = ((x, y) for row, other in zip(left, right, strict=True) for x, y in zip(row, other, strict=True))
@@ -62,6 +77,27 @@ def test_bfloat16_weights_agree_with_transformers_in_float32(
     scored = server.scores(PROMPTS, allowed_token_ids=token_ids)
     ours = [[entry["logprob"] for entry in one["labels"]] for one in scored]
     assert largest_difference(ours, reference) <= 0.02
+
+
+def test_with_our_features_off_the_answers_are_those_of_stock_bit_for_bit(
+    engine_with_our_features_off: Any, stock_server: Server, token_ids: list[int]
+) -> None:
+    """*identical*: the same prompts in the same order from an empty cache give the same ids and log-probabilities."""
+    engine_with_our_features_off.flush_cache()
+    requests.post(stock_server.url + "/flush_cache", timeout=60)
+    options = {"return_logprob": True, "token_ids_logprob": token_ids, "top_logprobs_num": 3}
+    for prompt in PROMPTS:
+        params = {"max_new_tokens": 1, "temperature": 0}
+        ours = engine_with_our_features_off.generate(prompt, params, **options)
+        stock = stock_server.post("/generate", {"text": prompt, "sampling_params": params, **options}).json()
+        assert ours["output_ids"] == stock["output_ids"]
+        for field in ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs", "cached_tokens"):
+            assert _as_lists(ours["meta_info"][field]) == stock["meta_info"][field]
+
+
+def _as_lists(value: Any) -> Any:
+    """Tuples are lists in JSON."""
+    return [_as_lists(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def test_the_engine_scores_text_labels_and_refuses_what_the_server_refuses(float32_engine: Any) -> None:
