@@ -5,13 +5,17 @@ Every HTTP route and the offline engine pass through `generate_request`, so this
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError
@@ -19,6 +23,24 @@ from sgl_prefill.errors import BadRequestError
 if TYPE_CHECKING:
     import fastapi
     from sglang.srt.server_args import PortArgs, ServerArgs
+
+
+# SGLang fills these in itself; a client that sends them would switch its checks off.
+INTERNAL_SAMPLING_FIELDS = {"stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"}
+SAMPLING_OPTION_TYPES = {
+    field.name: field.type
+    for field in msgspec.structs.fields(SamplingParams)
+    if field.name not in INTERNAL_SAMPLING_FIELDS
+}
+# What becomes a tensor of 32 or 64 bits in the scheduler, and how many answers one request may ask for.
+SAMPLING_OPTION_RANGES = (("top_k", -1, TOP_K_ALL), ("sampling_seed", -(2**63), 2**63 - 1), ("n", 1, 1024))
+
+# Options of GenerateReqInput that may be one value, or a list with one value for each prompt of a batch.
+PER_PROMPT_FIELDS = (
+    *("rid", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "lora_path", "lora_id"),
+    *("extra_key", "custom_logit_processor", "return_hidden_states", "return_sampling_mask"),
+    *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size"),
+)
 
 
 class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
@@ -35,36 +57,45 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         if isinstance(obj, GenerateReqInput):
             if isinstance(obj.rid, str) and obj.rid.startswith(HEALTH_CHECK_RID_PREFIX):
                 obj.sampling_params = {"max_new_tokens": 0}
+            check_lists_against_prompts(obj)
+            self._check_internal_fields(obj)
             self._check_sampling_params(obj)
             self._check_logprob_options(obj)
         async for output in super().generate_request(obj, request):
             yield output
+
+    def _check_internal_fields(self, obj: GenerateReqInput) -> None:
+        overrides = obj.positional_embed_overrides
+        for override in overrides if isinstance(overrides, list) else [overrides]:
+            if override is not None and not isinstance(override, PositionalEmbeds):
+                raise BadRequestError(
+                    "positional_embed_overrides is an internal field: use the embed overrides of /v1/score"
+                )
+        if obj.multi_item_delimiter_indices is not None and not self.server_args.enable_mis:
+            raise BadRequestError("multi_item_delimiter_indices needs a server started with --enable-mis")
 
     def _check_sampling_params(self, obj: GenerateReqInput) -> None:
         given = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params or {}]
         for params in given:
             if not isinstance(params, dict):
                 raise BadRequestError(f"sampling_params is {params!r}: it must be an object, or a list of objects")
-            asked = params.get("max_new_tokens")
-            if asked is not None and (not isinstance(asked, int) or isinstance(asked, bool)):
-                raise BadRequestError(f"max_new_tokens is {asked!r}: it must be a whole number")
-            try:
-                parsed = SamplingParams(**{**(self.preferred_sampling_params or {}), **params})
-                parsed.normalize(self.tokenizer)
-                parsed.verify(self.model_config.vocab_size)
-            except (TypeError, ValueError) as error:
-                raise BadRequestError(f"sampling_params: {error}") from error
-            self._check_generation_length(parsed.max_new_tokens, was_given="max_new_tokens" in params)
+            asked = {**(self.preferred_sampling_params or {}), **params}
+            check_sampling_options(asked, self.model_config.vocab_size, self.tokenizer)
+            max_new_tokens = asked.get("max_new_tokens", SamplingParams().max_new_tokens)
+            self._check_generation_length(max_new_tokens, was_given="max_new_tokens" in asked)
 
     def _check_generation_length(self, asked: int | None, was_given: bool) -> None:
         if not self.prefill_config.allow_generation and (asked is None or asked > 1):
+            shown = "unlimited" if asked is None else asked
             origin = "" if was_given else " (it was left out, which means that many here)"
             raise BadRequestError(
-                f"max_tokens (max_new_tokens) is {asked}{origin}, and this server answers prefill-only requests:"
+                f"max_tokens (max_new_tokens) is {shown}{origin}, and this server answers prefill-only requests:"
                 " ask for 0 or 1, or start the server with --allow-generation"
             )
 
     def _check_logprob_options(self, obj: GenerateReqInput) -> None:
+        if obj.token_ids_logprob == []:
+            raise BadRequestError("token_ids_logprob (label_token_ids) is empty: give at least one token id")
         vocab_size = self.model_config.vocab_size
         for field, lowest, highest in (
             ("top_logprobs_num", 0, vocab_size),
@@ -83,6 +114,8 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     def _validate_one_request(self, obj: GenerateReqInput | EmbeddingReqInput, input_ids: list[int]) -> None:
         """As SGLang's, after our own checks of the token ids; called once a prompt, also within batches."""
         n_input = len(input_ids) if input_ids is not None else 0
+        if obj.contains_mm_input() and self.mm_processor is None:
+            raise BadRequestError("the request holds images, video or audio, and this server's model takes text only")
         if n_input == 0 and obj.input_embeds is None and not obj.contains_mm_input():
             raise BadRequestError("the prompt is empty: it must hold at least one token")
         if obj.input_ids is not None and n_input > 0:
@@ -96,6 +129,61 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 " shorten it, or start the server with a larger --context-length or more memory"
             )
         super()._validate_one_request(obj, input_ids)
+
+
+def check_lists_against_prompts(obj: GenerateReqInput) -> None:
+    """Raise BadRequestError where an option that may be a list, one value a prompt, does not fit the prompts."""
+    if obj.text is not None and obj.input_ids is not None:
+        raise BadRequestError("text and input_ids are both given: give the prompt once")
+    prompts = obj.text if obj.text is not None else obj.input_ids if obj.input_ids is not None else obj.input_embeds
+    if prompts == []:
+        raise BadRequestError("the prompt is empty: the list holds no prompt")
+    first = prompts[0] if isinstance(prompts, list) and prompts else None
+    is_batch = isinstance(first, str) or (
+        isinstance(first, list) and (obj.input_embeds is None or isinstance(first[0], list))
+    )
+    for field in PER_PROMPT_FIELDS:
+        value = getattr(obj, field)
+        if not isinstance(value, list):
+            continue
+        if not is_batch:
+            raise BadRequestError(f"{field} is a list, and the request has one prompt: give one value")
+        if len(value) != len(prompts):
+            raise BadRequestError(f"{field} has {len(value)} values, and the request has {len(prompts)} prompts")
+
+
+def check_sampling_options(options: dict[str, Any], vocab_size: int, tokenizer: Any) -> None:
+    """Raise BadRequestError, naming the option, for what SGLang would not understand.
+
+    SGLang takes these options as they come: a wrong type or a token id outside the vocabulary reaches the scheduler and
+    ends it. `null` means "not given", as in SGLang.
+    """
+    for name, value in options.items():
+        if name not in SAMPLING_OPTION_TYPES:
+            raise BadRequestError(f"sampling_params holds {name!r}, which is no sampling option of this server")
+        if value is None:
+            continue
+        try:
+            msgspec.convert(value, SAMPLING_OPTION_TYPES[name])
+        except msgspec.ValidationError as error:
+            raise BadRequestError(f"sampling_params: {name} is {value!r}: {error}") from error
+    for name, lowest, highest in SAMPLING_OPTION_RANGES:
+        value = options.get(name)
+        if value is not None and not lowest <= value <= highest:
+            raise BadRequestError(f"sampling_params: {name} is {value}: it must be from {lowest} to {highest}")
+    if stop_ids := options.get("stop_token_ids"):
+        check_ids_in_vocabulary(stop_ids, vocab_size, "stop_token_ids")
+    for token, bias in (options.get("logit_bias") or {}).items():
+        if not token.isdigit() or not math.isfinite(bias):
+            raise BadRequestError(
+                f"sampling_params: logit_bias holds {token!r}: {bias}: a token id and a finite number"
+            )
+    try:
+        parsed = SamplingParams(**options)
+        parsed.normalize(tokenizer)
+        parsed.verify(vocab_size)
+    except (ValueError, re.error) as error:
+        raise BadRequestError(f"sampling_params: {error}") from error
 
 
 def check_ids_in_vocabulary(token_ids: list[int], vocab_size: int, where: str) -> None:

@@ -31,7 +31,11 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
     _enum = PlatformEnum.OOT
 
     def apply_server_args_defaults(self, server_args: ServerArgs) -> None:
-        """Replace SGLang's CPU default backend, which needs the missing kernels; any other choice of a user stays."""
+        """Replace SGLang's CPU defaults, which need the missing kernels or a driver; any other choice of a user stays."""
+        if server_args.grammar_backend is None:
+            # SGLang's default one allocates pinned memory, which ends the scheduler without a driver. With none, a
+            # request for structured output gets a 400.
+            server_args.grammar_backend = "none"
         if server_args.attention_backend in (None, "intel_amx", ATTENTION_BACKEND_NAME):
             server_args.attention_backend = NAME_WITHOUT_TRITON
             server_args.prefill_attention_backend = server_args.prefill_attention_backend or ATTENTION_BACKEND_NAME

@@ -76,6 +76,15 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("/v1/rerank", {"query": "", "documents": ["a"]}, ["empty"]),
     ("/v1/rerank", {"query": "a", "documents": []}, ["empty"]),
     ("/v1/score", {"model": "demo", "query": "a", "items": ["b"], "label_token_ids": [VOCABULARY_SIZE]}, ["49152"]),
+    ("/v1/score", {"model": "demo", "query": "a", "items": ["b"], "label_token_ids": []}, ["label_token_ids", "empty"]),
+    (GENERATE, {**NATIVE, "sampling_params": {"max_new_tokens": 1}, "extra_key": ["a", "b"]}, ["extra_key is a list"]),
+    (
+        GENERATE,
+        {**NATIVE, "sampling_params": {"max_new_tokens": 1, "min_new_tokens": 1, "stop_token_ids": [99999]}},
+        ["99999"],
+    ),
+    (COMPLETIONS, {**PROMPT, "response_format": {"type": "json_object"}}, ["grammar"]),
+    (GENERATE, {**NATIVE, "sampling_params": {"max_new_tokens": 0}, "image_data": "x"}, ["text only"]),
     ("/v1/embeddings", {"model": "demo", "input": "a"}, ["embedding"]),
 ]
 

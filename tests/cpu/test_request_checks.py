@@ -1,0 +1,80 @@
+"""The checks in front of SGLang: what would end its scheduler gets a message instead. Each case did end it, or a 500."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from sgl_prefill.api.tokenizer_manager import check_lists_against_prompts, check_sampling_options
+from sgl_prefill.errors import BadRequestError
+
+VOCABULARY_SIZE = 100
+TOKENIZER = SimpleNamespace(encode=lambda text, add_special_tokens: list(text))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {"min_new_tokens": 1, "stop_token_ids": [100]},
+            "stop_token_ids holds token id 100, and the vocabulary has 100",
+        ),
+        ({"stop_token_ids": [-1]}, "token id -1"),
+        ({"stop_token_ids": ["x"]}, "stop_token_ids is"),
+        ({"top_k": 10**12}, "top_k is 1000000000000"),
+        ({"sampling_seed": 2**70}, "sampling_seed is"),
+        ({"n": 0}, "n is 0"),
+        ({"temperature": "hot"}, "temperature is 'hot'"),
+        ({"max_new_tokens": True}, "max_new_tokens is True"),
+        ({"logit_bias": {"x": 1.0}}, "logit_bias holds 'x'"),
+        ({"logit_bias": {"500": 1.0}}, "logit_bias"),
+        ({"stop": [1]}, "stop is"),
+        ({"stop_regex": "(("}, "unterminated"),
+        ({"is_normalized": True}, "'is_normalized', which is no sampling option"),
+        ({"no_such_option": 1}, "'no_such_option'"),
+    ],
+)
+def test_an_option_that_sglang_would_not_survive_is_named(options: dict[str, Any], expected: str) -> None:
+    """The message holds the option and its value."""
+    with pytest.raises(BadRequestError) as caught:
+        check_sampling_options(options, VOCABULARY_SIZE, TOKENIZER)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0, "max_new_tokens": 1, "stop": ["a", "b"], "stop_token_ids": [0, 99], "top_k": -1},
+        {"temperature": None, "n": None, "logit_bias": {"5": 1}, "sampling_seed": 5, "regex": "a|b"},
+    ],
+)
+def test_good_options_pass(options: dict[str, Any]) -> None:
+    """null means "not given", whole numbers are numbers."""
+    check_sampling_options(options, VOCABULARY_SIZE, TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"text": "a", "extra_key": ["x", "y"]}, "extra_key is a list"),
+        ({"input_ids": [1, 2], "rid": ["x"]}, "rid is a list"),
+        ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params has 1 values, and the request has 2 prompts"),
+        ({"text": "a", "input_ids": [1]}, "both given"),
+        ({"text": []}, "holds no prompt"),
+    ],
+)
+def test_lists_must_fit_the_prompts(fields: dict[str, Any], expected: str) -> None:
+    """One value a prompt, and one prompt format."""
+    with pytest.raises(BadRequestError) as caught:
+        check_lists_against_prompts(GenerateReqInput(**fields))
+    assert expected in str(caught.value)
+
+
+def test_lists_that_fit_pass() -> None:
+    """A batch of two with two keys; one value for all; label ids are a list for one prompt too."""
+    check_lists_against_prompts(GenerateReqInput(text=["a", "b"], extra_key=["x", "y"], rid="r"))
+    check_lists_against_prompts(GenerateReqInput(input_ids=[1, 2], token_ids_logprob=[5, 6], rid="r"))
