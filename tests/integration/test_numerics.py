@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
+import sys
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 
 from sgl_prefill import demo_model
-from sgl_prefill.errors import BadRequestError, ConfigurationError
 from tests.integration.conftest import Server
 from tests.integration.prompts import CANDIDATES, PROMPTS, reference_logprobs
 
@@ -30,29 +31,22 @@ def reference(token_ids: list[int]) -> list[list[float]]:
 
 
 @pytest.fixture(scope="module")
-def float32_engine() -> Iterator[Any]:
-    """`sgl_prefill.Engine` on the float32 demo model."""
-    import sgl_prefill
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        engine = sgl_prefill.Engine(model_path=str(demo_model.ensure("float32")), dtype="float32", memory_budget_gb=3)
-    yield engine
-    engine.shutdown()
+def float32_engine() -> dict[str, Any]:
+    return engine_child("float32")
 
 
-@pytest.fixture(scope="module")
-def engine_with_our_features_off(demo_folder: Path) -> Iterator[Any]:
-    """SGLang's own scheduler and logits inside our engine."""
-    import sgl_prefill
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        engine = sgl_prefill.Engine(
-            model_path=str(demo_folder), scheduling="stock", logits_dtype="model", memory_budget_gb=3
-        )
-    yield engine
-    engine.shutdown()
+def engine_child(kind: str) -> dict[str, Any]:
+    """What `tests.integration.engine_child` prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.integration.engine_child", kind],
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def largest_difference(left: list[list[float]], right: list[list[float]]) -> float:
@@ -61,14 +55,11 @@ def largest_difference(left: list[list[float]], right: list[list[float]]) -> flo
     return max(abs(math.exp(x) - math.exp(y)) for x, y in pairs)
 
 
-def test_float32_weights_agree_with_transformers(
-    float32_engine: Any, token_ids: list[int], reference: list[list[float]]
-) -> None:
+def test_float32_weights_agree_with_transformers(float32_engine: dict[str, Any], reference: list[list[float]]) -> None:
     """32 prompts, 10 candidates each, over the whole vocabulary: |difference| <= 1e-3, cold and from the cache."""
-    for _ in ("cold", "cached"):
-        scored = float32_engine.score_labels(PROMPTS, allowed_token_ids=token_ids)
-        assert largest_difference([one.distribution.logprobs for one in scored], reference) <= 1e-3
-    assert all(one.meta_info["cached_tokens"] == one.meta_info["prompt_tokens"] - 1 for one in scored)
+    assert largest_difference(float32_engine["cold"], reference) <= 1e-3
+    assert largest_difference(float32_engine["cached"], reference) <= 1e-3
+    assert set(float32_engine["reused"]) == {-1}, "all but the last token of each prompt is reused"
 
 
 def test_bfloat16_weights_agree_with_transformers_in_float32(
@@ -80,44 +71,27 @@ def test_bfloat16_weights_agree_with_transformers_in_float32(
     assert largest_difference(ours, reference) <= 0.02
 
 
+def test_the_engine_has_the_labels_hooks_and_errors_of_the_server(float32_engine: dict[str, Any]) -> None:
+    """The offline counterpart is the same engine; a contradiction is refused before anything starts."""
+    assert float32_engine["best"] == " Paris"
+    refused = float32_engine["refused"]
+    assert "--allow-generation" in refused["generation"]
+    assert "more than once" in refused["duplicate"]
+    assert "--chunked-prefill-size" in refused["contradiction"]
+    assert "--schedule-policy" in refused["contradiction"]
+    assert "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill" in float32_engine["hooks"]
+
+
 def test_with_our_features_off_the_answers_are_those_of_stock_bit_for_bit(
-    engine_with_our_features_off: Any, stock_server: Server, token_ids: list[int]
+    stock_server: Server, token_ids: list[int]
 ) -> None:
     """*identical*: the same prompts in the same order from an empty cache give the same ids and log-probabilities."""
-    engine_with_our_features_off.flush_cache()
+    ours = engine_child("features_off")["outputs"]
     requests.post(stock_server.url + "/flush_cache", timeout=60)
+    params = {"max_new_tokens": 1, "temperature": 0}
     options = {"return_logprob": True, "token_ids_logprob": token_ids, "top_logprobs_num": 3}
-    for prompt in PROMPTS:
-        params = {"max_new_tokens": 1, "temperature": 0}
-        ours = engine_with_our_features_off.generate(prompt, params, **options)
+    for prompt, output in zip(PROMPTS, ours, strict=True):
         stock = stock_server.post("/generate", {"text": prompt, "sampling_params": params, **options}).json()
-        assert ours["output_ids"] == stock["output_ids"]
+        assert output["output_ids"] == stock["output_ids"]
         for field in ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs", "cached_tokens"):
-            assert _as_lists(ours["meta_info"][field]) == stock["meta_info"][field]
-
-
-def _as_lists(value: Any) -> Any:
-    """Tuples are lists in JSON."""
-    return [_as_lists(one) for one in value] if isinstance(value, (list, tuple)) else value
-
-
-def test_the_engine_scores_text_labels_and_refuses_what_the_server_refuses(float32_engine: Any) -> None:
-    """The offline counterpart has the same labels, hooks and errors."""
-    (scored,) = float32_engine.score_labels("The capital of France is", allowed_tokens=[" Paris", " Rome"])
-    assert scored.best.text == " Paris"
-    with pytest.raises(BadRequestError, match="--allow-generation"):
-        float32_engine.generate("The capital of France is", {"max_new_tokens": 5})
-    with pytest.raises(ValueError, match="more than once"):
-        float32_engine.score_labels("Is it so?", allowed_tokens=[" yes", " yes"])
-    record = float32_engine.get_server_info()["sgl_prefill"]
-    assert "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill" in record["hooks"]
-
-
-def test_the_engine_refuses_contradicting_arguments_before_it_starts() -> None:
-    """As the launcher does, naming all of them."""
-    import sgl_prefill
-
-    with pytest.raises(ConfigurationError) as caught:
-        sgl_prefill.Engine(model_path=str(demo_model.ensure()), chunked_prefill_size=512, schedule_policy="lpm")
-    assert "--chunked-prefill-size" in str(caught.value)
-    assert "--schedule-policy" in str(caught.value)
+            assert output["meta_info"][field] == stock["meta_info"][field]

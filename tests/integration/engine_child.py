@@ -1,0 +1,60 @@
+"""A process of its own for `sgl_prefill.Engine`: python -m tests.integration.engine_child float32|features_off
+
+Prints one JSON line on stdout. SGLang's engine leaves sockets and signal handlers behind, which a test process cannot bear.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from sgl_prefill import Engine, demo_model
+from sgl_prefill.core.labels import LabelError
+from sgl_prefill.errors import BadRequestError, SglPrefillError
+from tests.integration.prompts import CANDIDATES, PROMPTS
+
+
+def float32() -> dict[str, Any]:
+    """Label scores of all prompts, cold and cached, and what the engine refuses."""
+    folder = str(demo_model.ensure("float32"))
+    result: dict[str, Any] = {"refused": {}}
+    try:
+        Engine(model_path=folder, chunked_prefill_size=512, schedule_policy="lpm")
+    except SglPrefillError as error:
+        result["refused"]["contradiction"] = str(error)
+    with Engine(model_path=folder, dtype="float32", memory_budget_gb=3) as engine:
+        ids = _candidate_ids(engine)
+        for name in ("cold", "cached"):
+            scored = engine.score_labels(PROMPTS, allowed_token_ids=ids)
+            result[name] = [one.distribution.logprobs for one in scored]
+        result["reused"] = [one.meta_info["cached_tokens"] - one.meta_info["prompt_tokens"] for one in scored]
+        (one,) = engine.score_labels("The capital of France is", allowed_tokens=[" Paris", " Rome"])
+        result["best"] = one.best.text
+        try:
+            engine.generate("The capital of France is", {"max_new_tokens": 5})
+        except BadRequestError as error:
+            result["refused"]["generation"] = str(error)
+        try:
+            engine.score_labels("Is it so?", allowed_tokens=[" yes", " yes"])
+        except LabelError as error:
+            result["refused"]["duplicate"] = str(error)
+        result["hooks"] = engine.get_server_info()["sgl_prefill"]["hooks"]
+    return result
+
+
+def features_off() -> dict[str, Any]:
+    """SGLang's own scheduler and logits inside our engine: its answers to the prompts, one at a time."""
+    folder = str(demo_model.ensure("bfloat16"))
+    with Engine(model_path=folder, scheduling="stock", logits_dtype="model", memory_budget_gb=3) as engine:
+        options = {"return_logprob": True, "token_ids_logprob": _candidate_ids(engine), "top_logprobs_num": 3}
+        params = {"max_new_tokens": 1, "temperature": 0}
+        return {"outputs": [engine.generate(prompt, params, **options) for prompt in PROMPTS]}
+
+
+def _candidate_ids(engine: Any) -> list[int]:
+    return [engine.tokenizer_manager.tokenizer.encode(label)[0] for label in CANDIDATES]
+
+
+if __name__ == "__main__":
+    print(json.dumps({"float32": float32, "features_off": features_off}[sys.argv[1]]()))
