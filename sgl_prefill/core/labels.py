@@ -48,7 +48,7 @@ def restrict(logprobs: Sequence[float]) -> LabelDistribution:
         probabilities=[w / total for w in weights],
         logprobs=list(logprobs),
         label_mass=min(mass, 1.0),
-        best=weights.index(1.0),
+        best=list(logprobs).index(top),
     )
 
 
