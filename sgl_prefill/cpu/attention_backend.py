@@ -78,28 +78,13 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
         **extra: Any,
     ) -> torch.Tensor:
         """[tokens, query heads * head_dim] for the batch's new tokens, whose K, V are written to the pool first."""
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, extra)
-
-    # A decode step is an extend of one token per request.
-    forward_decode = forward_extend
-
-    def _forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool,
-        extra: dict[str, Any],
-    ) -> torch.Tensor:
         _refuse_what_is_not_computed(layer, extra)
         if save_kv_cache and k is not None and v is not None:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         key_pool = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         value_pool = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
-        query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        output = torch.empty_like(query)
+        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        output = torch.empty(query.shape, dtype=query.dtype)
         for request in self._requests:
             output[request.queries] = attend(
                 query[request.queries],
@@ -108,9 +93,12 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
                 scale=layer.scaling,
                 causal=layer.attn_type != AttentionType.ENCODER_ONLY,
                 window_tokens=layer.sliding_window_size if layer.sliding_window_size > -1 else None,
-                soft_cap=layer.logit_cap,
+                soft_cap=layer.logit_cap or 0.0,
             )
         return output.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+    # A decode step is an extend of one token per request.
+    forward_decode = forward_extend
 
 
 def _as_slice_if_consecutive(slots: torch.Tensor) -> slice | torch.Tensor:
