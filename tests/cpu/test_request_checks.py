@@ -1,4 +1,4 @@
-"""The checks in front of SGLang: what would end its scheduler gets a message instead. Each case did end it, or a 500."""
+"""The checks in front of SGLang: what its scheduler would not survive, or would answer with a 500, gets a message."""
 
 from __future__ import annotations
 
