@@ -69,37 +69,31 @@ def allowed_answers(request: Any) -> AllowedAnswers | None:
 
 def check_label_request(request: BaseModel, max_tokens: int | None) -> None:
     """Raise BadRequestError for options that label scoring would have to ignore, naming all of them."""
-    if max_tokens is not None and max_tokens > 1:
-        raise BadRequestError(
-            f"max_tokens is {max_tokens}, and a label is one token: leave it out, or ask for 0 or 1;"
-            " for longer answers drop the allowed answers and start the server with --allow-generation"
-        )
     fields = type(request).model_fields
     given = [
         name
         for name in CONTRADICTING_FIELDS
         if name in request.model_fields_set and getattr(request, name) != fields[name].default
     ]
-    if given:
-        raise BadRequestError(f"{', '.join(given)} cannot be combined with allowed answers: leave {_them(given)} out")
+    _refuse("max_tokens", max_tokens, given)
 
 
 def check_generate_label_request(obj: GenerateReqInput) -> None:
     """The same for /generate, whose options live in `sampling_params`."""
     params: Any = obj.sampling_params or {}
     for of_prompt in params if isinstance(params, list) else [params]:
-        given = [
-            name for name in ("n", "regex", "json_schema", "ebnf", "logit_bias") if of_prompt.get(name) not in (None, 1)
-        ]
-        if given:
-            raise BadRequestError(
-                f"{', '.join(given)} cannot be combined with allowed answers: leave {_them(given)} out"
-            )
-        if isinstance(asked := of_prompt.get("max_new_tokens"), int) and asked > 1:
-            raise BadRequestError(
-                f"max_new_tokens is {asked}, and a label is one token: leave it out, or ask for 0 or 1"
-            )
+        names = ("n", "regex", "json_schema", "ebnf", "logit_bias")
+        _refuse(
+            "max_new_tokens", of_prompt.get("max_new_tokens"), [n for n in names if of_prompt.get(n) not in (None, 1)]
+        )
 
 
-def _them(names: list[str]) -> str:
-    return "it" if len(names) == 1 else "them"
+def _refuse(length_field: str, asked_tokens: Any, contradicting: list[str]) -> None:
+    if isinstance(asked_tokens, int) and asked_tokens > 1:
+        raise BadRequestError(
+            f"{length_field} is {asked_tokens}, and a label is one token: leave it out, or ask for 0 or 1;"
+            " for longer answers drop the allowed answers and start the server with --allow-generation"
+        )
+    if contradicting:
+        them = "it" if len(contradicting) == 1 else "them"
+        raise BadRequestError(f"{', '.join(contradicting)} cannot be combined with allowed answers: leave {them} out")

@@ -140,7 +140,7 @@ def check_lists_against_prompts(obj: GenerateReqInput) -> None:
         raise BadRequestError("the prompt is empty: the list holds no prompt")
     first = prompts[0] if isinstance(prompts, list) and prompts else None
     is_batch = isinstance(first, str) or (
-        isinstance(first, list) and (obj.input_embeds is None or isinstance(first[0], list))
+        isinstance(first, list) and (obj.input_embeds is None or any(isinstance(row, list) for row in first[:1]))
     )
     for field in PER_PROMPT_FIELDS:
         value = getattr(obj, field)

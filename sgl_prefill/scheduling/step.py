@@ -33,7 +33,9 @@ class CalibratedSrjf:
 
     def describe(self, req: Req) -> Waiting:
         """`n_cached_tokens` is what SGLang would reuse: it always computes the last token, and more for logprobs."""
-        token_ids = req.origin_input_ids + req.output_ids  # output: what a preempted generation had produced
+        token_ids = req.origin_input_ids
+        if req.output_ids:  # a preempted generation; the sum copies the whole prompt
+            token_ids = token_ids + req.output_ids
         n_input = len(token_ids)
         n_matched = count_cached_tokens(self._cache, token_ids, req.extra_key)
         return Waiting(
