@@ -1,81 +1,171 @@
 """Attention of one request on a CPU: the arithmetic, free of SGLang.
 
-A request's queries are the last `n_q` of its `n_kv` positions. What the cache already holds (the prefix) is visible to
-every query, so it needs no mask; only the suffix is causal:
+A request's queries are the last `n_q` of its `n_kv` positions. They are taken in blocks, and what a block sees of the
+keys in tiles; only the tile on the diagonal is causal:
 
-    keys:      0 .............. n_kv - n_q | n_kv - n_q ............ n_kv
-    queries:   every one sees all of these | query i sees up to key n_kv - n_q + i
+    keys:      0 ...... tile | ...... tile | ... offset + s | offset + s ........ offset + e
+    queries:   the block [s, e) sees all of these, unmasked | query i up to key offset + i
 
-The two parts run through PyTorch's CPU flash kernel and are merged exactly by their log-sum-exp, so work is
-O(suffix x prefix) and no mask or padded query is built. The kernel handles grouped query heads without repeating K, V.
+Each tile runs through PyTorch's CPU flash kernel, and the tiles are merged exactly by their log-sum-exp. So work is
+O(n_q x n_kv), no mask or padded query is built, memory beyond the output is one block and one tile whatever the length,
+and the output may overwrite the queries. The kernel handles grouped query heads without repeating K, V.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
+# A block of 2,048 queries and tiles of 8,192 keys cost no time against one call over everything (12,000 tokens).
+QUERY_BLOCK_TOKENS = 2048
+KEY_TILE_TOKENS = 8192
 # From this many queries on, K and V are first packed head by head: each is read once per 256 queries, and rows of one
 # head that lie side by side make the kernel 10 % faster (12,000 tokens, 4 KV heads of 64), far more than the copy costs.
 PACK_FROM_QUERIES = 1024
 # Queries per block where a mask or a score matrix must exist. Larger blocks waste work on keys outside the window.
 WINDOW_BLOCK_TOKENS = 512
 SOFT_CAP_BLOCK_TOKENS = 128
+# Runs of consecutive KV slots that are shorter than this are gathered together with their neighbours.
+MIN_RUN_TOKENS = 64
+
+
+class Run(NamedTuple):
+    """Neighbouring positions of one request."""
+
+    start: int  # positions [start, end)
+    end: int
+    slots: slice | torch.Tensor  # their KV slots; a slice where those are consecutive, so that no row is copied
+
+
+def runs_of(slots: torch.Tensor) -> list[Run]:
+    """The KV slots of a request in position order, [n], as few runs as possible."""
+    n = slots.shape[0]
+    breaks = (torch.nonzero(slots[1:] - slots[:-1] != 1).flatten() + 1).tolist()
+    bounds = [0, *breaks, n]
+    runs: list[Run] = []
+    scattered_from = 0
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        if end - start < MIN_RUN_TOKENS and len(bounds) > 2:
+            continue
+        if scattered_from < start:
+            runs.append(Run(scattered_from, start, slots[scattered_from:start].to(torch.int64)))
+        first = int(slots[start])
+        runs.append(Run(start, end, slice(first, first + end - start)))
+        scattered_from = end
+    if scattered_from < n:
+        runs.append(Run(scattered_from, n, slots[scattered_from:].to(torch.int64)))
+    return runs
+
+
+class KVRows(NamedTuple):
+    """K and V of one request in one layer, read from the pool by position."""
+
+    key_pool: torch.Tensor  # [slots, kv heads, head_dim], any strides
+    value_pool: torch.Tensor
+    runs: list[Run]
+
+    @property
+    def n_tokens(self) -> int:
+        return self.runs[-1].end
+
+    def between(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(key, value) of the positions [start, end); views within one run of consecutive slots, copies otherwise."""
+        parts = [
+            _cut(run.slots, max(start, run.start) - run.start, min(end, run.end) - run.start)
+            for run in self.runs
+            if run.start < end and start < run.end
+        ]
+        if len(parts) == 1:
+            return _read(self.key_pool, parts[0]), _read(self.value_pool, parts[0])
+        key = torch.cat([_read(self.key_pool, part) for part in parts])
+        return key, torch.cat([_read(self.value_pool, part) for part in parts])
+
+    def tiles(self, end: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The positions [0, end) piece by piece; no piece crosses from one run to the next."""
+        for run in self.runs:
+            for start in range(run.start, min(run.end, end), KEY_TILE_TOKENS):
+                yield self.between(start, min(start + KEY_TILE_TOKENS, run.end, end))
 
 
 def attend(
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    rows: KVRows,
+    output: torch.Tensor,
     *,
     scale: float,
     causal: bool = True,
     window_tokens: int | None = None,
     soft_cap: float = 0.0,
-) -> torch.Tensor:
-    """Attention output of one request.
+    only_last_block: bool = False,
+) -> None:
+    """Attention of one request.
 
     Args:
         query: [n_q, query heads, head_dim], the last n_q positions of the request.
-        key, value: [n_kv, kv heads, head_dim], n_kv >= n_q, any strides; kv heads divide query heads.
+        rows: its K and V, n_kv >= n_q positions; kv heads divide query heads.
+        output: [n_q, query heads, head_dim], written; may be `query` itself.
         scale: factor on the dot products.
         causal: False lets every query see every key.
         window_tokens: a query at position p sees keys p - window_tokens .. p only (SGLang's convention; both ends
             included). None: no window.
         soft_cap: scores become soft_cap * tanh(score / soft_cap); 0 means none.
-
-    Returns:
-        [n_q, query heads, head_dim], contiguous, in the dtype of `query`.
+        only_last_block: compute the last query block alone, the one that needs most memory; the rest of `output` is
+            left as it is. For measuring memory without paying for the arithmetic.
     """
-    n_q, n_kv = query.shape[0], key.shape[0]
+    n_q, n_kv = query.shape[0], rows.n_tokens
     assert n_q <= n_kv, (n_q, n_kv)
     if window_tokens is not None and (not causal or window_tokens >= n_kv - 1):
         window_tokens = None
     if soft_cap > 0.0:
-        return _blockwise_soft_capped(query, key, value, scale, causal, window_tokens, soft_cap)
-    if window_tokens is not None:
-        return _blockwise_windowed(query, key, value, scale, window_tokens)
-    if not causal or n_q == 1:
-        return _run_flash(query, key, value, scale)[0]
-    n_prefix = n_kv - n_q
-    suffix, suffix_lse = _run_flash(query, key[n_prefix:], value[n_prefix:], scale, is_causal=True)
-    if n_prefix == 0:
-        return suffix
-    prefix, prefix_lse = _run_flash(query, key[:n_prefix], value[:n_prefix], scale)
-    return merge_by_log_sum_exp(prefix, prefix_lse, suffix, suffix_lse)
+        size = SOFT_CAP_BLOCK_TOKENS
+    else:
+        size = QUERY_BLOCK_TOKENS if window_tokens is None else WINDOW_BLOCK_TOKENS
+    starts = range(0, n_q, size)
+    for start in starts[-1:] if only_last_block else starts:
+        end = min(start + size, n_q)
+        block, positions = query[start:end], range(n_kv - n_q + start, n_kv - n_q + end)
+        if soft_cap > 0.0:
+            result = _soft_capped_block(block, rows, positions, scale, causal, window_tokens, soft_cap)
+        elif window_tokens is not None:
+            result = _windowed_block(block, rows, positions, scale, window_tokens)
+        else:
+            result = _plain_block(block, rows, positions, scale, causal)
+        output[start:end] = result
+
+
+def _plain_block(block: torch.Tensor, rows: KVRows, positions: range, scale: float, causal: bool) -> torch.Tensor:
+    """Tiles of the keys that all queries of the block see, then the causal one."""
+    is_triangle = causal and len(positions) > 1
+    merged: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    if is_triangle:
+        key, value = rows.between(positions.start, positions.stop)
+        merged, lse = _run_flash(block, key, value, scale, is_causal=True)
+    n_seen_by_all = positions.start if is_triangle else rows.n_tokens if not causal else positions.stop
+    for key, value in rows.tiles(n_seen_by_all):
+        part, part_lse = _run_flash(block, key, value, scale)
+        if merged is None or lse is None:
+            merged, lse = part, part_lse
+        else:
+            merged, lse = merge_by_log_sum_exp(merged, lse, part, part_lse)
+    assert merged is not None
+    return merged
 
 
 def merge_by_log_sum_exp(
     left: torch.Tensor, left_lse: torch.Tensor, right: torch.Tensor, right_lse: torch.Tensor
-) -> torch.Tensor:
-    """Softmax attention over the union of two disjoint key sets, from the results over each.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention over the union of two disjoint key sets, from the results over each; float32, with its lse.
 
     left, right: [n_q, heads, head_dim]; *_lse: [n_q, heads], natural logarithm of the softmax denominators.
     The right side's share of the denominator is exp(r) / (exp(l) + exp(r)) = sigmoid(r - l), which cannot overflow.
     """
     right_share = torch.sigmoid(right_lse - left_lse).unsqueeze(-1)
-    return torch.lerp(left.float(), right.float(), right_share).to(left.dtype)
+    return torch.lerp(left.float(), right.float(), right_share), torch.logaddexp(left_lse, right_lse)
 
 
 def _run_flash(
@@ -88,7 +178,7 @@ def _run_flash(
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(output [n_q, heads, head_dim], log-sum-exp [n_q, heads]) of the flash kernel, which wants [1, heads, n, dim]."""
-    key, value = key.transpose(0, 1), value.transpose(0, 1)
+    key, value = key.to(query.dtype).transpose(0, 1), value.to(query.dtype).transpose(0, 1)
     if query.shape[0] >= PACK_FROM_QUERIES:
         key, value = key.contiguous(), value.contiguous()
     output, lse = _flash(
@@ -102,54 +192,51 @@ def _run_flash(
     return output.squeeze(0).transpose(0, 1), lse.squeeze(0).transpose(0, 1)
 
 
-def _visible(first_query: int, last_query: int, first_key: int, window_tokens: int | None) -> torch.Tensor:
-    """Boolean [queries, keys]: which keys of [first_key, last_query] each query of [first_query, last_query] sees."""
-    q_pos = torch.arange(first_query, last_query + 1).unsqueeze(1)
-    k_pos = torch.arange(first_key, last_query + 1).unsqueeze(0)
-    visible = k_pos <= q_pos
-    return visible if window_tokens is None else visible & (k_pos >= q_pos - window_tokens)
-
-
-def _blockwise_windowed(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window_tokens: int
+def _windowed_block(
+    block: torch.Tensor, rows: KVRows, positions: range, scale: float, window_tokens: int
 ) -> torch.Tensor:
-    """Sliding window: each query block sees its own keys and one window before them, so work is O(n_q x window)."""
-    output = torch.empty_like(query)
-    n_q, offset = query.shape[0], key.shape[0] - query.shape[0]
-    for start in range(0, n_q, WINDOW_BLOCK_TOKENS):
-        end = min(start + WINDOW_BLOCK_TOKENS, n_q)
-        first_key, last_query = max(0, offset + start - window_tokens), offset + end - 1
-        visible = _visible(offset + start, last_query, first_key, window_tokens)
-        mask = torch.zeros(visible.shape, dtype=torch.float32).masked_fill_(~visible, -torch.inf)
-        keys = slice(first_key, last_query + 1)
-        output[start:end] = _run_flash(query[start:end], key[keys], value[keys], scale, mask=mask)[0]
-    return output
+    """Sliding window: a block sees its own keys and one window before them, so work is O(n_q x window)."""
+    first_key = max(0, positions.start - window_tokens)
+    visible = _visible(positions, range(first_key, positions.stop), window_tokens)
+    mask = torch.zeros(visible.shape, dtype=torch.float32).masked_fill_(~visible, -torch.inf)
+    key, value = rows.between(first_key, positions.stop)
+    return _run_flash(block, key, value, scale, mask=mask)[0]
 
 
-def _blockwise_soft_capped(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+def _soft_capped_block(
+    block: torch.Tensor,
+    rows: KVRows,
+    positions: range,
     scale: float,
     causal: bool,
     window_tokens: int | None,
     soft_cap: float,
 ) -> torch.Tensor:
-    """Soft-capped scores, which the flash kernel lacks: float32 score matrices, one query block at a time."""
-    output = torch.empty_like(query)
-    n_q, n_kv, heads = query.shape[0], key.shape[0], query.shape[1]
-    kv_heads, offset = key.shape[1], n_kv - n_q
-    for start in range(0, n_q, SOFT_CAP_BLOCK_TOKENS):
-        end = min(start + SOFT_CAP_BLOCK_TOKENS, n_q)
-        first_key = 0 if window_tokens is None else max(0, offset + start - window_tokens)
-        last_key = offset + end - 1 if causal else n_kv - 1
-        keys = slice(first_key, last_key + 1)
-        grouped = query[start:end].float().view(end - start, kv_heads, heads // kv_heads, -1)
-        scores = torch.einsum("qhgd,khd->hgqk", grouped, key[keys].float()) * scale
-        scores = torch.tanh_(scores.div_(soft_cap)).mul_(soft_cap)
-        if causal:
-            visible = _visible(offset + start, last_key, first_key, window_tokens)
-            scores.masked_fill_(~visible, -torch.inf)
-        block = torch.einsum("hgqk,khd->qhgd", scores.softmax(dim=-1), value[keys].float())
-        output[start:end] = block.reshape(end - start, heads, -1).to(output.dtype)
-    return output
+    """Soft-capped scores, which the flash kernel lacks: a float32 score matrix of one query block."""
+    first_key = 0 if window_tokens is None else max(0, positions.start - window_tokens)
+    keys = range(first_key, positions.stop if causal else rows.n_tokens)
+    key, value = rows.between(keys.start, keys.stop)
+    n_q, heads = block.shape[:2]
+    grouped = block.float().view(n_q, key.shape[1], heads // key.shape[1], -1)
+    scores = torch.einsum("qhgd,khd->hgqk", grouped, key.float()) * scale
+    scores = torch.tanh_(scores.div_(soft_cap)).mul_(soft_cap)
+    if causal:
+        scores.masked_fill_(~_visible(positions, keys, window_tokens), -torch.inf)
+    result = torch.einsum("hgqk,khd->qhgd", scores.softmax(dim=-1), value.float())
+    return result.reshape(n_q, heads, -1)
+
+
+def _visible(queries: range, keys: range, window_tokens: int | None) -> torch.Tensor:
+    """Boolean [queries, keys]: which keys each query sees."""
+    q_pos = torch.arange(queries.start, queries.stop).unsqueeze(1)
+    k_pos = torch.arange(keys.start, keys.stop).unsqueeze(0)
+    visible = k_pos <= q_pos
+    return visible if window_tokens is None else visible & (k_pos >= q_pos - window_tokens)
+
+
+def _cut(slots: slice | torch.Tensor, start: int, end: int) -> slice | torch.Tensor:
+    return slice(slots.start + start, slots.start + end) if isinstance(slots, slice) else slots[start:end]
+
+
+def _read(pool: torch.Tensor, slots: slice | torch.Tensor) -> torch.Tensor:
+    return pool[slots] if isinstance(slots, slice) else pool.index_select(0, slots)

@@ -10,7 +10,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from sgl_prefill.cpu.attention import attend
+from sgl_prefill.cpu.attention import KVRows, Run, attend, runs_of
 from sgl_prefill.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -23,15 +23,18 @@ class RequestRows(NamedTuple):
     """Where one request of a batch lives, fixed for the whole forward."""
 
     queries: slice  # its rows of the batch's query tensor
-    kv_slots: slice | torch.Tensor  # its KV slots in position order; a slice where they are consecutive (no copy)
+    runs: list[Run]  # its KV slots in position order
 
 
 class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
     """Prefix x suffix and causal suffix attention with PyTorch's CPU flash kernel, one request after another.
 
-    Reads the KV pool in place where a request's slots are consecutive, and otherwise copies the rows of one request in
-    one layer. Supports grouped query heads, sliding windows, soft caps, encoder-only layers, and decode.
+    Reads the KV pool in place where a request's slots are consecutive, and otherwise copies one tile of its rows.
+    Supports grouped query heads, sliding windows, soft caps, encoder-only layers, and decode.
     """
+
+    # Memory profiles set this: see `attend`.
+    only_last_block = False
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__()
@@ -64,7 +67,7 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
         self._requests, start = [], 0
         for pool_row, n_q, n_kv in zip(pool_rows, query_lens, kv_lens, strict=True):
             slots = self.req_to_token_pool.req_to_token[pool_row, :n_kv]
-            self._requests.append(RequestRows(slice(start, start + n_q), _as_slice_if_consecutive(slots)))
+            self._requests.append(RequestRows(slice(start, start + n_q), runs_of(slots)))
             start += n_q
 
     def forward_extend(
@@ -81,36 +84,32 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
         _refuse_what_is_not_computed(layer, extra)
         if save_kv_cache and k is not None and v is not None:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+        output = torch.empty(q.shape, dtype=q.dtype)
+        self.attend_into(output, q, layer)
+        return output.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+    def attend_into(self, output: torch.Tensor, q: torch.Tensor, layer: RadixAttention) -> None:
+        """Attention of the current batch, K and V being in the pool; `output` may be `q`.
+
+        q, output: [tokens, query heads * head_dim].
+        """
         key_pool = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         value_pool = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
-        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        output = torch.empty(query.shape, dtype=query.dtype)
+        query, into = (x.view(-1, layer.tp_q_head_num, layer.qk_head_dim) for x in (q, output))
         for request in self._requests:
-            output[request.queries] = attend(
+            attend(
                 query[request.queries],
-                _rows(key_pool, request.kv_slots, query.dtype),
-                _rows(value_pool, request.kv_slots, query.dtype),
+                KVRows(key_pool, value_pool, request.runs),
+                into[request.queries],
                 scale=layer.scaling,
                 causal=layer.attn_type != AttentionType.ENCODER_ONLY,
                 window_tokens=layer.sliding_window_size if layer.sliding_window_size > -1 else None,
                 soft_cap=layer.logit_cap or 0.0,
+                only_last_block=self.only_last_block,
             )
-        return output.view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
     # A decode step is an extend of one token per request.
     forward_decode = forward_extend
-
-
-def _as_slice_if_consecutive(slots: torch.Tensor) -> slice | torch.Tensor:
-    first, n = int(slots[0]), slots.shape[0]
-    if int(slots[-1]) == first + n - 1 and torch.equal(slots, torch.arange(first, first + n, dtype=slots.dtype)):
-        return slice(first, first + n)
-    return slots.to(torch.int64)
-
-
-def _rows(pool: torch.Tensor, slots: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    rows = pool[slots] if isinstance(slots, slice) else pool.index_select(0, slots)
-    return rows.to(dtype)
 
 
 def _refuse_what_is_not_computed(layer: RadixAttention, extra: dict[str, Any]) -> None:
