@@ -11,6 +11,12 @@ from sgl_prefill.errors import ConfigurationError
 
 Scheduling = Literal["calibrated-srjf", "stock"]
 LogitsDtype = Literal["float32", "model"]
+HybridPrefill = Literal["auto", "on", "off"]
+SuffixKV = Literal["evict", "keep"]
+
+
+def _auto_or_int(text: str) -> int | None:
+    return None if text == "auto" else int(text)
 
 
 def _option(default: Any, help: str, **extra: Any) -> Any:
@@ -29,6 +35,26 @@ class PrefillConfig:
     fairness_lambda: float = _option(
         500.0, "credit of a waiting request, in cache-miss tokens per second of waiting; 0: pure shortest job first"
     )
+    hybrid_prefill: HybridPrefill = _option(
+        "auto",
+        "everything but attention chunk by chunk in one forward; auto: where the model can be traced; on: or refuse",
+        choices=("auto", "on", "off"),
+    )
+    hybrid_chunk_tokens: int | None = _option(
+        None, "tokens of a chunk of hybrid prefilling (default: the fewest that cost no time here)", type=_auto_or_int
+    )
+    suffix_kv: SuffixKV = _option(
+        "evict",
+        "evict: of a long prompt keep only as much prefix KV as fits, on one layer's KV of scratch; keep: as stock",
+        choices=("evict", "keep"),
+    )
+    max_input_length: int | None = _option(
+        None,
+        "longest prompt in tokens; memory is set aside for it (default: the context length, or what half of the"
+        " memory beyond the weights can serve)",
+        type=_auto_or_int,
+    )
+    skip_parity_gate: bool = _option(False, "serve without the check at start that all paths give the same answers")
     logits_dtype: LogitsDtype = _option(
         "float32",
         "CPU only: dtype of the logits of up to 16 rows; float32: exact label scores; model: as stock SGLang",
@@ -46,6 +72,14 @@ class PrefillConfig:
             problems.append(f"--scheduling is {self.scheduling!r}: it must be calibrated-srjf or stock")
         if self.logits_dtype not in ("float32", "model"):
             problems.append(f"--logits-dtype is {self.logits_dtype!r}: it must be float32 or model")
+        if self.hybrid_prefill not in ("auto", "on", "off"):
+            problems.append(f"--hybrid-prefill is {self.hybrid_prefill!r}: it must be auto, on or off")
+        if self.suffix_kv not in ("evict", "keep"):
+            problems.append(f"--suffix-kv is {self.suffix_kv!r}: it must be evict or keep")
+        if self.hybrid_chunk_tokens is not None and self.hybrid_chunk_tokens < 1:
+            problems.append(f"--hybrid-chunk-tokens is {self.hybrid_chunk_tokens}: it must be auto or at least 1")
+        if self.max_input_length is not None and self.max_input_length < 1:
+            problems.append(f"--max-input-length is {self.max_input_length}: it must be auto or at least 1 token")
         if not math.isfinite(self.fairness_lambda) or self.fairness_lambda < 0:
             problems.append(
                 f"--fairness-lambda is {self.fairness_lambda}: it must be a number >= 0 (tokens per second)"
@@ -71,7 +105,7 @@ class PrefillConfig:
             if isinstance(field.default, bool):
                 group.add_argument(flag, action="store_true", help=text)
                 continue
-            kind = str if isinstance(field.default, str) else float
+            kind = field.metadata.get("type", str if isinstance(field.default, str) else float)
             shown = "" if field.default is None else f" (default: {field.default})"
             choices = field.metadata.get("choices")
             group.add_argument(flag, type=kind, default=field.default, choices=choices, help=text + shown)

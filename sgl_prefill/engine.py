@@ -29,7 +29,7 @@ class Engine(StockEngine):  # type: ignore[misc]
             raise SeamError(problem)
         names = {field.name for field in dataclasses.fields(PrefillConfig)}
         config = PrefillConfig(**{name: kwargs.pop(name) for name in list(kwargs) if name in names})
-        kwargs = {**_sglang_defaults(config), "log_level": "error", **kwargs}
+        kwargs = {**sglang_defaults(config), "log_level": "error", **kwargs}
         if "model_path" in kwargs:
             preflight.check_model_path(kwargs["model_path"])
         load_plugins()
@@ -58,7 +58,7 @@ class Engine(StockEngine):  # type: ignore[misc]
         return self.loop.run_until_complete(LabelScorer(self.tokenizer_manager).score(obj, answers))  # type: ignore[no-any-return]
 
 
-def _sglang_defaults(config: PrefillConfig) -> dict[str, Any]:
+def sglang_defaults(config: PrefillConfig) -> dict[str, Any]:
     needs = {need.field: need.value for need in preflight.required_for(config)}
     fraction = preflight.memory_fraction(config)
     return needs if fraction is None else {**needs, "mem_fraction_static": fraction, "sleep_on_idle": True}

@@ -4,6 +4,7 @@
     +-- ConfigurationError      start refused: flags that contradict, a missing model, a taken port
     +-- SeamError               start refused: SGLang is not what we hook (version, source, foreign plugin, hook not taken)
     +-- UnsupportedModelError   start refused: the model needs what we do not compute
+    |   +-- UntraceableModelError   hybrid prefilling cannot cut this model into token-wise pieces
     +-- DemoModelError          the demo model cannot be fetched or converted
     +-- ServerStartError        a server that we started for a demo, test or benchmark did not become healthy
     +-- BadRequestError         HTTP 400: the request is wrong; also a ValueError, which SGLang's routes answer with 400
@@ -28,6 +29,10 @@ class SeamError(SglPrefillError):
 
 class UnsupportedModelError(SglPrefillError):
     """The model needs an operation that this engine does not compute."""
+
+
+class UntraceableModelError(UnsupportedModelError):
+    """Why hybrid prefilling cannot serve a model: a clause that follows the model's name."""
 
 
 class DemoModelError(SglPrefillError):

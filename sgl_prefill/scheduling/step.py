@@ -60,9 +60,7 @@ def after_init_schedule_policy(result: None, scheduler: Scheduler) -> None:
             " RadixCache only (with sliding-window models --disable-hybrid-swa-memory may help):"
             " start with --scheduling stock"
         )
-    activation = record.read()
-    assert activation is not None, "hooks run only after activation"
-    scheduler.sgl_prefill_policy = CalibratedSrjf(scheduler, activation["config"]["fairness_lambda"])
+    scheduler.sgl_prefill_policy = CalibratedSrjf(scheduler, record.config().fairness_lambda)
 
 
 def around_get_new_batch_prefill(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.cpu import lm_head
+from sgl_prefill.hybrid import install as hybrid
 from sgl_prefill.scheduling import arrival, step
 from sgl_prefill.seam import record
 from sgl_prefill.seam.declare import Hook, Relied, Route
@@ -36,6 +37,14 @@ HOOKS: tuple[Hook, ...] = (
         feature="scheduling",
         reason="show SGLang's prefill admission only the one request that the policy picked for this step",
         function=step.around_get_new_batch_prefill,
+    ),
+    Hook(
+        target="sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends",
+        kind="after",
+        process="scheduler",
+        feature="hybrid-prefill",
+        reason="trace the model's body and run long extends through it, all but attention chunk by chunk",
+        function=hybrid.after_init_attention_backends,
     ),
     Hook(
         target="sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head",
@@ -124,6 +133,7 @@ def hooks_for(config: PrefillConfig, process: str) -> tuple[Hook, ...]:
     wanted = {
         "always": True,
         "scheduling": config.scheduling == "calibrated-srjf",
+        "hybrid-prefill": config.hybrid_prefill != "off",
         "logits-dtype": config.logits_dtype == "float32",
     }
     return tuple(hook for hook in HOOKS if hook.process == process and wanted[hook.feature])

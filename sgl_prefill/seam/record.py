@@ -11,11 +11,13 @@ from sgl_prefill.config import PrefillConfig
 RECORD_KEY = "sgl_prefill"
 
 _record: dict[str, Any] | None = None
+_config: PrefillConfig | None = None
 
 
 def write(config: PrefillConfig, hooked_targets: list[str]) -> None:
     """Called once, after every hook was verified."""
-    global _record
+    global _config, _record
+    _config = config
     _record = {
         "version": importlib.metadata.version("sgl-prefill"),
         "sglang_version": importlib.metadata.version("sglang"),
@@ -27,6 +29,12 @@ def write(config: PrefillConfig, hooked_targets: list[str]) -> None:
 def read() -> dict[str, Any] | None:
     """The record, or None in a process in which nothing was activated."""
     return _record
+
+
+def config() -> PrefillConfig:
+    """The options of this process. Hooks run only after activation."""
+    assert _config is not None, "nothing was activated in this process"
+    return _config
 
 
 def after_get_init_info(result: dict[str, Any], scheduler: Any) -> dict[str, Any]:

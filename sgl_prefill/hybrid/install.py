@@ -1,0 +1,178 @@
+"""Hybrid prefilling inside SGLang's model runner: tracing at load, and the path that a forward pass takes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sgl_prefill.errors import UntraceableModelError
+from sgl_prefill.hybrid.body import HybridBody
+from sgl_prefill.hybrid.chunk_size import measure_chunk_tokens
+from sgl_prefill.hybrid.split import split_body
+from sgl_prefill.hybrid.trace import trace_body
+from sgl_prefill.seam import record
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+BODY_ATTRIBUTE = "sgl_prefill_hybrid"
+
+
+def after_init_attention_backends(result: None, model_runner: ModelRunner) -> None:
+    """Hook: trace the model's body and let long extends run through it. Raises UntraceableModelError under `on`."""
+    config = record.config()
+    try:
+        body = _body_of(model_runner)
+        hybrid = _build(model_runner, body)
+    except UntraceableModelError as error:
+        name = model_runner.model_config.hf_config.architectures[0]
+        if config.hybrid_prefill == "on":
+            raise UntraceableModelError(
+                f"--hybrid-prefill on: {name} cannot be prefilled in a hybrid way: {error}."
+                " Start with --hybrid-prefill auto to serve it on the plain path"
+            ) from error
+        logger.warning("hybrid prefilling is off, the plain path serves %s: %s", name, error)
+        return
+    hybrid.chunk_tokens = config.hybrid_chunk_tokens or measure_chunk_tokens(hybrid.split, model_runner.device)
+    model_runner.sgl_prefill_hybrid = hybrid
+    _route_long_extends(body, hybrid)
+    logger.info(
+        "hybrid prefilling: chunks of %d tokens, %d bytes a token kept between layers",
+        hybrid.chunk_tokens,
+        hybrid.retained_bytes_per_token,
+    )
+
+
+def hybrid_of(model_runner: ModelRunner) -> HybridBody | None:
+    """The hybrid body of a runner, None where the plain path serves."""
+    return getattr(model_runner, BODY_ATTRIBUTE, None)
+
+
+def _body_of(model_runner: ModelRunner) -> torch.nn.Module:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+    from sglang.srt.model_loader.utils import resolve_language_model
+
+    if model_runner.ps.tp_size > 1 or model_runner.ps.pp_size > 1:
+        raise UntraceableModelError("it is spread over several ranks, which is not supported yet")
+    if model_runner.is_multimodal:
+        raise UntraceableModelError("it takes images, video or audio")
+    pool = model_runner.token_to_kv_pool
+    if not isinstance(pool, MHATokenToKVPool) or isinstance(pool, SWAKVPool):
+        raise UntraceableModelError(f"its KV cache is SGLang's {type(pool).__name__}, not one of plain K and V heads")
+    body = getattr(model_runner.model, "model", None)
+    if not isinstance(body, torch.nn.Module):
+        body = resolve_language_model(model_runner.model)
+    if not isinstance(body, torch.nn.Module) or not hasattr(body, "layers"):
+        raise UntraceableModelError("it has no `model` with `layers`")
+    return body
+
+
+def _build(model_runner: ModelRunner, body: torch.nn.Module) -> HybridBody:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+    device = model_runner.device
+
+    def make_batch(input_ids: torch.Tensor) -> ForwardBatch:
+        n_tokens = len(input_ids)
+        return ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            batch_size=1,
+            input_ids=input_ids,
+            req_pool_indices=torch.zeros(1, dtype=torch.int64, device=device),
+            seq_lens=torch.full((1,), n_tokens, dtype=torch.int64, device=device),
+            out_cache_loc=torch.arange(n_tokens, dtype=torch.int64, device=device),
+            seq_lens_sum=n_tokens,
+        )
+
+    with forward_context(ForwardContext(attn_backend=model_runner.attn_backend)):
+        traced = trace_body(body, make_batch, device)
+    in_place = _attends_in_place(model_runner.attn_backend)
+    return HybridBody(split_body(traced, attention_in_place=in_place), chunk_tokens=0)
+
+
+def _route_long_extends(body: torch.nn.Module, hybrid: HybridBody) -> None:
+    """Put a dispatcher in the place of `body.forward`. An extend of at most one chunk keeps SGLang's own path."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    layers = {module.layer_id: module for module in body.modules() if isinstance(module, RadixAttention)}
+    plain_forward: Callable[..., Any] = body.forward
+
+    def forward(
+        input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch, *args: Any, **kwargs: Any
+    ) -> Any:
+        is_plain = (
+            input_ids is None
+            or len(input_ids) <= hybrid.chunk_tokens
+            or forward_batch.forward_mode != ForwardMode.EXTEND
+            or any(value is not None for value in (*args, *kwargs.values()))  # input embeddings, pipeline stages
+        )
+        if is_plain:
+            return plain_forward(input_ids, positions, forward_batch, *args, **kwargs)
+        token_rows = {
+            "input_ids": input_ids,
+            "positions": positions,
+            "out_cache_loc": forward_batch.out_cache_loc,
+        }
+        return hybrid.run(token_rows, BatchIO(forward_batch, layers))
+
+    body.forward = forward  # type: ignore[method-assign]
+
+
+class BatchIO:
+    """`body.LayerIO` over SGLang's KV pool and attention backend, for one batch."""
+
+    def __init__(self, forward_batch: ForwardBatch, layers: dict[int, RadixAttention]) -> None:
+        from sglang.srt.model_executor.forward_context import get_attn_backend, get_token_to_kv_pool
+
+        self._batch = forward_batch
+        self._layers = layers
+        self._backend = _prefill_backend(get_attn_backend())
+        self._pool = get_token_to_kv_pool()
+        self._slots = forward_batch.out_cache_loc
+
+    def write_kv(self, layer_id: int, start: int, end: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+        layer = self._layers[layer_id]
+        where = KVWriteLoc(self._slots[start:end], None)
+        self._pool.set_kv_buffer(layer, where, key, value, layer.k_scale, layer.v_scale)
+
+    def attend(self, layer_id: int, query: torch.Tensor, output: torch.Tensor) -> None:
+        layer = self._layers[layer_id]
+        if _attends_in_place(self._backend):
+            self._backend.attend_into(output, query, layer)
+            return
+        # Some backends read a batch's own K and V from their arguments, not from the pool.
+        key = self._own_rows(self._pool.get_key_buffer(layer_id))
+        value = self._own_rows(self._pool.get_value_buffer(layer_id))
+        self._batch._attn_output = output  # where SGLang's FlashAttention backend writes, sparing a copy
+        result = self._backend.forward(query, key, value, layer, self._batch, save_kv_cache=False)
+        if result.data_ptr() != output.data_ptr():
+            output.view(result.shape).copy_(result)
+
+    def _own_rows(self, pool: torch.Tensor) -> torch.Tensor:
+        """K or V of the batch's tokens: a view where their slots are consecutive, as scratch slots are; else a copy."""
+        first, n_tokens = int(self._slots[0]), len(self._slots)
+        if int(self._slots[-1]) == first + n_tokens - 1 and bool((self._slots[1:] > self._slots[:-1]).all()):
+            return pool[first : first + n_tokens]
+        return pool.index_select(0, self._slots)
+
+
+def _prefill_backend(backend: Any) -> Any:
+    """SGLang wraps two names in one object that picks by the kind of forward pass."""
+    return getattr(backend, "prefill_backend", backend)
+
+
+def _attends_in_place(backend: Any) -> bool:
+    """Whether the attention backend is ours, which may write its output over the queries."""
+    return hasattr(_prefill_backend(backend), "attend_into")

@@ -1,0 +1,162 @@
+"""The body of a model (embedding to final norm) as one graph, recorded by Dynamo with a symbolic number of tokens.
+
+The graph is bound to nothing that changes from request to request: each of its inputs is the tokens' ids, positions or KV
+slots, the number of tokens, or a tensor of the model. A body that reads anything else of the batch is refused by name.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from sgl_prefill.errors import UntraceableModelError
+
+# Enough rows that no size of a small model is mistaken for it; Dynamo treats it as a symbol anyway.
+TRACE_TOKENS = 7
+
+ATTENTION_OP = "sglang.unified_attention_with_output"
+# SGLang registers every operation that must not be compiled into a piece. Of these, reductions over ranks are token-wise.
+TOKEN_WISE_SPLIT_OPS = frozenset({"sglang.inplace_all_reduce"})
+
+TOKEN_INPUTS = ("input_ids", "positions", "out_cache_loc")
+
+
+class TracedBody(NamedTuple):
+    """One recorded forward pass over the body."""
+
+    module: fx.GraphModule
+    token_symbol: Any  # the sympy symbol of the number of tokens
+    inputs: dict[fx.Node, InputSource]  # of every placeholder
+
+
+class InputSource(NamedTuple):
+    """What a placeholder stands for: exactly one of the three."""
+
+    token_rows: str | None = None  # one of TOKEN_INPUTS
+    is_token_count: bool = False
+    constant: Any = None  # a tensor of the model, or a number
+
+
+def trace_body(body: torch.nn.Module, make_batch: Callable[[torch.Tensor], Any], device: str) -> TracedBody:
+    """Record `body.forward(input_ids, positions, forward_batch)`; no kernel runs.
+
+    `make_batch` builds a ForwardBatch of one extending request with these token ids. Raises UntraceableModelError with
+    the reason.
+    """
+    tokens = {
+        "input_ids": torch.arange(TRACE_TOKENS, dtype=torch.int64, device=device),
+        "positions": torch.arange(TRACE_TOKENS, dtype=torch.int64, device=device),
+    }
+    forward_batch = make_batch(tokens["input_ids"])
+    tokens["out_cache_loc"] = forward_batch.out_cache_loc
+    for rows in tokens.values():
+        torch._dynamo.maybe_mark_dynamic(rows, 0)
+    recorder = _Recorder()
+    forward = torch.compile(types.MethodType(type(body).forward, body), backend=recorder, fullgraph=True)
+    try:
+        with _sglang_traces(forward_batch):
+            result = forward(tokens["input_ids"], tokens["positions"], forward_batch)
+    except UntraceableModelError:
+        raise
+    except Exception as error:  # Dynamo raises many types, all of which mean that this model cannot be recorded
+        reason = str(error).strip().splitlines()
+        raise UntraceableModelError(f"Dynamo cannot record it ({reason[0] if reason else type(error).__name__})") from error
+    finally:
+        torch._dynamo.reset()
+    if result is not recorder.result:
+        raise UntraceableModelError("its body returns something besides the hidden states")
+    assert recorder.module is not None
+    graph = recorder.module.graph
+    symbol = _token_symbol(graph)
+    batch_fields = {id(value): name for name, value in vars(forward_batch).items() if isinstance(value, torch.Tensor)}
+    sources = {
+        node: _source_of(node, value, symbol, {id(rows): name for name, rows in tokens.items()}, batch_fields)
+        for node, value in zip(graph.find_nodes(op="placeholder"), recorder.example_inputs, strict=True)
+    }
+    _refuse_sequence_mixing(graph)
+    return TracedBody(recorder.module, symbol, sources)
+
+
+class _Recorder:
+    """A Dynamo backend that keeps the graph and runs nothing."""
+
+    def __init__(self) -> None:
+        self.module: fx.GraphModule | None = None
+        self.example_inputs: list[Any] = []
+        self.result: torch.Tensor | None = None
+
+    def __call__(self, module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        self.module, self.example_inputs = module, example_inputs
+        (outputs,) = module.graph.output_node().args
+        if not isinstance(outputs, (tuple, list)) or len(outputs) != 1:
+            raise UntraceableModelError(f"its body returns {len(outputs)} tensors and not the hidden states alone")  # type: ignore[arg-type]
+        self.result = torch.empty(0)
+        return lambda *_: (self.result,)
+
+
+@contextmanager
+def _sglang_traces(forward_batch: Any) -> Iterator[None]:
+    """SGLang's own switches for tracing: attention becomes one opaque operation, and no kernel is looked up by size."""
+    from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
+        enable_tc_piecewise_cuda_graph,
+        set_tc_piecewise_forward_context,
+    )
+
+    with (
+        torch.no_grad(),
+        enable_tc_piecewise_cuda_graph(),
+        set_tc_piecewise_forward_context(forward_batch, [], None, [], []),
+    ):
+        yield
+
+
+def _token_symbol(graph: fx.Graph) -> Any:
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.dim() == 1 and isinstance(value.shape[0], torch.SymInt):
+            return value.shape[0].node.expr
+    raise UntraceableModelError("its graph does not depend on the number of tokens")
+
+
+def _source_of(
+    node: fx.Node, real: Any, symbol: Any, token_rows: dict[int, str], batch_fields: dict[int, str]
+) -> InputSource:
+    traced = node.meta["example_value"]
+    if isinstance(traced, torch.SymInt):
+        if traced.node.expr != symbol:
+            raise UntraceableModelError(f"its graph depends on a second size ({node.name})")
+        return InputSource(is_token_count=True)
+    if not isinstance(traced, torch.Tensor):
+        return InputSource(constant=real)
+    if id(real) in token_rows:
+        return InputSource(token_rows=token_rows[id(real)])
+    if id(real) in batch_fields:
+        raise UntraceableModelError(f"it reads {batch_fields[id(real)]} of the batch")
+    return InputSource(constant=real)
+
+
+def _refuse_sequence_mixing(graph: fx.Graph) -> None:
+    """Linear attention, Mamba, sparse attention: SGLang lists them as operations of their own."""
+    from sglang.srt.compilation.compilation_config import SPLIT_OPS
+
+    mixing = set(SPLIT_OPS) - {ATTENTION_OP} - TOKEN_WISE_SPLIT_OPS
+    n_attention = 0
+    for node in graph.nodes:
+        name = op_name(node)
+        n_attention += name == ATTENTION_OP
+        if name in mixing:
+            raise UntraceableModelError(f"it mixes tokens outside softmax attention ({name})")
+    if n_attention == 0:
+        raise UntraceableModelError("its graph holds no attention")
+
+
+def op_name(node: fx.Node) -> str:
+    """`namespace.name` of a registered operation, without its overload; the target's name otherwise."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target._schema.name).replace("::", ".")
+    return str(node.target)

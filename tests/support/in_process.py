@@ -1,0 +1,142 @@
+"""A real SGLang scheduler with our hooks inside this process, without HTTP: requests go in and answers come out.
+
+The scheduler is SGLang's own object with its model, KV pool and prefix cache; only the sockets' far ends are missing. One
+lives per process (SGLang keeps process-wide state), so tests that need other options run in a child process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from sgl_prefill.config import PrefillConfig
+from sgl_prefill.engine import sglang_defaults
+from sgl_prefill.seam import activation
+
+
+class Answer(NamedTuple):
+    """What the scheduler sent to the detokenizer for one finished request."""
+
+    label_logprobs: list[float]
+    input_logprobs: list[float]  # of the tokens from logprob_start_len on; empty where none were asked for
+    cached_tokens: int
+    finish_reason: dict[str, Any]
+    meta: dict[str, Any]  # what our cache says of this request: kept_tokens, evicted_tokens
+
+
+class InProcessScheduler:
+    """Starts at once; `ask` runs requests to their end."""
+
+    def __init__(self, config: PrefillConfig, model_folder: Path, **server_options: Any) -> None:
+        from sglang.srt.managers.scheduler import Scheduler
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.runtime_context import publish
+        from sglang.srt.server_args import PortArgs, ServerArgs
+
+        load_plugins()
+        activation.activate(config, "scheduler")
+        options = {
+            **sglang_defaults(config),
+            "model_path": str(model_folder),
+            "max_running_requests": 8,
+            "log_level": "error",
+            "skip_tokenizer_init": True,
+            "random_seed": 1,
+            **server_options,
+        }
+        server_args = ServerArgs(**options)
+        publish(server_args, role="scheduler")
+        self.scheduler = Scheduler(server_args, PortArgs.init_new(server_args), 0, 0, 0, 0, 0, 0, None)
+        self._numbers = itertools.count()
+        self._outputs: dict[str, Any] = {}
+        self.scheduler.output_streamer.send_to_detokenizer = self
+
+    # SGLang's output streamer calls this.
+    def send_output(self, output: Any, *_: Any) -> None:
+        for index, rid in enumerate(output.rids):
+            self._outputs[rid] = (output, index)
+
+    def submit(
+        self, token_ids: Sequence[int], label_ids: Sequence[int] = (5, 6, 7), *, logprob_start_len: int = -1, **options: Any
+    ) -> str:
+        """Queue a prefill-only request; its id."""
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        params = SamplingParams(max_new_tokens=options.pop("max_new_tokens", 0), temperature=0)
+        params.normalize(None)
+        rid = f"request-{next(self._numbers)}"
+        request = TokenizedGenerateReqInput(
+            rid=rid,
+            input_text=None,
+            input_ids=array("q", token_ids),
+            input_embeds=None,
+            mm_inputs=None,
+            token_type_ids=None,
+            sampling_params=params,
+            return_logprob=True,
+            logprob_start_len=logprob_start_len,
+            top_logprobs_num=0,
+            token_ids_logprob=list(label_ids),
+            stream=False,
+            time_stats=APIServerReqTimeStats(),
+            **options,
+        )
+        self.scheduler.process_input_requests([request])
+        return rid
+
+    def cancel(self, rid: str) -> None:
+        from sglang.srt.managers.io_struct import AbortReq
+
+        self.scheduler.process_input_requests([AbortReq(rid=rid)])
+
+    def step(self) -> bool:
+        """One turn of SGLang's event loop; whether a batch ran."""
+        scheduler = self.scheduler
+        with torch.inference_mode():
+            plan = scheduler.get_next_batch_to_run(
+                running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
+            )
+            scheduler.running_batch = plan.running_batch
+            batch = plan.batch_to_run
+            if batch:
+                scheduler.process_batch_result(batch, scheduler.run_batch(batch))
+            scheduler.last_batch = batch
+        return bool(batch)
+
+    def run_all(self) -> None:
+        while self.step() or self.scheduler.waiting_queue:
+            pass
+
+    def answer(self, rid: str) -> Answer:
+        output, index = self._outputs.pop(rid)
+        labels = output.output_token_ids_logprobs_val
+        inputs = output.input_token_logprobs_val
+        return Answer(
+            label_logprobs=list(labels[index][0]) if labels and labels[index] else [],
+            input_logprobs=[x for x in (inputs[index] if inputs else []) if x is not None and not math.isnan(x)],
+            cached_tokens=output.cached_tokens[index],
+            finish_reason=output.finished_reasons[index],
+            meta={},
+        )
+
+    def ask(self, token_ids: Sequence[int], **options: Any) -> Answer:
+        rid = self.submit(token_ids, **options)
+        self.run_all()
+        return self.answer(rid)
+
+    def flush(self) -> None:
+        assert self.scheduler.flush_cache()
+
+    def check_idle(self) -> None:
+        """SGLang's own idle invariant: free + cached + in use = total. Raises where it does not hold."""
+        with contextlib.suppress(AttributeError):
+            self.scheduler.on_idle()
