@@ -49,10 +49,18 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         """Called by SGLang in each model process before its model runner exists."""
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
+        from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+        from sglang.srt.layers.utils.multi_platform import MultiPlatformOp
+
         from sgl_prefill.cpu.attention_backend import CpuFlashAttentionBackend
+        from sgl_prefill.cpu.experts import forward_unquantized_experts, register_traced_experts
 
         register_attention_backend(ATTENTION_BACKEND_NAME)(CpuFlashAttentionBackend)
         register_attention_backend(DECODE_BACKEND_NAME)(CpuFlashAttentionBackend)
+        MultiPlatformOp.register_oot_forward(
+            UnquantizedFusedMoEMethod, forward_unquantized_experts, self.get_dispatch_key_name()
+        )
+        self._kernels = register_traced_experts()
 
     def get_default_attention_backend(self) -> str:
         return NAME_WITHOUT_TRITON

@@ -103,8 +103,11 @@ def _route_long_extends(body: torch.nn.Module, hybrid: HybridBody) -> None:
     """Put a dispatcher in the place of `body.forward`. An extend of at most one chunk keeps SGLang's own path."""
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.model_executor.model_runner_components.layer_setup import compute_attention_and_moe_layers
+    from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import set_tc_piecewise_forward_context
 
     layers = {module.layer_id: module for module in body.modules() if isinstance(module, RadixAttention)}
+    of_experts = compute_attention_and_moe_layers(body)
     plain_forward: Callable[..., Any] = body.forward
 
     def forward(
@@ -123,7 +126,11 @@ def _route_long_extends(body: torch.nn.Module, hybrid: HybridBody) -> None:
             "positions": positions,
             "out_cache_loc": forward_batch.out_cache_loc,
         }
-        return hybrid.run(token_rows, BatchIO(forward_batch, layers))
+        # SGLang's opaque operation for experts finds its layer through this context.
+        with set_tc_piecewise_forward_context(
+            forward_batch, of_experts.attention_layers, None, of_experts.moe_layers, of_experts.moe_fusions
+        ):
+            return hybrid.run(token_rows, BatchIO(forward_batch, layers))
 
     body.forward = forward  # type: ignore[method-assign]
 

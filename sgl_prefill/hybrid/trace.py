@@ -101,18 +101,23 @@ class _Recorder:
 
 @contextmanager
 def _sglang_traces(forward_batch: Any) -> Iterator[None]:
-    """SGLang's own switches for tracing: attention becomes one opaque operation, and no kernel is looked up by size."""
+    """SGLang's own switches for tracing: attention and experts become opaque operations, and no kernel is picked by size."""
     from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
-        enable_tc_piecewise_cuda_graph,
+        context_manager,
         set_tc_piecewise_forward_context,
     )
 
-    with (
-        torch.no_grad(),
-        enable_tc_piecewise_cuda_graph(),
-        set_tc_piecewise_forward_context(forward_batch, [], None, [], []),
-    ):
-        yield
+    # On an error it logs a hint on CUDA graphs, which would send a reader of our own message astray.
+    context_manager.logger.disabled = True
+    try:
+        with (
+            torch.no_grad(),
+            context_manager.enable_tc_piecewise_cuda_graph(),
+            set_tc_piecewise_forward_context(forward_batch, [], None, [], []),
+        ):
+            yield
+    finally:
+        context_manager.logger.disabled = False
 
 
 def _token_symbol(graph: fx.Graph) -> Any:

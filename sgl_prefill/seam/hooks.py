@@ -7,7 +7,8 @@ run_scheduler_process_func, execute_warmup_func)`, the platform and the attentio
 from __future__ import annotations
 
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.cpu import lm_head
+from sgl_prefill.cpu import kernels, lm_head
+from sgl_prefill.cpu.detect import has_accelerator
 from sgl_prefill.hybrid import install as hybrid
 from sgl_prefill.scheduling import arrival, step
 from sgl_prefill.seam import record
@@ -53,6 +54,22 @@ HOOKS: tuple[Hook, ...] = (
         feature="logits-dtype",
         reason="label logits in float32: rounded to bfloat16 they tie, and P(label) is off by up to 0.02",
         function=lm_head.around_compute_lm_head,
+    ),
+    Hook(
+        target="sglang.kernels.ops.activation.softcap.softcap_inplace_logits",
+        kind="around",
+        process="scheduler",
+        feature="cpu-kernels",
+        reason="soft-capped logits (Gemma 2) would end in a Triton kernel without a driver",
+        function=kernels.around_softcap_logits,
+    ),
+    Hook(
+        target="sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add",
+        kind="around",
+        process="scheduler",
+        feature="cpu-kernels",
+        reason="a gated shared expert (Qwen2-MoE) would end in a Triton kernel without a driver",
+        function=kernels.around_gate_sigmoid_mul_add,
     ),
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.get_init_info",
@@ -134,6 +151,7 @@ def hooks_for(config: PrefillConfig, process: str) -> tuple[Hook, ...]:
         "always": True,
         "scheduling": config.scheduling == "calibrated-srjf",
         "hybrid-prefill": config.hybrid_prefill != "off",
+        "cpu-kernels": not has_accelerator(),
         "logits-dtype": config.logits_dtype == "float32",
     }
     return tuple(hook for hook in HOOKS if hook.process == process and wanted[hook.feature])

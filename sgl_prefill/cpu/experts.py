@@ -1,0 +1,122 @@
+"""Mixture-of-experts layers on a CPU: SGLang's own way for unquantized experts ends in a Triton kernel.
+
+One opaque operation, so that a traced model holds it as one token-wise node: which tokens an expert serves depends on data.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sgl_prefill.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.moe.token_dispatcher import CombineInput, StandardDispatchOutput
+
+_ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}
+
+
+@torch.library.custom_op("sgl_prefill::experts", mutates_args=())
+def experts(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    activation: str,
+    weights_on_input: bool,
+) -> torch.Tensor:
+    """Sum over each token's experts of weight * down(act(gate x) * up x), accumulated in float32.
+
+    x: [tokens, hidden]; topk_weights, topk_ids: [tokens, experts of a token]; gate_up: [experts, 2 * intermediate,
+    hidden]; down: [experts, hidden, intermediate]; `weights_on_input`: weight * is applied to x instead.
+    """
+    output = torch.zeros(x.shape, dtype=torch.float32)
+    act = _ACTIVATIONS[activation]
+    flat_ids = topk_ids.flatten()
+    order = flat_ids.argsort(stable=True)
+    rows_of_expert = torch.bincount(flat_ids[flat_ids >= 0], minlength=gate_up.shape[0]).tolist()
+    start = int((flat_ids < 0).sum())  # SGLang marks experts of other ranks and padding with -1
+    for expert, n_rows in enumerate(rows_of_expert):
+        if n_rows == 0:
+            continue
+        places = order[start : start + n_rows]
+        start += n_rows
+        tokens = places // topk_ids.shape[1]
+        weight = topk_weights.flatten()[places].unsqueeze(-1)
+        rows = x[tokens]
+        if weights_on_input:
+            rows = (rows * weight).to(x.dtype)
+        gate, up = torch.nn.functional.linear(rows, gate_up[expert]).chunk(2, dim=-1)
+        result = torch.nn.functional.linear(act(gate) * up, down[expert]).float()
+        output.index_add_(0, tokens, result if weights_on_input else result * weight)
+    return output.to(x.dtype)
+
+
+@experts.register_fake
+def _(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def forward_unquantized_experts(
+    method: Any, layer: torch.nn.Module, dispatch_output: StandardDispatchOutput
+) -> CombineInput:
+    """`UnquantizedFusedMoEMethod.forward` for our platform. Raises UnsupportedModelError for what is not computed."""
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
+    config = method.moe_runner_config
+    _refuse_what_is_not_computed(method, config)
+    topk = dispatch_output.topk_output
+    output = experts(
+        dispatch_output.hidden_states,
+        topk.topk_weights,
+        topk.topk_ids,
+        layer.w13_weight,
+        layer.w2_weight,
+        config.activation,
+        bool(config.apply_router_weight_on_input),
+    )
+    if config.routed_scaling_factor is not None:
+        output = output * config.routed_scaling_factor
+    return StandardCombineInput(hidden_states=output)
+
+
+def register_traced_experts() -> torch.library.Library:
+    """Give SGLang's operation for a traced expert layer a CPU kernel: SGLang registers it for its accelerator only.
+
+    The registration lives as long as the returned object.
+    """
+    from sglang.srt.layers.moe.fused_moe_triton import layer  # noqa: F401  (defines the operation)
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+    from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import get_tc_piecewise_forward_context
+
+    def run(
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        router_logits: torch.Tensor,
+        layer_id: int,
+    ) -> torch.Tensor:
+        experts_layer = get_tc_piecewise_forward_context().moe_layers[layer_id]
+        topk = StandardTopKOutput(topk_weights, topk_ids, router_logits)
+        output: torch.Tensor = experts_layer.forward_impl(hidden_states, topk)
+        return output
+
+    library = torch.library.Library("sglang", "FRAGMENT")
+    library.impl("moe_forward_piecewise_cuda_graph_impl", run, "CPU")
+    return library
+
+
+def _refuse_what_is_not_computed(method: Any, config: Any) -> None:
+    unknown = []
+    if config.activation not in _ACTIVATIONS or not config.is_gated:
+        unknown.append(f"{'gated ' if config.is_gated else 'ungated '}{config.activation}")
+    if method.with_bias:
+        unknown.append("biases")
+    if config.gemm1_alpha is not None or config.gemm1_clamp_limit is not None:
+        unknown.append("clamped gates")
+    if unknown:
+        raise UnsupportedModelError(
+            f"this model's experts have {', '.join(unknown)}, which the CPU platform does not compute: serve it on a GPU"
+        )
