@@ -50,9 +50,13 @@ CONTROL_TOKEN_TYPE = 3  # in tokenizer.ggml.token_type
 
 
 def default_folder(dtype: Dtype = "bfloat16") -> Path:
-    """Under the user's cache directory (XDG_CACHE_HOME, or ~/.cache)."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "sgl_prefill" / f"{SERVED_NAME}-{dtype}-v{FORMAT_VERSION}"
+    """Under the user's cache directory."""
+    return cache_root() / f"{SERVED_NAME}-{dtype}-v{FORMAT_VERSION}"
+
+
+def cache_root() -> Path:
+    """Where this package keeps files between starts: in XDG_CACHE_HOME, or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sgl_prefill"
 
 
 def ensure(dtype: Dtype = "bfloat16", output: Path | None = None) -> Path:

@@ -5,6 +5,9 @@
     +-- SeamError               start refused: SGLang is not what we hook (version, source, foreign plugin, hook not taken)
     +-- UnsupportedModelError   start refused: the model needs what we do not compute
     |   +-- UntraceableModelError   hybrid prefilling cannot cut this model into token-wise pieces
+    +-- AliasedMemoryError      start refused: memory for suffix-KV eviction cannot be reserved or mapped
+    +-- MemoryPlanError         start refused: the longest input does not fit the memory
+    +-- ParityError             start refused: two paths of the engine give different answers
     +-- DemoModelError          the demo model cannot be fetched or converted
     +-- ServerStartError        a server that we started for a demo, test or benchmark did not become healthy
     +-- BadRequestError         HTTP 400: the request is wrong; also a ValueError, which SGLang's routes answer with 400
@@ -33,6 +36,18 @@ class UnsupportedModelError(SglPrefillError):
 
 class UntraceableModelError(UnsupportedModelError):
     """Why hybrid prefilling cannot serve a model: a clause that follows the model's name."""
+
+
+class AliasedMemoryError(SglPrefillError):
+    """The system refused to reserve or map the KV buffers."""
+
+
+class MemoryPlanError(SglPrefillError):
+    """The memory cannot serve inputs of the length asked for; the message names the longest that it can."""
+
+
+class ParityError(SglPrefillError):
+    """Hybrid and plain, cached and fresh, or scratch and durable KV disagree beyond the tolerance."""
 
 
 class DemoModelError(SglPrefillError):

@@ -12,6 +12,7 @@ import psutil
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.cpu.detect import has_accelerator
 from sgl_prefill.errors import ConfigurationError
+from sgl_prefill.kv import PREFIX_CACHE_NAME
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -24,31 +25,40 @@ class Required(NamedTuple):
     value: Any
     flag: str  # as the user would write it
     why: str
-    only_for_srjf: bool = False
+    needed_by: str = ""  # the options of ours that need it, "a or b"; "" where every server of ours does
 
+
+SRJF, EVICT = "--scheduling calibrated-srjf", "--suffix-kv evict"
+EITHER = f"{SRJF} or {EVICT}"
 
 REQUIRED: tuple[Required, ...] = (
     Required("enable_metrics", True, "--enable-metrics", "queue_ms and actual_ms come from SGLang's request timing"),
-    Required("prefill_max_requests", 1, "--prefill-max-requests", "one request per step", only_for_srjf=True),
-    Required("chunked_prefill_size", -1, "--chunked-prefill-size", "a request runs in one forward", only_for_srjf=True),
+    Required("prefill_max_requests", 1, "--prefill-max-requests", "one request per step", SRJF),
+    Required("chunked_prefill_size", -1, "--chunked-prefill-size", "a request runs in one forward", EITHER),
     Required(
         "disable_overlap_schedule",
         True,
         "--disable-overlap-schedule",
-        "with the overlap loop a request is picked before the last one's prefix is cached",
-        only_for_srjf=True,
+        "with the overlap loop a request is picked before the last one's prefix is cached, and runs before the last one"
+        " has given its scratch back",
+        EITHER,
     ),
-    Required("schedule_policy", "fcfs", "--schedule-policy", "our policy orders the queue", only_for_srjf=True),
-    Required("enable_mixed_chunk", False, "--enable-mixed-chunk", "a request runs in one forward", only_for_srjf=True),
-    Required("tp_size", 1, "--tp-size", "the ranks have no agreed clock for their queues yet", only_for_srjf=True),
-    Required("pp_size", 1, "--pp-size", "the policy knows one batch in flight", only_for_srjf=True),
     Required(
-        "enable_hierarchical_cache",
-        False,
-        "--enable-hierarchical-cache",
-        "the cache probe reads one tier",
-        only_for_srjf=True,
+        "radix_cache_backend",
+        PREFIX_CACHE_NAME,
+        "--radix-cache-backend",
+        "scratch slots must not reach the prefix cache",
+        EVICT,
     ),
+    Required("schedule_policy", "fcfs", "--schedule-policy", "our policy orders the queue", SRJF),
+    Required("enable_mixed_chunk", False, "--enable-mixed-chunk", "a request runs in one forward", EITHER),
+    Required("tp_size", 1, "--tp-size", "the ranks have no agreed clock and memory plan yet", EITHER),
+    Required("pp_size", 1, "--pp-size", "the policy and the scratch know one batch in flight", EITHER),
+    Required("dcp_size", 1, "--dcp-size", "scratch is not spread over ranks", EVICT),
+    Required("enable_hierarchical_cache", False, "--enable-hierarchical-cache", "the cache has one tier", EITHER),
+    Required("enable_memory_saver", False, "--enable-memory-saver", "aliased KV buffers cannot be released", EVICT),
+    Required("enable_page_major_kv_layout", False, "--enable-page-major-kv-layout", "layers share scratch", EVICT),
+    Required("enable_unified_memory", False, "--enable-unified-memory", "layers share scratch", EVICT),
     Required("speculative_algorithm", None, "--speculative-algorithm", "SGLang's prefill-only path is off with it"),
     Required("disaggregation_mode", "null", "--disaggregation-mode", "there is no decode to hand over to"),
     Required("tokenizer_worker_num", 1, "--tokenizer-worker-num", "our routes live in the one HTTP process"),
@@ -61,8 +71,8 @@ REQUIRED: tuple[Required, ...] = (
 
 def required_for(config: PrefillConfig) -> tuple[Required, ...]:
     """What this configuration needs of SGLang."""
-    is_srjf = config.scheduling == "calibrated-srjf"
-    return tuple(need for need in REQUIRED if is_srjf or not need.only_for_srjf)
+    chosen = {f"--scheduling {config.scheduling}", f"--suffix-kv {config.suffix_kv}"}
+    return tuple(need for need in REQUIRED if not need.needed_by or chosen & set(need.needed_by.split(" or ")))
 
 
 def required_flags(config: PrefillConfig) -> list[str]:
@@ -71,7 +81,7 @@ def required_flags(config: PrefillConfig) -> list[str]:
     for need in required_for(config):
         if need.value is True:
             flags.append(need.flag)
-        elif need.field in ("prefill_max_requests", "chunked_prefill_size"):
+        elif need.field in ("prefill_max_requests", "chunked_prefill_size", "radix_cache_backend"):
             flags += [need.flag, str(need.value)]
     return flags
 
@@ -146,7 +156,8 @@ def check_server_args(config: PrefillConfig, server_args: ServerArgs, *, listens
 
 
 def _contradiction(need: Required, value: Any) -> str:
-    remedy = "leave it out" + (", or start with --scheduling stock" if need.only_for_srjf else "")
+    without = {SRJF: "--scheduling stock", EVICT: "--suffix-kv keep", EITHER: "--scheduling stock --suffix-kv keep"}
+    remedy = "leave it out" + (f", or start with {without[need.needed_by]}" if need.needed_by else "")
     return f"{need.flag} is {value} and must be {need.value} ({need.why}): {remedy}"
 
 

@@ -60,6 +60,8 @@ class ScoredPrompt(NamedTuple):
             "label_mass": self.distribution.label_mass,
             "prompt_tokens": meta["prompt_tokens"],
             "cached_tokens": meta["cached_tokens"],
+            "kept_tokens": meta.get("kept_tokens", meta["prompt_tokens"]),
+            "evicted_tokens": meta.get("evicted_tokens", 0),
             "queue_ms": round(max(queue_s, 0.0) * 1e3, 3),
             "predicted_jct_ms": None,
             "actual_ms": round(actual_s * 1e3, 3),

@@ -42,9 +42,7 @@ class HybridBody:
         n_tokens = token_rows["input_ids"].shape[0]
         device = token_rows["input_ids"].device
         make = torch.zeros if self.only_outer_chunks else torch.empty
-        buffers = [
-            make((n_tokens, *spec.row_shape), dtype=spec.dtype, device=device) for spec in self.split.buffers
-        ]
+        buffers = [make((n_tokens, *spec.row_shape), dtype=spec.dtype, device=device) for spec in self.split.buffers]
         for index, piece in enumerate(self.split.pieces):
             attention = self.split.attentions[index] if index < len(self.split.attentions) else None
             for start, end in self._chunks(n_tokens):

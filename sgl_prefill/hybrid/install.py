@@ -143,7 +143,7 @@ class BatchIO:
 
         self._batch = forward_batch
         self._layers = layers
-        self._backend = _prefill_backend(get_attn_backend())
+        self._backend = prefill_backend(get_attn_backend())
         self._pool = get_token_to_kv_pool()
         self._slots = forward_batch.out_cache_loc
 
@@ -175,11 +175,11 @@ class BatchIO:
         return pool.index_select(0, self._slots)
 
 
-def _prefill_backend(backend: Any) -> Any:
+def prefill_backend(backend: Any) -> Any:
     """SGLang wraps two names in one object that picks by the kind of forward pass."""
     return getattr(backend, "prefill_backend", backend)
 
 
 def _attends_in_place(backend: Any) -> bool:
     """Whether the attention backend is ours, which may write its output over the queries."""
-    return hasattr(_prefill_backend(backend), "attend_into")
+    return hasattr(prefill_backend(backend), "attend_into")

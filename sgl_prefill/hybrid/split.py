@@ -127,7 +127,9 @@ class _Cut:
 
     def _check_attention(self, node: fx.Node) -> None:
         extra = [
-            name for name, value in node.kwargs.items() if value is not None and PLAIN_ATTENTION_OPTIONS.get(name) != value
+            name
+            for name, value in node.kwargs.items()
+            if value is not None and PLAIN_ATTENTION_OPTIONS.get(name) != value
         ]
         named = {"query", "key", "value", "output", "save_kv_cache", "layer_id"}
         if unknown := sorted(set(extra) - named):

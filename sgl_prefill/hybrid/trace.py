@@ -65,7 +65,9 @@ def trace_body(body: torch.nn.Module, make_batch: Callable[[torch.Tensor], Any],
         raise
     except Exception as error:  # Dynamo raises many types, all of which mean that this model cannot be recorded
         reason = str(error).strip().splitlines()
-        raise UntraceableModelError(f"Dynamo cannot record it ({reason[0] if reason else type(error).__name__})") from error
+        raise UntraceableModelError(
+            f"Dynamo cannot record it ({reason[0] if reason else type(error).__name__})"
+        ) from error
     finally:
         torch._dynamo.reset()
     if result is not recorder.result:

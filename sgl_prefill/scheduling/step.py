@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sgl_prefill.core.jct import cache_miss_tokens
 from sgl_prefill.core.srjf import Waiting, pick_shortest
 from sgl_prefill.errors import SeamError
+from sgl_prefill.kv.prefix_cache import SuffixKVRadixCache
 from sgl_prefill.scheduling.arrival import arrival_s
 from sgl_prefill.scheduling.radix_probe import count_cached_tokens
 from sgl_prefill.seam import record
@@ -54,7 +55,7 @@ def after_init_schedule_policy(result: None, scheduler: Scheduler) -> None:
     from sglang.srt.mem_cache.chunk_cache import ChunkCache
     from sglang.srt.mem_cache.radix_cache import RadixCache
 
-    if type(scheduler.tree_cache) not in (RadixCache, ChunkCache):
+    if type(scheduler.tree_cache) not in (RadixCache, ChunkCache, SuffixKVRadixCache):
         raise SeamError(
             f"this model's prefix cache is SGLang's {type(scheduler.tree_cache).__name__}, and calibrated-srjf reads"
             " RadixCache only (with sliding-window models --disable-hybrid-swa-memory may help):"

@@ -14,6 +14,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import SeamError
+from sgl_prefill.kv import install as kv
 from sgl_prefill.seam import record
 from sgl_prefill.seam.declare import Hook
 from sgl_prefill.seam.fingerprints import check_source
@@ -34,6 +35,9 @@ def activate(config: PrefillConfig, process: str) -> None:
         if entry not in HookRegistry._hooks[hook.target]:  # a second Engine in this process
             HookRegistry.register(hook.target, hook.function, entry[0], source=SOURCE)
     load_plugins()
+    if process == "scheduler" and config.suffix_kv == "evict":
+        kv.register_prefix_cache()
+        kv.use_live_inputs()
     HookRegistry.apply_hooks()  # plugins may have been loaded before; targets that are already patched are skipped
     problems = [problem for hook in hooks for problem in _problems_of(hook)]
     if problems:

@@ -10,9 +10,11 @@ from sgl_prefill.config import PrefillConfig
 from sgl_prefill.cpu import kernels, lm_head
 from sgl_prefill.cpu.detect import has_accelerator
 from sgl_prefill.hybrid import install as hybrid
-from sgl_prefill.scheduling import arrival, step
+from sgl_prefill.kv import install as kv
+from sgl_prefill.scheduling import arrival, reply_facts, step
 from sgl_prefill.seam import record
 from sgl_prefill.seam.declare import Hook, Relied, Route
+from sgl_prefill.startup import install as startup
 
 HOOKS: tuple[Hook, ...] = (
     Hook(
@@ -46,6 +48,86 @@ HOOKS: tuple[Hook, ...] = (
         feature="hybrid-prefill",
         reason="trace the model's body and run long extends through it, all but attention chunk by chunk",
         function=hybrid.after_init_attention_backends,
+    ),
+    Hook(
+        target="sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
+        kind="around",
+        process="scheduler",
+        feature="always",
+        reason="on a host, --memory-budget-gb is an amount: what is free at one moment must not change the KV pool",
+        function=startup.around_profile_available_bytes,
+    ),
+    Hook(
+        target="sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool",
+        kind="around",
+        process="scheduler",
+        feature="suffix-kv",
+        reason="KV buffers whose tails all layers share",
+        function=kv.around_build_pool,
+    ),
+    Hook(
+        target="sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool_allocator",
+        kind="around",
+        process="scheduler",
+        feature="suffix-kv",
+        reason="durable slots and scratch have different rules",
+        function=kv.around_build_allocator,
+    ),
+    Hook(
+        target="sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
+        kind="around",
+        process="scheduler",
+        feature="suffix-kv",
+        reason="SGLang admits a request only if the whole of it fits the durable slots",
+        function=kv.around_add_one_req,
+    ),
+    Hook(
+        target="sglang.srt.mem_cache.allocation.alloc_for_extend",
+        kind="around",
+        process="scheduler",
+        feature="suffix-kv",
+        reason="plan which KV is kept before the forward, and allocate by that plan",
+        function=kv.around_alloc_for_extend,
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.init_all_cuda_graphs",
+        kind="after",
+        process="scheduler",
+        feature="always",
+        reason="profile the longest input, divide the memory, and check that all paths give the same answers",
+        function=startup.after_init_all_cuda_graphs,
+    ),
+    Hook(
+        target="sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info",
+        kind="after",
+        process="scheduler",
+        feature="always",
+        reason="the longest input is what the profile run has served, not the number of durable slots",
+        function=startup.after_get_worker_info,
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.init_req_max_new_tokens",
+        kind="around",
+        process="scheduler",
+        feature="suffix-kv",
+        reason="SGLang would cut the one token of a request that is longer than the durable slots",
+        function=startup.around_init_req_max_new_tokens,
+    ),
+    Hook(
+        target="sglang.srt.observability.req_time_stats.SchedulerReqTimeStats.__getstate__",
+        kind="after",
+        process="scheduler",
+        feature="always",
+        reason="carry kept_tokens and evicted_tokens to the HTTP process",
+        function=reply_facts.after_getstate,
+    ),
+    Hook(
+        target="sglang.srt.observability.req_time_stats.SchedulerReqTimeStats.convert_to_output_meta_info",
+        kind="after",
+        process="http",
+        feature="always",
+        reason="show kept_tokens and evicted_tokens in the reply",
+        function=reply_facts.after_convert_to_output_meta_info,
     ),
     Hook(
         target="sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head",
@@ -121,10 +203,6 @@ RELIED_UPON: tuple[Relied, ...] = (
     Relied("sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request", "overridden: input limit"),
     Relied("sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_output", "label scores in meta_info"),
     Relied(
-        "sglang.srt.observability.req_time_stats.SchedulerReqTimeStats.convert_to_output_meta_info",
-        "queue_ms and actual_ms come from its forward_entry_time and prefill_finished_time",
-    ),
-    Relied(
         "sglang.srt.observability.req_time_stats.ReqTimeStatsBase.new_from_obj",
         "copies the arrival time into the scheduler's own stats, on the scheduler's clock",
     ),
@@ -141,7 +219,13 @@ RELIED_UPON: tuple[Relied, ...] = (
         "sglang.srt.layers.logits_processor.should_apply_lm_head_quant_method", "which LM heads have a plain weight"
     ),
     Relied("sglang.srt.layers.attention.hybrid_attn_backend.HybridAttnBackend", "two names, one backend on CPU"),
-    Relied("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal", "overridden on CPU"),
+    Relied("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal", "overridden"),
+    Relied("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer", "hybrid prefilling writes K, V with it"),
+    Relied("sglang.srt.mem_cache.radix_cache.RadixCache.cache_finished_req", "our cache cuts what reaches it"),
+    Relied("sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator", "our allocator extends it"),
+    Relied("sglang.srt.mem_cache.common.release_kv_cache", "gives a finished request's slots back"),
+    Relied("sglang.srt.layers.radix_attention.RadixAttention.forward", "the traced graph is cut at its operation"),
+    Relied("sglang.srt.model_executor.runner.eager_runner.EagerRunner.load_batch", "copies inputs unless told not to"),
 )
 
 
@@ -151,6 +235,7 @@ def hooks_for(config: PrefillConfig, process: str) -> tuple[Hook, ...]:
         "always": True,
         "scheduling": config.scheduling == "calibrated-srjf",
         "hybrid-prefill": config.hybrid_prefill != "off",
+        "suffix-kv": config.suffix_kv == "evict",
         "cpu-kernels": not has_accelerator(),
         "logits-dtype": config.logits_dtype == "float32",
     }

@@ -26,6 +26,18 @@ def write(config: PrefillConfig, hooked_targets: list[str]) -> None:
     }
 
 
+def add(**facts: Any) -> None:
+    """What the start has found out, for /server_info."""
+    assert _record is not None
+    _record.update(facts)
+
+
+def get(name: str) -> Any:
+    """A fact that `add` has put there."""
+    assert _record is not None
+    return _record[name]
+
+
 def read() -> dict[str, Any] | None:
     """The record, or None in a process in which nothing was activated."""
     return _record

@@ -64,7 +64,12 @@ class InProcessScheduler:
             self._outputs[rid] = (output, index)
 
     def submit(
-        self, token_ids: Sequence[int], label_ids: Sequence[int] = (5, 6, 7), *, logprob_start_len: int = -1, **options: Any
+        self,
+        token_ids: Sequence[int],
+        label_ids: Sequence[int] = (5, 6, 7),
+        *,
+        logprob_start_len: int = -1,
+        **options: Any,
     ) -> str:
         """Queue a prefill-only request; its id."""
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput

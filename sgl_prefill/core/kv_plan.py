@@ -1,0 +1,60 @@
+"""Which KV of a request is kept, decided before it runs (suffix-KV discarding: PrefillOnly, section 5).
+
+    tokens of a request:   [0, c)            [c, d)               [d, n)
+    KV slots:              reused            durable              scratch
+    owner while it runs:   prefix cache,     the request          the request; memory shared by all layers
+                           locked
+    afterwards:            prefix cache      prefix cache         nobody: overwritten by the next request
+
+`c` is what the prefix cache holds, `n` the length of the input, and `d` is chosen here: as much prefix as fits after
+evicting what is colder. A tail of less than a page is durable only where the whole request is.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class KVPlan(NamedTuple):
+    """0 <= n_cached <= n_durable <= n_input, all in tokens."""
+
+    n_input: int
+    n_cached: int  # c: reused from the prefix cache; whole pages
+    n_durable: int  # d: in the prefix cache afterwards; whole pages, or all of the input
+
+    @property
+    def n_new_durable(self) -> int:
+        """Durable slots to allocate."""
+        return self.n_durable - self.n_cached
+
+    @property
+    def n_scratch(self) -> int:
+        """Tokens whose KV lives for one layer only."""
+        return self.n_input - self.n_durable
+
+
+def plan_kv(n_input: int, n_cached: int, n_available: int, page_size: int = 1, *, all_durable: bool = False) -> KVPlan:
+    """Keep as much of the prefix as `n_available` durable slots, free or evictable, can take on top of what is cached.
+
+    Args:
+        n_input: tokens of the request, at least 1.
+        n_cached: tokens of it that the prefix cache holds and that are locked, a multiple of `page_size`.
+        n_available: durable slots, a multiple of `page_size`; the request's own cached ones are not among them.
+        all_durable: the request decodes after its prefill and needs all of its KV. Raises ValueError where that does
+            not fit.
+    """
+    assert 0 <= n_cached <= n_input, (n_cached, n_input)
+    n_missing = n_input - n_cached
+    if ceil_to(n_missing, page_size) <= n_available:
+        return KVPlan(n_input, n_cached, n_input)
+    if all_durable:
+        raise ValueError(f"{n_missing} tokens need durable slots, and {n_available} are free or can be evicted")
+    return KVPlan(n_input, n_cached, n_cached + floor_to(n_available, page_size))
+
+
+def ceil_to(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def floor_to(n: int, multiple: int) -> int:
+    return n // multiple * multiple

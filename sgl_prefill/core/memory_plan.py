@@ -1,0 +1,93 @@
+"""What the memory beyond the weights is used for: how many durable KV slots are left, and the longest input there is room for.
+
+    budget = activations of the longest input + its suffix scratch (one layer's KV) + durable KV (all layers') slots
+
+Activations are a fixed part (one chunk) and a part for each token of the longest input; both are measured (startup/).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+
+class MemoryUse(NamedTuple):
+    """Measured or known before the plan is made."""
+
+    weights_bytes: int
+    budget_bytes: int  # beyond the weights
+    fixed_bytes: int  # activations that do not grow with the input: one chunk, one block of attention, the logits
+    activation_bytes_per_token: float  # of the longest input
+    scratch_bytes_per_token: int  # one layer's K and V; 0 where the whole KV is kept
+    durable_bytes_per_token: int  # all layers' K and V
+
+    def input_bytes(self, n_tokens: int) -> int:
+        """What an input of this length takes besides durable slots."""
+        per_token = self.activation_bytes_per_token + self.scratch_bytes_per_token
+        return self.fixed_bytes + math.ceil(n_tokens * per_token)
+
+
+class MemoryPlan(NamedTuple):
+    """The result; `table` shows it to people."""
+
+    use: MemoryUse
+    max_input_tokens: int
+    largest_input_tokens: int  # that this memory could serve, with no durable slot to spare
+    durable_tokens: int
+
+    @property
+    def durable_bytes(self) -> int:
+        return self.durable_tokens * self.use.durable_bytes_per_token
+
+
+def largest_input(use: MemoryUse, min_durable_tokens: int) -> int:
+    """Tokens of the longest input that fits, at least 0.
+
+    Where the whole KV is kept (no scratch) the input itself must find durable slots.
+    """
+    keeps_all = use.scratch_bytes_per_token == 0
+    per_token = use.activation_bytes_per_token + use.scratch_bytes_per_token
+    per_token += use.durable_bytes_per_token if keeps_all else 0
+    left = use.budget_bytes - use.fixed_bytes - min_durable_tokens * use.durable_bytes_per_token
+    return max(0, math.floor(left / per_token))
+
+
+def plan_memory(
+    use: MemoryUse, max_input_tokens: int | None, *, input_limit_tokens: int, min_durable_tokens: int, page_size: int
+) -> MemoryPlan:
+    """Divide the budget.
+
+    Args:
+        max_input_tokens: what the user asked for; None chooses the longest that leaves half of the budget to durable KV.
+        input_limit_tokens: what the model's context length allows.
+        min_durable_tokens: slots without which nothing can be served, a multiple of `page_size`.
+
+    Raises ValueError with a message for people where `max_input_tokens` does not fit.
+    """
+    largest = largest_input(use, min_durable_tokens)
+    if max_input_tokens is None:
+        # Where the whole KV is kept, the input itself fills the durable slots.
+        share = 2 if use.scratch_bytes_per_token else 1
+        part = use._replace(budget_bytes=use.budget_bytes // share)
+        max_input_tokens = min(input_limit_tokens, largest_input(part, min_durable_tokens))
+    if max_input_tokens < 1 or max_input_tokens > largest:
+        raise ValueError(
+            f"inputs of {max(max_input_tokens, 1)} tokens need {use.input_bytes(max_input_tokens) / 2**20:.0f} MiB"
+            f" beyond the weights, and there are {use.budget_bytes / 2**20:.0f} MiB:"
+            f" the longest input that fits has {largest} tokens"
+        )
+    durable_bytes = use.budget_bytes - use.input_bytes(max_input_tokens)
+    durable_tokens = durable_bytes // use.durable_bytes_per_token // page_size * page_size
+    return MemoryPlan(use, max_input_tokens, largest, durable_tokens)
+
+
+def table(plan: MemoryPlan) -> list[tuple[str, float, float | None]]:
+    """Rows of (what, MiB, bytes per token of it): where the memory went."""
+    use, n = plan.use, plan.max_input_tokens
+    return [
+        ("weights", use.weights_bytes / 2**20, None),
+        ("activations, fixed", use.fixed_bytes / 2**20, None),
+        (f"activations of {n} tokens", n * use.activation_bytes_per_token / 2**20, use.activation_bytes_per_token),
+        (f"suffix scratch of {n} tokens", n * use.scratch_bytes_per_token / 2**20, use.scratch_bytes_per_token),
+        (f"durable KV of {plan.durable_tokens} tokens", plan.durable_bytes / 2**20, use.durable_bytes_per_token),
+    ]

@@ -1,0 +1,171 @@
+"""The profile run, the memory plan and the parity gate inside SGLang's start, and the limits that follow from the plan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sgl_prefill.config import PrefillConfig
+from sgl_prefill.core import memory_plan
+from sgl_prefill.core.kv_plan import ceil_to
+from sgl_prefill.core.memory_plan import MemoryPlan
+from sgl_prefill.errors import MemoryPlanError
+from sgl_prefill.kv.allocator import SuffixKVAllocator
+from sgl_prefill.kv.install import decodes
+from sgl_prefill.seam import record
+from sgl_prefill.startup import memory_profile, parity_gate
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+# SGLang leaves so many tokens of the context length free for the answer and as a margin.
+ANSWER_MARGIN_TOKENS = 7
+# Without room for a page or two of durable KV, not even a short request could be cached.
+MIN_DURABLE_TOKENS = 64
+
+
+class Budget(NamedTuple):
+    """Memory beyond the weights, in bytes."""
+
+    kv_bytes: int  # for KV, and on a host for activations too
+    slack_bytes: int  # beside it, for activations: what --mem-fraction-static leaves free on a device
+
+
+def around_profile_available_bytes(
+    original: Callable[..., int], configurator: KVCacheConfigurator, pre_model_load_memory: float
+) -> int:
+    """Hook: on a host the budget is an amount and not a share of what happens to be free, so that starts are alike."""
+    config = record.config()
+    if configurator.device != "cpu" or config.memory_budget_gb is None:
+        n_bytes = original(configurator, pre_model_load_memory)
+    else:
+        weights = memory_profile.weights_bytes(configurator.model)
+        n_bytes = int(config.memory_budget_gb * 2**30) - weights
+        if n_bytes <= 0:
+            raise MemoryPlanError(
+                f"--memory-budget-gb is {config.memory_budget_gb}, and the weights alone take"
+                f" {weights / 2**30:.2f} GiB: raise it"
+            )
+    record.add(memory_beyond_weights_bytes=n_bytes)
+    return n_bytes
+
+
+def after_init_all_cuda_graphs(result: None, scheduler: Scheduler) -> None:
+    """Hook: profile, divide the memory, check the paths against each other. Raises MemoryPlanError, ParityError."""
+    config = record.config()
+    runner = scheduler.tp_worker.model_runner
+    plan = _plan(runner, config)
+    runner.sgl_prefill_memory_plan = plan
+    _apply(runner, plan)
+    if config.skip_parity_gate:
+        logger.warning("--skip-parity-gate: nobody has checked that all paths of this engine give the same answers")
+        differences = None
+    else:
+        differences = parity_gate.run(runner)
+    record.add(memory=_shown(plan), parity_gate=differences)
+
+
+def _plan(runner: ModelRunner, config: PrefillConfig) -> MemoryPlan:
+    is_evicting = isinstance(runner.token_to_kv_pool_allocator, SuffixKVAllocator)
+    limit = input_limit(runner.model_config.context_len)
+    if config.max_input_length is not None and config.max_input_length > limit:
+        raise MemoryPlanError(
+            f"--max-input-length is {config.max_input_length}, and this model's context length of"
+            f" {runner.model_config.context_len} tokens allows {limit}: lower it, or raise --context-length"
+        )
+    budget = _budget(runner)
+    wanted = config.max_input_length or limit
+    measured = memory_profile.measure_activations(runner, config, wanted, budget.kv_bytes + budget.slack_bytes)
+    use = memory_profile.memory_use(runner, measured, budget.kv_bytes + budget.slack_bytes, is_evicting=is_evicting)
+    page_size = runner.page_size
+    try:
+        plan = memory_plan.plan_memory(
+            use,
+            config.max_input_length,
+            input_limit_tokens=limit,
+            min_durable_tokens=ceil_to(MIN_DURABLE_TOKENS, page_size),
+            page_size=page_size,
+        )
+    except ValueError as error:
+        budget_flag = "--memory-budget-gb" if runner.device == "cpu" else "--mem-fraction-static"
+        raise MemoryPlanError(f"{error}. Lower --max-input-length, or raise {budget_flag}") from error
+    most = budget.kv_bytes // use.durable_bytes_per_token // page_size * page_size
+    return plan._replace(durable_tokens=min(plan.durable_tokens, most, runner.max_total_num_tokens))
+
+
+def _budget(runner: ModelRunner) -> Budget:
+    kv_bytes = record.get("memory_beyond_weights_bytes")
+    if runner.device == "cpu":
+        return Budget(kv_bytes, 0)
+    from sglang.srt.runtime_context import get_schedule
+
+    free_bytes = int(runner.pre_model_load_memory * 2**30)
+    return Budget(kv_bytes, int(free_bytes * (1 - get_schedule().mem_fraction_static)))
+
+
+def input_limit(context_length: int) -> int:
+    """Longest input that the context length allows."""
+    return int(context_length) - ANSWER_MARGIN_TOKENS
+
+
+def _apply(runner: ModelRunner, plan: MemoryPlan) -> None:
+    runner.max_total_num_tokens = plan.durable_tokens
+    allocator, pool = runner.token_to_kv_pool_allocator, runner.token_to_kv_pool
+    if isinstance(allocator, SuffixKVAllocator):
+        pool.commit(plan.durable_tokens)
+        allocator.resize_durable(plan.durable_tokens)
+
+
+def _shown(plan: MemoryPlan) -> dict[str, Any]:
+    """For /server_info, and as a table for the log."""
+    rows = memory_plan.table(plan)
+    lines = [
+        f"  {what:<42} {mib:10.1f} MiB" + (f" {per_token:12.0f} bytes a token" if per_token is not None else "")
+        for what, mib, per_token in rows
+    ]
+    logger.info(
+        "memory plan, longest input %d tokens (this memory could serve %d):\n%s",
+        plan.max_input_tokens,
+        plan.largest_input_tokens,
+        "\n".join(lines),
+    )
+    return {
+        "max_input_tokens": plan.max_input_tokens,
+        "largest_input_tokens": plan.largest_input_tokens,
+        "durable_tokens": plan.durable_tokens,
+        "rows": [{"what": what, "mib": round(mib, 2), "bytes_per_token": per} for what, mib, per in rows],
+    }
+
+
+def after_get_worker_info(result: tuple[Any, ...], worker: TpModelWorker) -> tuple[Any, ...]:
+    """Hook: the longest input is the plan's, whatever the number of durable slots; SGLang wants one token less than it."""
+    plan: MemoryPlan = worker.model_runner.sgl_prefill_memory_plan
+    longest = plan.max_input_tokens
+    return (*result[:4], longest + ANSWER_MARGIN_TOKENS - 1, longest + 1, *result[6:])
+
+
+def around_init_req_max_new_tokens(original: Callable[..., None], scheduler: Scheduler, req: Req) -> None:
+    """Hook: one token needs no slot of its own, and more than one need all of the KV: SGLang would cut them silently."""
+    asked: int | None = req.sampling_params.max_new_tokens
+    original(scheduler, req)
+    if asked is not None and asked <= 1:
+        req.sampling_params.max_new_tokens = asked
+        return
+    left = req.sampling_params.max_new_tokens
+    if decodes(req) and left == asked:
+        return
+    n_input = len(req.origin_input_ids)
+    room = scheduler.max_total_num_tokens
+    if asked is not None and n_input + asked + 2 * scheduler.page_size > room:
+        req.set_finish_with_abort(
+            f"a request that generates keeps all of its KV: {n_input} input tokens and max_new_tokens {asked} need"
+            f" {n_input + asked + 2 * scheduler.page_size} durable slots, and this server has {room}: ask for fewer"
+            " tokens, or start it with more memory or a smaller --max-input-length"
+        )

@@ -1,0 +1,110 @@
+"""A forward pass without a client, through SGLang's own request, allocation and model runner."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sgl_prefill.kv.allocator import SuffixKVAllocator
+from sgl_prefill.kv.prefix_cache import plan_of
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class MadeUpRequest:
+    """One request that has run; `release` gives its slots back."""
+
+    def __init__(self, model_runner: ModelRunner, token_ids: Sequence[int], cached_slots: torch.Tensor | None = None):
+        """Runs at once. `cached_slots`: KV slots that hold the prefix already, one a token."""
+        self._runner = model_runner
+        prefix = torch.empty(0, dtype=torch.int64, device=model_runner.device) if cached_slots is None else cached_slots
+        self._req = _request(token_ids, prefix)
+        self.logits = self._run()  # [vocabulary], of the last token
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """Its KV slots in position order, int64."""
+        n_tokens = len(self._req.origin_input_ids)
+        row: torch.Tensor = self._runner.req_to_token_pool.req_to_token[self._req.req_pool_idx, :n_tokens]
+        return row.to(torch.int64)
+
+    def release(self) -> None:
+        allocator = self._runner.token_to_kv_pool_allocator
+        plan = plan_of(self._req)
+        n_durable = len(self._req.origin_input_ids) if plan is None else plan.n_durable
+        n_cached = len(self._req.prefix_indices)
+        allocator.free_segment(self.slots[n_cached:n_durable], start_pos=n_cached)
+        if plan is not None and isinstance(allocator, SuffixKVAllocator):
+            allocator.give_back_scratch(plan)
+        self._runner.req_to_token_pool.free(self._req)
+
+    @torch.inference_mode()
+    def _run(self) -> torch.Tensor:
+        from sglang.srt.managers.schedule_batch import ScheduleBatch
+        from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+        runner = self._runner
+        batch = ScheduleBatch.init_new(
+            [self._req],
+            runner.req_to_token_pool,
+            runner.token_to_kv_pool_allocator,
+            _NoPrefixCache(runner),
+            runner.model_config,
+            enable_overlap=False,
+            spec_algorithm=runner.spec_algorithm,
+        )
+        batch.prepare_for_extend()
+        if batch.input_ids is None:
+            batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
+        forward_batch = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
+        logits: torch.Tensor = runner.forward(forward_batch).logits_output.next_token_logits[0]
+        return logits.float()
+
+
+def _request(token_ids: Sequence[int], prefix: torch.Tensor) -> Req:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    req = Req(
+        rid="made-up",
+        origin_input_text="",
+        origin_input_ids=array("q", token_ids),
+        sampling_params=SamplingParams(max_new_tokens=0, temperature=0),
+    )
+    req.full_untruncated_fill_ids = req.origin_input_ids
+    req.prefix_indices = prefix
+    req.logprob_start_len = -1
+    req.set_extend_range(len(prefix), len(token_ids))
+    return req
+
+
+class _NoPrefixCache:
+    """What SGLang's allocation asks of a prefix cache, which does not exist yet at this point of the start."""
+
+    def __init__(self, runner: Any) -> None:
+        self.page_size = runner.page_size
+        self.device = runner.device
+        self.token_to_kv_pool_allocator = runner.token_to_kv_pool_allocator
+
+    def evictable_size(self) -> int:
+        return 0
+
+    def evict(self, params: Any) -> None:
+        """There is nothing to evict."""
+
+    def is_chunk_cache(self) -> bool:
+        return False
+
+    def is_tree_cache(self) -> bool:
+        return True
+
+    def supports_swa(self) -> bool:
+        return False
+
+    def supports_mamba(self) -> bool:
+        return False

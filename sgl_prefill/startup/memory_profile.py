@@ -1,0 +1,234 @@
+"""How much memory an input takes besides durable KV, measured (PrefillOnly, section 5: the profile run).
+
+Made-up inputs of several lengths run, each with no durable slot, and the peak above the idle process is read:
+
+- on a device from its allocator, while the longest input runs in full;
+- on a host from the resident anonymous memory of this process. A whole run of the longest input would take minutes there,
+  so a pass computes the first and the last chunk of each piece and the last block of each attention, in buffers that are
+  all written: these decide the peak (`HybridBody.only_outer_chunks`, `attend(only_last_block)`).
+
+Activations grow linearly with the input, so that two lengths give the fixed part and the part for each token. The result is
+kept on disk under everything that it depends on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import gc
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from sgl_prefill import demo_model
+from sgl_prefill.config import PrefillConfig
+from sgl_prefill.core.memory_plan import MemoryUse
+from sgl_prefill.errors import MemoryPlanError
+from sgl_prefill.hybrid.install import hybrid_of, prefill_backend
+from sgl_prefill.startup.made_up_request import MadeUpRequest
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+# What a sample of resident memory may miss, and what the allocator of the host cannot give back.
+HOST_MARGIN = 1.05
+PLAIN_PATH_TOKENS = 512  # on a host, longer inputs on the plain path are extrapolated
+SAMPLE_INTERVAL_S = 0.0005
+CACHE_FORMAT = 1
+
+_libc = ctypes.CDLL(None)
+
+
+class Activations(NamedTuple):
+    """Of one forward pass, in bytes."""
+
+    fixed_bytes: int
+    bytes_per_token: float
+
+
+def measure_activations(
+    model_runner: ModelRunner, config: PrefillConfig, n_tokens: int, budget_bytes: int
+) -> Activations:
+    """From this model's cached profile, or by running inputs of up to `n_tokens`.
+
+    Raises MemoryPlanError before running an input that shorter ones show to be far over `budget_bytes`.
+    """
+    path = _cache_path(model_runner, config, n_tokens)
+    cached = _read(path)
+    if cached is not None:
+        return cached
+    activations = _measure(model_runner, n_tokens, budget_bytes)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(activations._asdict()))
+    return activations
+
+
+def _measure(model_runner: ModelRunner, n_tokens: int, budget_bytes: int) -> Activations:
+    hybrid = hybrid_of(model_runner)
+    is_host = model_runner.device == "cpu"
+    longest = min(n_tokens, PLAIN_PATH_TOKENS) if hybrid is None and is_host else n_tokens
+    step = max(longest // 8, 1) if hybrid is None else min(max(longest // 4, 1), 8 * hybrid.chunk_tokens)
+    with _memory_decides_only(model_runner) if is_host else _nothing():
+        shortest = _fit(
+            step, _peak_bytes(model_runner, step), 2 * step, _peak_bytes(model_runner, min(2 * step, longest))
+        )
+        expected = shortest.fixed_bytes + shortest.bytes_per_token * longest
+        if expected > 2 * budget_bytes:
+            raise MemoryPlanError(
+                f"an input of {n_tokens} tokens would take {expected / 2**20:.0f} MiB of activations, and there are"
+                f" {budget_bytes / 2**20:.0f} MiB beyond the weights: lower --max-input-length to about"
+                f" {int((budget_bytes - shortest.fixed_bytes) / max(shortest.bytes_per_token, 1))}, or raise the budget"
+            )
+        if longest <= 2 * step:
+            return shortest
+        return _fit(step, _peak_bytes(model_runner, step), longest, _peak_bytes(model_runner, longest))
+
+
+def _fit(n_short: int, short_bytes: int, n_long: int, long_bytes: int) -> Activations:
+    """The line through two measurements; where they are the same length or noise makes the slope negative, all is fixed."""
+    per_token = max(long_bytes - short_bytes, 0) / max(n_long - n_short, 1)
+    fixed = max(long_bytes - per_token * n_long, 0)
+    return Activations(int(fixed), per_token)
+
+
+def _peak_bytes(model_runner: ModelRunner, n_tokens: int) -> int:
+    """Peak memory of one input above the idle process."""
+    token_ids = [1] * n_tokens
+    gc.collect()
+    if model_runner.device != "cpu":
+        module = torch.get_device_module(model_runner.device)
+        module.synchronize()
+        module.empty_cache()
+        module.reset_peak_memory_stats()
+        before = module.memory_allocated()
+        MadeUpRequest(model_runner, token_ids).release()
+        module.synchronize()
+        return int(module.max_memory_allocated() - before)
+    MadeUpRequest(model_runner, token_ids).release()  # commits the KV slots that it uses, which are counted elsewhere
+    _libc.malloc_trim(0)
+    with _PeakSampler() as sampler:
+        MadeUpRequest(model_runner, token_ids).release()
+    return int(sampler.peak_bytes * HOST_MARGIN)
+
+
+class _PeakSampler:
+    """Highest growth of this process's anonymous resident memory while the block runs.
+
+    Anonymous alone: suffix scratch is one piece of memory that is mapped many times, and the kernel would count each.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> _PeakSampler:
+        self._before = anonymous_bytes()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._stop.wait(SAMPLE_INTERVAL_S):
+            self.peak_bytes = max(self.peak_bytes, anonymous_bytes() - self._before)
+
+
+def anonymous_bytes(pid: int | str = "self") -> int:
+    """Resident memory of a process that is backed by no file and shared with nobody."""
+    _, resident, shared, *_ = (int(word) for word in Path(f"/proc/{pid}/statm").read_text().split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def _memory_decides_only(model_runner: ModelRunner) -> Iterator[None]:
+    """Compute only what decides the peak; answers are meaningless."""
+    hybrid, backend = hybrid_of(model_runner), prefill_backend(model_runner.attn_backend)
+    if hybrid is not None:
+        hybrid.only_outer_chunks = True
+    backend.only_last_block = True
+    try:
+        yield
+    finally:
+        if hybrid is not None:
+            hybrid.only_outer_chunks = False
+        backend.only_last_block = False
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _cache_path(model_runner: ModelRunner, config: PrefillConfig, n_tokens: int) -> Path:
+    hybrid = hybrid_of(model_runner)
+    depends_on: dict[str, Any] = {
+        "format": CACHE_FORMAT,
+        "versions": {name: importlib.metadata.version(name) for name in ("sgl-prefill", "sglang", "torch")},
+        "device": _device_name(model_runner.device),
+        "threads": torch.get_num_threads(),
+        "model": model_runner.model_config.hf_config.to_dict(),
+        "dtype": str(model_runner.dtype),
+        "attention": model_runner.prefill_attention_backend_str,
+        "chunk_tokens": None if hybrid is None else hybrid.chunk_tokens,
+        "config": {k: v for k, v in dataclasses.asdict(config).items() if k in ("suffix_kv", "logits_dtype")},
+        "n_tokens": n_tokens,
+    }
+    digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    return demo_model.cache_root() / "profiles" / f"{digest}.json"
+
+
+def _device_name(device: str) -> str:
+    return "cpu" if device == "cpu" else str(torch.get_device_module(device).get_device_name())
+
+
+def _read(path: Path) -> Activations | None:
+    try:
+        return Activations(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        logger.warning("the memory profile in %s cannot be read (%s): measuring again", path, error)
+        return None
+
+
+def kv_bytes_per_token(model_runner: ModelRunner) -> tuple[int, int]:
+    """(of one layer, of all layers)."""
+    pool = model_runner.token_to_kv_pool
+    itemsize = pool.store_dtype.itemsize
+    one_layer = pool.head_num * (pool.head_dim + pool.v_head_dim) * itemsize
+    return one_layer, one_layer * pool.layer_num
+
+
+def weights_bytes(model: torch.nn.Module) -> int:
+    """Parameters and buffers, each once."""
+    tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    return sum(tensors.values())
+
+
+def memory_use(
+    model_runner: ModelRunner, activations: Activations, budget_bytes: int, *, is_evicting: bool
+) -> MemoryUse:
+    """All that the plan needs to know."""
+    one_layer, all_layers = kv_bytes_per_token(model_runner)
+    return MemoryUse(
+        weights_bytes=weights_bytes(model_runner.model),
+        budget_bytes=budget_bytes,
+        fixed_bytes=activations.fixed_bytes,
+        activation_bytes_per_token=activations.bytes_per_token,
+        scratch_bytes_per_token=one_layer if is_evicting else 0,
+        durable_bytes_per_token=all_layers,
+    )

@@ -1,0 +1,121 @@
+"""Before the first request: hybrid against plain, cache hit against miss, scratch against durable slots.
+
+Each pair runs the same made-up prompt. Nothing is served where two log-probability rows differ by more than the tolerance.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from sgl_prefill.errors import ParityError
+from sgl_prefill.hybrid.install import hybrid_of
+from sgl_prefill.kv.allocator import SuffixKVAllocator
+from sgl_prefill.kv.pool import SuffixKVPool
+from sgl_prefill.startup.made_up_request import MadeUpRequest
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+GATE_TOKENS = 60
+GATE_CHUNK_TOKENS = 16
+# Log-probabilities of the 100 likeliest tokens. Chunks change the row count of each matrix product, and with it the order
+# of its sums: bfloat16 keeps 8 bits, and a logit of 16 moves by 2^-4 where one of 30 layers rounds the other way. A wrong
+# K or V row moves them by whole units.
+TOLERANCE = {torch.float32: 0.01, torch.float16: 0.25, torch.bfloat16: 0.5}
+COMPARED_TOKENS = 100
+SEED = 0
+
+
+def run(model_runner: ModelRunner) -> dict[str, float]:
+    """The largest difference of each pair that this engine has. Raises ParityError above the tolerance."""
+    started = time.perf_counter()
+    differences = dict(_pairs(model_runner))
+    tolerance = TOLERANCE.get(model_runner.dtype, TOLERANCE[torch.bfloat16])
+    if wrong := {pair: difference for pair, difference in differences.items() if not difference <= tolerance}:
+        shown = ", ".join(f"{pair} differ by {difference:.3g}" for pair, difference in wrong.items())
+        raise ParityError(
+            f"the paths of this engine disagree on a made-up prompt: {shown} in a log-probability, and {tolerance} is"
+            f" the limit for {model_runner.dtype}. Nothing is served. Start with --hybrid-prefill off or --suffix-kv"
+            " keep to find the part, and please report it; --skip-parity-gate serves in spite of it"
+        )
+    logger.info("parity gate passed in %.2f s: %s", time.perf_counter() - started, differences)
+    return differences
+
+
+def _pairs(model_runner: ModelRunner) -> Iterator[tuple[str, float]]:
+    vocab_size = model_runner.model_config.vocab_size
+    generator = torch.Generator().manual_seed(SEED)
+    token_ids: list[int] = torch.randint(0, vocab_size, (GATE_TOKENS,), generator=generator).tolist()
+    hybrid = hybrid_of(model_runner)
+    allocator = model_runner.token_to_kv_pool_allocator
+    with _chunks_of(model_runner, 2 * GATE_TOKENS), _durable_slots(allocator, GATE_TOKENS):
+        reference = _logprobs(MadeUpRequest(model_runner, token_ids))
+    if hybrid is not None:
+        with _chunks_of(model_runner, GATE_CHUNK_TOKENS), _durable_slots(allocator, GATE_TOKENS):
+            yield "hybrid and plain", _difference(reference, _logprobs(MadeUpRequest(model_runner, token_ids)))
+    with _chunks_of(model_runner, GATE_CHUNK_TOKENS), _durable_slots(allocator, GATE_TOKENS):
+        n_cached = GATE_TOKENS // 2 // model_runner.page_size * model_runner.page_size
+        if n_cached > 0:
+            first = MadeUpRequest(model_runner, token_ids[:n_cached])
+            again = MadeUpRequest(model_runner, token_ids, cached_slots=first.slots)
+            yield "cache hit and miss", _difference(reference, _logprobs(again))
+            first.release()
+    if isinstance(allocator, SuffixKVAllocator):
+        _poison(model_runner)
+        with _chunks_of(model_runner, GATE_CHUNK_TOKENS), _durable_slots(allocator, 0):
+            yield "scratch and durable slots", _difference(reference, _logprobs(MadeUpRequest(model_runner, token_ids)))
+
+
+def _logprobs(request: MadeUpRequest) -> torch.Tensor:
+    logprobs = request.logits.log_softmax(-1)
+    request.release()
+    return logprobs
+
+
+def _difference(reference: torch.Tensor, other: torch.Tensor) -> float:
+    likeliest = reference.topk(min(COMPARED_TOKENS, len(reference))).indices
+    return float((reference[likeliest] - other[likeliest]).abs().max())
+
+
+@contextmanager
+def _chunks_of(model_runner: ModelRunner, chunk_tokens: int) -> Iterator[None]:
+    hybrid = hybrid_of(model_runner)
+    if hybrid is None:
+        yield
+        return
+    kept, hybrid.chunk_tokens = hybrid.chunk_tokens, chunk_tokens
+    try:
+        yield
+    finally:
+        hybrid.chunk_tokens = kept
+
+
+@contextmanager
+def _durable_slots(allocator: object, n_tokens: int) -> Iterator[None]:
+    """Let the suffix allocator own so many durable slots (in whole pages, and room for two prompts), then as before."""
+    if not isinstance(allocator, SuffixKVAllocator):
+        yield
+        return
+    before = allocator.size
+    allocator.resize_durable(min(before, 2 * (n_tokens + allocator.page_size)) if n_tokens else 0)
+    try:
+        yield
+    finally:
+        allocator.resize_durable(before)
+
+
+def _poison(model_runner: ModelRunner) -> None:
+    """A layer that reads scratch which it has not written must show."""
+    pool = model_runner.token_to_kv_pool
+    if isinstance(pool, SuffixKVPool):
+        first = pool.first_scratch_slot
+        for buffer in (pool.k_buffer[0], pool.v_buffer[0]):
+            buffer[first : first + GATE_TOKENS] = float("nan")
