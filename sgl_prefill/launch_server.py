@@ -35,10 +35,11 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def parse(argv: list[str]) -> tuple[PrefillConfig, ServerArgs]:
+def parse(argv: list[str], *, listens: bool = True) -> tuple[PrefillConfig, ServerArgs]:
     """Our options and SGLang's resolved arguments. Raises SglPrefillError for everything that cannot be started.
 
-    What can be seen without SGLang is checked first, since its import takes 20 seconds on two cores.
+    What can be seen without SGLang is checked first, since its import takes 20 seconds on two cores. `listens`: a port
+    will be opened, and must be free.
     """
     activation_error = fingerprints.version_problem()
     if activation_error:
@@ -46,10 +47,10 @@ def parse(argv: list[str]) -> tuple[PrefillConfig, ServerArgs]:
     namespace, for_sglang = _our_parser().parse_known_args(argv)
     config = PrefillConfig.from_namespace(namespace)
     defaults = preflight.default_flags(config)
-    if problems := preflight.check_argv(config, for_sglang):
+    if problems := preflight.check_argv(config, for_sglang, listens=listens):
         raise ConfigurationError("\n".join(problems))
     server_args = _prepare([*preflight.required_flags(config), *defaults, *_model_flags(for_sglang), *for_sglang])
-    preflight.check_server_args(config, server_args, listens=True)
+    preflight.check_server_args(config, server_args, listens=listens)
     return config, server_args
 
 

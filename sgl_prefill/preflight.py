@@ -116,7 +116,7 @@ def memory_fraction(config: PrefillConfig) -> float | None:
     return budget_gb / free_gb
 
 
-def check_argv(config: PrefillConfig, argv: list[str]) -> list[str]:
+def check_argv(config: PrefillConfig, argv: list[str], *, listens: bool = True) -> list[str]:
     """What the bare command line already shows to be wrong, before SGLang's import takes its 20 seconds."""
     problems = []
     for need in required_for(config):
@@ -127,7 +127,7 @@ def check_argv(config: PrefillConfig, argv: list[str]) -> list[str]:
     if (model_path := value_of(argv, "--model-path", "--model")) is not None:
         problems += _model_path_problems(model_path)
     host, port = value_of(argv, "--host") or "127.0.0.1", value_of(argv, "--port") or "30000"
-    if port.isdigit():
+    if listens and port.isdigit():
         problems += _port_problems(host, int(port))
     return problems
 

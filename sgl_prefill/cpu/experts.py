@@ -1,10 +1,8 @@
-"""Mixture-of-experts layers on a CPU: SGLang's own way for unquantized experts ends in a Triton kernel.
-
-One opaque operation, so that a traced model holds it as one token-wise node: which tokens an expert serves depends on data.
-"""
+"""Mixture-of-experts layers on a CPU: SGLang's own way for unquantized experts ends in a Triton kernel."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +12,12 @@ from sgl_prefill.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from sglang.srt.layers.moe.token_dispatcher import CombineInput, StandardDispatchOutput
 
-_ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+}
 
 
-@torch.library.custom_op("sgl_prefill::experts", mutates_args=())
 def experts(
     x: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -54,14 +54,7 @@ def experts(
     return output.to(x.dtype)
 
 
-@experts.register_fake
-def _(x: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-def forward_unquantized_experts(
-    method: Any, layer: torch.nn.Module, dispatch_output: StandardDispatchOutput
-) -> CombineInput:
+def forward_unquantized_experts(method: Any, layer: Any, dispatch_output: StandardDispatchOutput) -> CombineInput:
     """`UnquantizedFusedMoEMethod.forward` for our platform. Raises UnsupportedModelError for what is not computed."""
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
@@ -82,7 +75,7 @@ def forward_unquantized_experts(
     return StandardCombineInput(hidden_states=output)
 
 
-def register_traced_experts() -> torch.library.Library:
+def register_traced_experts() -> object:
     """Give SGLang's operation for a traced expert layer a CPU kernel: SGLang registers it for its accelerator only.
 
     The registration lives as long as the returned object.
@@ -103,7 +96,7 @@ def register_traced_experts() -> torch.library.Library:
         output: torch.Tensor = experts_layer.forward_impl(hidden_states, topk)
         return output
 
-    library = torch.library.Library("sglang", "FRAGMENT")
+    library: Any = torch.library.Library("sglang", "FRAGMENT")  # type: ignore[no-untyped-call]
     library.impl("moe_forward_piecewise_cuda_graph_impl", run, "CPU")
     return library
 

@@ -48,7 +48,6 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
     def init_backend(self) -> None:
         """Called by SGLang in each model process before its model runner exists."""
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
-
         from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
         from sglang.srt.layers.utils.multi_platform import MultiPlatformOp
 

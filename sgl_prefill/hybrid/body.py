@@ -28,9 +28,10 @@ class HybridBody:
     def __init__(self, split: SplitBody, chunk_tokens: int) -> None:
         self.split = split
         self.chunk_tokens = chunk_tokens
-        # Memory profiles set this: only the first and the last chunk of each piece are computed, in buffers that are
-        # all written once, so that a pass over any length costs next to nothing and takes the memory of a whole one.
-        self.only_outer_chunks = False
+        # Memory profiles set this: of the first two pieces and the last one only the first and the last chunk are
+        # computed, in buffers that are all written once. All other layers do the same in the same buffers, so that a
+        # pass over any length costs next to nothing and takes the memory of a whole one.
+        self.only_what_decides_memory = False
 
     @property
     def retained_bytes_per_token(self) -> int:
@@ -41,9 +42,15 @@ class HybridBody:
         """Hidden states after the body, [tokens, hidden size]. `token_rows`: the inputs named in `trace.TOKEN_INPUTS`."""
         n_tokens = token_rows["input_ids"].shape[0]
         device = token_rows["input_ids"].device
-        make = torch.zeros if self.only_outer_chunks else torch.empty
-        buffers = [make((n_tokens, *spec.row_shape), dtype=spec.dtype, device=device) for spec in self.split.buffers]
+        buffers = [
+            torch.empty((n_tokens, *spec.row_shape), dtype=spec.dtype, device=device) for spec in self.split.buffers
+        ]
+        if self.only_what_decides_memory:
+            for buffer in buffers:
+                buffer.zero_()
         for index, piece in enumerate(self.split.pieces):
+            if self.only_what_decides_memory and 1 < index < len(self.split.pieces) - 1:
+                continue
             attention = self.split.attentions[index] if index < len(self.split.attentions) else None
             for start, end in self._chunks(n_tokens):
                 results = self._run_chunk(piece, buffers, token_rows, start, end)
@@ -57,7 +64,7 @@ class HybridBody:
     def _chunks(self, n_tokens: int) -> list[tuple[int, int]]:
         starts = range(0, n_tokens, self.chunk_tokens)
         chunks = [(start, min(start + self.chunk_tokens, n_tokens)) for start in starts]
-        return [chunks[0], chunks[-1]] if self.only_outer_chunks else chunks
+        return [chunks[0], chunks[-1]] if self.only_what_decides_memory else chunks
 
     @staticmethod
     def _run_chunk(

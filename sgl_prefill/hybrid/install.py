@@ -132,7 +132,7 @@ def _route_long_extends(body: torch.nn.Module, hybrid: HybridBody) -> None:
         ):
             return hybrid.run(token_rows, BatchIO(forward_batch, layers))
 
-    body.forward = forward  # type: ignore[method-assign]
+    body.forward = forward
 
 
 class BatchIO:

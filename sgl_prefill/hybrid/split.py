@@ -97,12 +97,12 @@ class _Cut:
         self.graph = traced.module.graph
         self.attentions = [node for node in self.graph.nodes if op_name(node) == ATTENTION_OP]
         self.n_pieces = len(self.attentions) + 1
-        self._stands_for = {self._argument(node, 3, "output"): node for node in self.attentions}
+        self._stands_for: dict[fx.Node, fx.Node] = {self._argument(node, 3, "output"): node for node in self.attentions}
         for node in self.attentions:
             self._check_attention(node)
         self.piece_of = self._assign_pieces()
-        ((result,),) = self.graph.output_node().args
-        self.result = self.resolve(result)
+        outputs: Any = self.graph.output_node().args[0]
+        self.result = self.resolve(outputs[0])
         self.readers = self._find_readers()
 
     def resolve(self, node: fx.Node) -> fx.Node:

@@ -125,8 +125,9 @@ def _sglang_traces(forward_batch: Any) -> Iterator[None]:
 def _token_symbol(graph: fx.Graph) -> Any:
     for node in graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")
-        if isinstance(value, torch.Tensor) and value.dim() == 1 and isinstance(value.shape[0], torch.SymInt):
-            return value.shape[0].node.expr
+        size: Any = value.shape[0] if isinstance(value, torch.Tensor) and value.dim() == 1 else None
+        if isinstance(size, torch.SymInt):
+            return size.node.expr
     raise UntraceableModelError("its graph does not depend on the number of tokens")
 
 

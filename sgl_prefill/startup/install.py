@@ -82,6 +82,8 @@ def _plan(runner: ModelRunner, config: PrefillConfig) -> MemoryPlan:
         )
     budget = _budget(runner)
     wanted = config.max_input_length or limit
+    scratch = runner.token_to_kv_pool_allocator.scratch_tokens if is_evicting else runner.max_total_num_tokens
+    wanted = min(wanted, scratch)
     measured = memory_profile.measure_activations(runner, config, wanted, budget.kv_bytes + budget.slack_bytes)
     use = memory_profile.memory_use(runner, measured, budget.kv_bytes + budget.slack_bytes, is_evicting=is_evicting)
     page_size = runner.page_size

@@ -4,8 +4,8 @@ Made-up inputs of several lengths run, each with no durable slot, and the peak a
 
 - on a device from its allocator, while the longest input runs in full;
 - on a host from the resident anonymous memory of this process. A whole run of the longest input would take minutes there,
-  so a pass computes the first and the last chunk of each piece and the last block of each attention, in buffers that are
-  all written: these decide the peak (`HybridBody.only_outer_chunks`, `attend(only_last_block)`).
+  so a pass computes what decides the peak: the first and the last chunk of a few pieces and the last block of their attention
+  (`HybridBody.only_what_decides_memory`, `attend(only_last_block)`).
 
 Activations grow linearly with the input, so that two lengths give the fixed part and the part for each token. The result is
 kept on disk under everything that it depends on.
@@ -44,8 +44,9 @@ logger = logging.getLogger(__name__)
 # What a sample of resident memory may miss, and what the allocator of the host cannot give back.
 HOST_MARGIN = 1.05
 PLAIN_PATH_TOKENS = 512  # on a host, longer inputs on the plain path are extrapolated
+FIRST_TOKENS = 8192  # the CPU attention's tiles grow up to here
 SAMPLE_INTERVAL_S = 0.0005
-CACHE_FORMAT = 1
+CACHE_FORMAT = 2
 
 _libc = ctypes.CDLL(None)
 
@@ -58,41 +59,53 @@ class Activations(NamedTuple):
 
 
 def measure_activations(
-    model_runner: ModelRunner, config: PrefillConfig, n_tokens: int, budget_bytes: int
+    model_runner: ModelRunner, config: PrefillConfig, limit_tokens: int, budget_bytes: int
 ) -> Activations:
-    """From this model's cached profile, or by running inputs of up to `n_tokens`.
+    """From this model's cached profile, or by running inputs as long as asked for, or as the budget and the limit allow.
 
     Raises MemoryPlanError before running an input that shorter ones show to be far over `budget_bytes`.
     """
-    path = _cache_path(model_runner, config, n_tokens)
+    path = _cache_path(model_runner, config, limit_tokens, budget_bytes)
     cached = _read(path)
     if cached is not None:
         return cached
-    activations = _measure(model_runner, n_tokens, budget_bytes)
+    if hybrid_of(model_runner) is None and model_runner.device == "cpu":
+        activations = _measure_short(model_runner, min(limit_tokens, PLAIN_PATH_TOKENS))
+    else:
+        activations = _measure_long(model_runner, config, limit_tokens, budget_bytes)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(activations._asdict()))
     return activations
 
 
-def _measure(model_runner: ModelRunner, n_tokens: int, budget_bytes: int) -> Activations:
+def _measure_short(model_runner: ModelRunner, n_tokens: int) -> Activations:
+    """On the plain path a host has to compute everything: short inputs, to be extrapolated."""
+    shorter = max(n_tokens // 2, 1)
+    return _fit(shorter, _peak_bytes(model_runner, shorter), n_tokens, _peak_bytes(model_runner, n_tokens))
+
+
+def _measure_long(
+    model_runner: ModelRunner, config: PrefillConfig, limit_tokens: int, budget_bytes: int
+) -> Activations:
+    """The longest input that is asked for or may fit, and one of half its length."""
     hybrid = hybrid_of(model_runner)
-    is_host = model_runner.device == "cpu"
-    longest = min(n_tokens, PLAIN_PATH_TOKENS) if hybrid is None and is_host else n_tokens
-    step = max(longest // 8, 1) if hybrid is None else min(max(longest // 4, 1), 8 * hybrid.chunk_tokens)
-    with _memory_decides_only(model_runner) if is_host else _nothing():
-        shortest = _fit(
-            step, _peak_bytes(model_runner, step), 2 * step, _peak_bytes(model_runner, min(2 * step, longest))
-        )
-        expected = shortest.fixed_bytes + shortest.bytes_per_token * longest
-        if expected > 2 * budget_bytes:
+    one_layer, _ = kv_bytes_per_token(model_runner)
+    first = min(limit_tokens, FIRST_TOKENS)
+    with _memory_decides_only(model_runner) if model_runner.device == "cpu" else _nothing():
+        _peak_bytes(model_runner, first)  # pays for what stays: threads, kernels, caches
+        first_bytes = _peak_bytes(model_runner, first)
+        grows_by = first_bytes / first if hybrid is None else hybrid.retained_bytes_per_token + one_layer
+        fits = first + int(max(budget_bytes - first_bytes, 0) / grows_by)
+        longest = config.max_input_length or min(limit_tokens, fits)
+        if longest > fits:
             raise MemoryPlanError(
-                f"an input of {n_tokens} tokens would take {expected / 2**20:.0f} MiB of activations, and there are"
-                f" {budget_bytes / 2**20:.0f} MiB beyond the weights: lower --max-input-length to about"
-                f" {int((budget_bytes - shortest.fixed_bytes) / max(shortest.bytes_per_token, 1))}, or raise the budget"
+                f"an input of {longest} tokens needs about"
+                f" {(first_bytes + (longest - first) * grows_by) / 2**20:.0f} MiB beyond the weights, and there are"
+                f" {budget_bytes / 2**20:.0f} MiB: the longest that fits has about {fits} tokens."
+                " Lower --max-input-length, or give the engine more memory"
             )
-        if longest <= 2 * step:
-            return shortest
-        return _fit(step, _peak_bytes(model_runner, step), longest, _peak_bytes(model_runner, longest))
+        half = max(longest // 2, 1)
+        return _fit(half, _peak_bytes(model_runner, half), longest, _peak_bytes(model_runner, longest))
 
 
 def _fit(n_short: int, short_bytes: int, n_long: int, long_bytes: int) -> Activations:
@@ -158,13 +171,13 @@ def _memory_decides_only(model_runner: ModelRunner) -> Iterator[None]:
     """Compute only what decides the peak; answers are meaningless."""
     hybrid, backend = hybrid_of(model_runner), prefill_backend(model_runner.attn_backend)
     if hybrid is not None:
-        hybrid.only_outer_chunks = True
+        hybrid.only_what_decides_memory = True
     backend.only_last_block = True
     try:
         yield
     finally:
         if hybrid is not None:
-            hybrid.only_outer_chunks = False
+            hybrid.only_what_decides_memory = False
         backend.only_last_block = False
 
 
@@ -173,7 +186,7 @@ def _nothing() -> Iterator[None]:
     yield
 
 
-def _cache_path(model_runner: ModelRunner, config: PrefillConfig, n_tokens: int) -> Path:
+def _cache_path(model_runner: ModelRunner, config: PrefillConfig, limit_tokens: int, budget_bytes: int) -> Path:
     hybrid = hybrid_of(model_runner)
     depends_on: dict[str, Any] = {
         "format": CACHE_FORMAT,
@@ -184,8 +197,9 @@ def _cache_path(model_runner: ModelRunner, config: PrefillConfig, n_tokens: int)
         "dtype": str(model_runner.dtype),
         "attention": model_runner.prefill_attention_backend_str,
         "chunk_tokens": None if hybrid is None else hybrid.chunk_tokens,
-        "config": {k: v for k, v in dataclasses.asdict(config).items() if k in ("suffix_kv", "logits_dtype")},
-        "n_tokens": n_tokens,
+        "config": {k: v for k, v in dataclasses.asdict(config).items() if k in ("suffix_kv", "logits_dtype", "max_input_length")},
+        "limit_tokens": limit_tokens,
+        "budget_mib": budget_bytes >> 20,
     }
     digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True, default=str).encode()).hexdigest()[:24]
     return demo_model.cache_root() / "profiles" / f"{digest}.json"

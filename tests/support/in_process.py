@@ -18,7 +18,7 @@ import torch
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.engine import sglang_defaults
-from sgl_prefill.seam import activation
+from sgl_prefill.startup import scheduler_alone
 
 
 class Answer(NamedTuple):
@@ -35,13 +35,10 @@ class InProcessScheduler:
     """Starts at once; `ask` runs requests to their end."""
 
     def __init__(self, config: PrefillConfig, model_folder: Path, **server_options: Any) -> None:
-        from sglang.srt.managers.scheduler import Scheduler
         from sglang.srt.plugins import load_plugins
-        from sglang.srt.runtime_context import publish
-        from sglang.srt.server_args import PortArgs, ServerArgs
+        from sglang.srt.server_args import ServerArgs
 
         load_plugins()
-        activation.activate(config, "scheduler")
         options = {
             **sglang_defaults(config),
             "model_path": str(model_folder),
@@ -51,9 +48,7 @@ class InProcessScheduler:
             "random_seed": 1,
             **server_options,
         }
-        server_args = ServerArgs(**options)
-        publish(server_args, role="scheduler")
-        self.scheduler = Scheduler(server_args, PortArgs.init_new(server_args), 0, 0, 0, 0, 0, 0, None)
+        self.scheduler = scheduler_alone.build(config, ServerArgs(**options))
         self._numbers = itertools.count()
         self._outputs: dict[str, Any] = {}
         self.scheduler.output_streamer.send_to_detokenizer = self

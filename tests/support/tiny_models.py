@@ -79,7 +79,9 @@ def write(folder: Path, family: str, **changes: Any) -> Path:
         warnings.simplefilter("ignore")
         settings = {**_COMMON, **FAMILIES[family], **changes}
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            AutoConfig.for_model(**settings), dtype=torch.float32
+        )
         model.save_pretrained(folder)
     # As real checkpoints have it: SGLang reads names that transformers' own config class may rename or drop.
     written = json.loads((folder / "config.json").read_text())

@@ -1,0 +1,56 @@
+"""`python -m sgl_prefill.mil`: the longest input that this model and this memory can serve, without serving.
+
+Takes the flags of `sgl_prefill.launch_server`. Loads the model, measures what an input takes, prints where the memory would
+go and, as the last line, the number of tokens. The context length of the model is no limit here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from typing import Any
+
+from sgl_prefill import launch_server
+from sgl_prefill.config import PrefillConfig
+from sgl_prefill.errors import SglPrefillError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit status: 0, or 2 with one message on stderr."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "-h" in argv or "--help" in argv:
+        return print_help()
+    try:
+        memory = measure(argv)
+    except SglPrefillError as error:
+        print(f"sgl_prefill: {error}", file=sys.stderr)
+        return 2
+    for row in memory["rows"]:
+        per_token = "" if row["bytes_per_token"] is None else f"{row['bytes_per_token']:12.0f} bytes a token"
+        print(f"{row['what']:<42} {row['mib']:10.1f} MiB {per_token}")
+    print(f"longest input in tokens: {memory['largest_input_tokens']}")
+    return 0
+
+
+def measure(argv: list[str]) -> dict[str, Any]:
+    """The memory plan as /server_info shows it. Raises SglPrefillError."""
+    config, server_args = launch_server.parse([*argv, "--log-level", "warning"], listens=False)
+    logging.basicConfig(level=logging.WARNING)
+    from sgl_prefill.seam import record
+    from sgl_prefill.startup import scheduler_alone
+
+    scheduler_alone.build(config, server_args)
+    memory: dict[str, Any] = record.get("memory")
+    return memory
+
+
+def print_help() -> int:
+    parser = argparse.ArgumentParser(prog="python -m sgl_prefill.mil", description=__doc__, add_help=False)
+    PrefillConfig.add_cli_arguments(parser)
+    parser.print_help()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
