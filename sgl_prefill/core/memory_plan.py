@@ -71,9 +71,11 @@ def plan_memory(
         part = use._replace(budget_bytes=use.budget_bytes // share)
         max_input_tokens = min(input_limit_tokens, largest_input(part, min_durable_tokens))
     if max_input_tokens < 1 or max_input_tokens > largest:
+        kept = min_durable_tokens + (0 if use.scratch_bytes_per_token else max_input_tokens)
+        needed = use.input_bytes(max_input_tokens) + kept * use.durable_bytes_per_token
         raise ValueError(
-            f"inputs of {max(max_input_tokens, 1)} tokens need {use.input_bytes(max_input_tokens) / 2**20:.0f} MiB"
-            f" beyond the weights, and there are {use.budget_bytes / 2**20:.0f} MiB:"
+            f"inputs of {max(max_input_tokens, 1)} tokens need {needed / 2**20:.0f} MiB beyond the weights"
+            f" ({kept * use.durable_bytes_per_token / 2**20:.0f} of them for durable KV), and there are {use.budget_bytes / 2**20:.0f} MiB:"
             f" the longest input that fits has {largest} tokens"
         )
     durable_bytes = use.budget_bytes - use.input_bytes(max_input_tokens)

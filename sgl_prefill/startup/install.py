@@ -118,11 +118,18 @@ def input_limit(context_length: int) -> int:
 
 
 def _apply(runner: ModelRunner, plan: MemoryPlan) -> None:
-    runner.max_total_num_tokens = plan.durable_tokens
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+
     allocator, pool = runner.token_to_kv_pool_allocator, runner.token_to_kv_pool
     if isinstance(allocator, SuffixKVAllocator):
         pool.commit(plan.durable_tokens)
         allocator.resize_durable(plan.durable_tokens)
+    elif type(allocator) in (PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator):
+        runner.memory_pool_config.max_total_num_tokens = plan.durable_tokens
+        allocator.resize(runner.memory_pool_config)
+    else:
+        return  # a pool of several parts: SGLang has divided it, and the plan only limits the input
+    runner.max_total_num_tokens = plan.durable_tokens
 
 
 def _shown(plan: MemoryPlan) -> dict[str, Any]:

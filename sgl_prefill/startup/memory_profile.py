@@ -197,7 +197,11 @@ def _cache_path(model_runner: ModelRunner, config: PrefillConfig, limit_tokens: 
         "dtype": str(model_runner.dtype),
         "attention": model_runner.prefill_attention_backend_str,
         "chunk_tokens": None if hybrid is None else hybrid.chunk_tokens,
-        "config": {k: v for k, v in dataclasses.asdict(config).items() if k in ("suffix_kv", "logits_dtype", "max_input_length")},
+        "config": {
+            k: v
+            for k, v in dataclasses.asdict(config).items()
+            if k in ("suffix_kv", "logits_dtype", "max_input_length")
+        },
         "limit_tokens": limit_tokens,
         "budget_mib": budget_bytes >> 20,
     }

@@ -1,0 +1,244 @@
+"""How long an input can each engine serve in 256 MiB beyond the weights?
+
+    python benchmarks/mil/run.py [--quick] [--json PATH] [--model NAME ...]
+
+Stock SGLang, chunked and unchunked, and our engine with each of its two techniques on and off. See the README beside this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import psutil
+import requests
+
+from benchmarks import process_memory, report
+from sgl_prefill import demo_model, local_server
+
+BUDGET_BYTES = 256 << 20
+MODELS = Path(__file__).with_name("models")
+DEFAULT_MODELS = ("llama-3.1-8b-quarter", "llama-3.3-70b-quarter")
+STOCK_CHUNKS = (128, 256, 512)
+STOCK_MEMORY = ["--max-total-tokens", "20000", "--mem-fraction-static", "0.5"]
+FIT_TOKENS = (1024, 2048)
+QUICK_TOKENS = 1000
+# A served input is watched for as long as this; then its memory has repeated layer by layer for a while.
+WATCH_S = 420.0
+CHUNK_TOKENS = 256  # ours
+
+
+class Engine(NamedTuple):
+    """One way to serve."""
+
+    name: str
+    module: str
+    flags: tuple[str, ...]
+
+    @property
+    def is_ours(self) -> bool:
+        return self.module.startswith("sgl_prefill")
+
+
+def engines() -> list[Engine]:
+    stock = "sglang.launch_server"
+    ours = "sgl_prefill.launch_server"
+    chunk = ("--hybrid-chunk-tokens", str(CHUNK_TOKENS))
+    return [
+        *(Engine(f"stock, chunks of {n}", stock, ("--chunked-prefill-size", str(n))) for n in STOCK_CHUNKS),
+        Engine("stock, unchunked", stock, ("--chunked-prefill-size", "-1")),
+        Engine("ours, neither", ours, ("--hybrid-prefill", "off", "--suffix-kv", "keep")),
+        Engine("ours, eviction only", ours, ("--hybrid-prefill", "off", "--suffix-kv", "evict")),
+        Engine("ours, hybrid only", ours, ("--hybrid-prefill", "on", "--suffix-kv", "keep", *chunk)),
+        Engine("ours, both", ours, ("--hybrid-prefill", "on", "--suffix-kv", "evict", *chunk)),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--model", nargs="+", default=list(DEFAULT_MODELS))
+    chosen, rest = parser.parse_known_args()
+    sys.argv = [sys.argv[0], *rest]
+    arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
+    conditions = {**report.conditions(), "budget_mib": BUDGET_BYTES >> 20, "commands": {}}
+    rows: list[dict[str, Any]] = []
+    for model in chosen.model[: 1 if arguments.quick else None]:
+        for engine in (engines()[4], engines()[-1]) if arguments.quick else engines():
+            row = {"model": model, "engine": engine.name, **measure(model, engine, arguments.quick, conditions)}
+            rows.append(row)
+            print(json.dumps(row), file=sys.stderr)
+            _keep(rows, arguments.json)
+    report.finish({"conditions": conditions, "rows": rows}, targets_of(rows), arguments.json)
+    return 0
+
+
+def _keep(rows: list[dict[str, Any]], path: Path | None) -> None:
+    """What has been measured so far, beside the result: a run takes hours."""
+    if path is not None:
+        path.with_suffix(".partial").write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+
+
+def measure(model: str, engine: Engine, is_quick: bool, conditions: dict[str, Any]) -> dict[str, Any]:
+    """The longest input, predicted from shorter ones (memory is linear in the length), and then served."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_model(model, Path(name))
+        if engine.is_ours:
+            weights = weight_bytes(folder)
+            predicted, how = ask_mil(engine, folder, weights)
+            length = min(QUICK_TOKENS, predicted) if is_quick else predicted
+            flags = [*budget_flags(weights), "--max-input-length", str(length)]
+            with running(engine, folder, flags, conditions) as (server, pid):
+                served = serve(server, pid, length, process_memory.resident_bytes(pid))
+        else:
+            with running(engine, folder, STOCK_MEMORY, conditions) as (server, pid):
+                baseline = process_memory.resident_bytes(pid)
+                predicted, how = fit_stock(server, pid, baseline)
+                served = serve(server, pid, min(QUICK_TOKENS, predicted) if is_quick else predicted, baseline)
+    return {"longest_input_tokens": predicted, "how": how, "served": served}
+
+
+def write_model(model: str, folder: Path) -> Path:
+    (folder / "config.json").write_text((MODELS / f"{model}.json").read_text())
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text((demo_model.ensure() / name).read_text())
+    return folder
+
+
+def weight_bytes(folder: Path) -> int:
+    """Parameters of a Llama in bfloat16, and the rotary table that SGLang keeps for every position."""
+    config = json.loads((folder / "config.json").read_text())
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    kv_heads, head_dim = config["num_key_value_heads"], config["head_dim"]
+    attention = hidden * head_dim * (heads + 2 * kv_heads) + heads * head_dim * hidden
+    layer = attention + 3 * hidden * config["intermediate_size"] + 2 * hidden
+    embeddings = (1 if config["tie_word_embeddings"] else 2) * config["vocab_size"] * hidden + hidden
+    rotary = config["max_position_embeddings"] * head_dim
+    return int(2 * (config["num_hidden_layers"] * layer + embeddings + rotary))
+
+
+def common_flags(folder: Path) -> list[str]:
+    flags = ["--model-path", str(folder), "--load-format", "dummy", "--dtype", "bfloat16", "--sleep-on-idle"]
+    return [*flags, "--max-running-requests", "4", "--disable-overlap-schedule", "--watchdog-timeout", "7200"]
+
+
+def budget_flags(weights: int) -> list[str]:
+    return ["--memory-budget-gb", f"{(weights + BUDGET_BYTES) / 2**30:.5f}"]
+
+
+def ask_mil(engine: Engine, folder: Path, weights: int) -> tuple[int, dict[str, Any]]:
+    """`python -m sgl_prefill.mil` with the flags of the engine."""
+    command = [sys.executable, "-m", "sgl_prefill.mil", *common_flags(folder), *engine.flags, *budget_flags(weights)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    if done.returncode != 0 or not lines:
+        raise report.InvalidRunError(f"{report.portable(command)}:\n{done.stderr[-2000:]}")
+    return int(lines[-1].rpartition(":")[2]), {"mil_output": lines}
+
+
+def fit_stock(server: local_server.LocalServer, pid: int, baseline: int) -> tuple[int, dict[str, Any]]:
+    """Peak memory of two inputs on a line, and where it crosses the budget."""
+    peaks = []
+    for n_tokens in FIT_TOKENS:
+        with process_memory.Watch(pid, baseline) as watch:
+            ask(server, n_tokens)
+        peaks.append(watch.peak_bytes)
+        requests.post(f"{server.url}/flush_cache", timeout=60)
+    per_token = (peaks[1] - peaks[0]) / (FIT_TOKENS[1] - FIT_TOKENS[0])
+    longest = int(FIT_TOKENS[0] + (BUDGET_BYTES - peaks[0]) / per_token)
+    return longest, {"lengths": FIT_TOKENS, "peak_mib": [mib(p) for p in peaks], "bytes_per_token": round(per_token)}
+
+
+def serve(server: local_server.LocalServer, pid: int, n_tokens: int, baseline: int) -> dict[str, Any]:
+    """One input of this length: its peak, and its answer if that came in time."""
+    started = time.monotonic()
+    with process_memory.Watch(pid, baseline) as watch:
+        answer = ask(server, n_tokens, timeout_s=WATCH_S)
+    return {
+        "tokens": n_tokens,
+        "peak_mib": mib(watch.peak_bytes),
+        "seconds": round(time.monotonic() - started, 1),
+        "answered": answer is not None,
+        "kept_tokens": None if answer is None else answer.get("kept_tokens"),
+    }
+
+
+@contextmanager
+def running(
+    engine: Engine, folder: Path, flags: list[str], conditions: dict[str, Any]
+) -> Iterator[tuple[local_server.LocalServer, int]]:
+    """A healthy server that has answered one short request, and the id of its scheduler process."""
+    log = folder / "server.log"
+    environment = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]}
+    all_flags = [*common_flags(folder), *engine.flags, *flags]
+    server = local_server.start(engine.module, all_flags, log, environment=environment)
+    conditions["commands"][engine.name] = report.portable(server.command)
+    try:
+        record = requests.get(f"{server.url}/server_info", timeout=60).json().get("sgl_prefill")
+        if (record is not None) != engine.is_ours:
+            raise report.InvalidRunError(f"{engine.name}: the activation record is {record}")
+        ask(server, 300)
+        requests.post(f"{server.url}/flush_cache", timeout=60)
+        yield server, process_memory.scheduler_pid(server.process.pid)
+    finally:
+        for child in psutil.Process(server.process.pid).children(recursive=True):
+            child.kill()  # it may be in the middle of a forward pass of an hour
+        server.stop()
+
+
+def ask(server: local_server.LocalServer, n_tokens: int, timeout_s: float = 3600) -> dict[str, Any] | None:
+    """`meta_info` of a prefill-only request; None where it took longer than `timeout_s`."""
+    body: dict[str, Any] = {
+        "input_ids": [1000 + i % 40000 for i in range(n_tokens)],
+        "sampling_params": {"max_new_tokens": 0, "temperature": 0},
+        "return_logprob": True,
+        "token_ids_logprob": [100, 200],
+    }
+    try:
+        reply = requests.post(f"{server.url}/generate", json=body, timeout=timeout_s)
+    except requests.Timeout:
+        return None
+    if reply.status_code != 200:
+        raise report.InvalidRunError(f"{n_tokens} tokens: {reply.status_code} {reply.text[:500]}")
+    meta: dict[str, Any] = reply.json()["meta_info"]
+    return meta
+
+
+def mib(n_bytes: int) -> float:
+    return round(n_bytes / 2**20, 1)
+
+
+def targets_of(rows: list[dict[str, Any]]) -> list[report.Target]:
+    targets = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        longest = {row["engine"]: row["longest_input_tokens"] for row in rows if row["model"] == model}
+        chunked = max((n for name, n in longest.items() if name.startswith("stock, chunks")), default=None)
+        if chunked is not None:
+            targets.append(
+                report.Target.at_least(
+                    f"{model}: longest input, ours / stock at its best chunk size", longest["ours, both"] / chunked, 4
+                )
+            )
+        targets.append(
+            report.Target.at_least(
+                f"{model}: longest input, ours / stock unchunked",
+                longest["ours, both"] / longest["stock, unchunked"],
+                5,
+            )
+        )
+    return targets
+
+
+if __name__ == "__main__":
+    sys.exit(main())
