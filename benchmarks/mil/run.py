@@ -33,7 +33,9 @@ MODELS = Path(__file__).with_name("models")
 DEFAULT_MODELS = ("llama-3.1-8b-quarter", "llama-3.3-70b-quarter")
 STOCK_CHUNKS = (128, 256, 512)
 STOCK_MEMORY = ["--max-total-tokens", "20000", "--mem-fraction-static", "0.5"]
-FIT_TOKENS = (1024, 2048)
+FIRST_TOKENS = (2048, 4096)
+CLOSE_ENOUGH = 0.97  # of the budget
+MAX_SEARCH_STEPS = 4
 QUICK_TOKENS = 1000
 # A served input is watched for as long as this; then its memory has repeated layer by layer for a while.
 WATCH_S = 420.0
@@ -91,7 +93,7 @@ def _keep(rows: list[dict[str, Any]], path: Path | None) -> None:
 
 
 def measure(model: str, engine: Engine, is_quick: bool, conditions: dict[str, Any]) -> dict[str, Any]:
-    """The longest input, predicted from shorter ones (memory is linear in the length), and then served."""
+    """The longest input within the budget, and how it was served."""
     with tempfile.TemporaryDirectory() as name:
         folder = write_model(model, Path(name))
         if engine.is_ours:
@@ -104,8 +106,8 @@ def measure(model: str, engine: Engine, is_quick: bool, conditions: dict[str, An
         else:
             with running(engine, folder, STOCK_MEMORY, conditions) as (server, pid):
                 baseline = process_memory.resident_bytes(pid)
-                predicted, how = fit_stock(server, pid, baseline)
-                served = serve(server, pid, min(QUICK_TOKENS, predicted) if is_quick else predicted, baseline)
+                tries = search_stock(server, pid, baseline, MAX_SEARCH_STEPS if not is_quick else 0)
+                predicted, how, served = longest_within(tries), {"tries": tries}, tries[-1]
     return {"longest_input_tokens": predicted, "how": how, "served": served}
 
 
@@ -147,17 +149,27 @@ def ask_mil(engine: Engine, folder: Path, weights: int) -> tuple[int, dict[str, 
     return int(lines[-1].rpartition(":")[2]), {"mil_output": lines}
 
 
-def fit_stock(server: local_server.LocalServer, pid: int, baseline: int) -> tuple[int, dict[str, Any]]:
-    """Peak memory of two inputs on a line, and where it crosses the budget."""
-    peaks = []
-    for n_tokens in FIT_TOKENS:
-        with process_memory.Watch(pid, baseline) as watch:
-            ask(server, n_tokens)
-        peaks.append(watch.peak_bytes)
-        requests.post(f"{server.url}/flush_cache", timeout=60)
-    per_token = (peaks[1] - peaks[0]) / (FIT_TOKENS[1] - FIT_TOKENS[0])
-    longest = int(FIT_TOKENS[0] + (BUDGET_BYTES - peaks[0]) / per_token)
-    return longest, {"lengths": FIT_TOKENS, "peak_mib": [mib(p) for p in peaks], "bytes_per_token": round(per_token)}
+def search_stock(server: local_server.LocalServer, pid: int, baseline: int, max_steps: int) -> list[dict[str, Any]]:
+    """Serve longer and longer inputs: each next length is where the line through the last two meets the budget."""
+    tries = []
+    for n_tokens in FIRST_TOKENS:
+        tries.append(serve(server, pid, n_tokens, baseline))
+    while len(tries) < len(FIRST_TOKENS) + max_steps and not CLOSE_ENOUGH <= share_of_budget(tries[-1]) <= 1:
+        tries.append(serve(server, pid, longest_within(tries), baseline))
+    return tries
+
+
+def longest_within(tries: list[dict[str, Any]]) -> int:
+    """On the line through the last two tries, rounded down; the last try itself where it is close enough."""
+    before, last = tries[-2:]
+    if CLOSE_ENOUGH <= share_of_budget(last) <= 1:
+        return int(last["tokens"])
+    per_token = (last["peak_mib"] - before["peak_mib"]) / (last["tokens"] - before["tokens"])
+    return int(last["tokens"] + (mib(BUDGET_BYTES) - last["peak_mib"]) / per_token)
+
+
+def share_of_budget(served: dict[str, Any]) -> float:
+    return float(served["peak_mib"] / mib(BUDGET_BYTES))
 
 
 def serve(server: local_server.LocalServer, pid: int, n_tokens: int, baseline: int) -> dict[str, Any]:
@@ -165,6 +177,8 @@ def serve(server: local_server.LocalServer, pid: int, n_tokens: int, baseline: i
     started = time.monotonic()
     with process_memory.Watch(pid, baseline) as watch:
         answer = ask(server, n_tokens, timeout_s=WATCH_S)
+    if answer is not None:
+        requests.post(f"{server.url}/flush_cache", timeout=60)
     return {
         "tokens": n_tokens,
         "peak_mib": mib(watch.peak_bytes),

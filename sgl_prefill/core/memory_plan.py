@@ -75,7 +75,7 @@ def plan_memory(
         needed = use.input_bytes(max_input_tokens) + kept * use.durable_bytes_per_token
         raise ValueError(
             f"inputs of {max(max_input_tokens, 1)} tokens need {needed / 2**20:.0f} MiB beyond the weights"
-            f" ({kept * use.durable_bytes_per_token / 2**20:.0f} of them for durable KV), and there are {use.budget_bytes / 2**20:.0f} MiB:"
+            f" ({kept} durable KV slots among them), and there are {use.budget_bytes / 2**20:.0f} MiB:"
             f" the longest input that fits has {largest} tokens"
         )
     durable_bytes = use.budget_bytes - use.input_bytes(max_input_tokens)

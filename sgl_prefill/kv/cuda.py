@@ -9,6 +9,7 @@ run has shown how much is left. The driver's virtual memory calls are those of `
 from __future__ import annotations
 
 import contextlib
+import importlib
 from typing import Any
 
 import torch
@@ -111,13 +112,12 @@ def granularity_bytes(device_index: int) -> int:
 
 def _driver() -> Any:
     try:
-        from cuda.bindings import driver
+        return importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
         raise AliasedMemoryError(
             "--suffix-kv evict on CUDA needs the package cuda-python, which SGLang brings along:"
             " install it, or start with --suffix-kv keep"
         ) from error
-    return driver
 
 
 def _properties(driver: Any, device_index: int) -> Any:

@@ -11,7 +11,7 @@ from sgl_prefill.cpu import kernels, lm_head
 from sgl_prefill.cpu.detect import has_accelerator
 from sgl_prefill.hybrid import install as hybrid
 from sgl_prefill.kv import install as kv
-from sgl_prefill.scheduling import arrival, reply_facts, step
+from sgl_prefill.scheduling import arrival, out_of_memory, reply_facts, step
 from sgl_prefill.seam import record
 from sgl_prefill.seam.declare import Hook, Relied, Route
 from sgl_prefill.startup import install as startup
@@ -112,6 +112,22 @@ HOOKS: tuple[Hook, ...] = (
         feature="suffix-kv",
         reason="SGLang would cut the one token of a request that is longer than the durable slots",
         function=startup.around_init_req_max_new_tokens,
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.run_batch",
+        kind="around",
+        process="scheduler",
+        feature="always",
+        reason="a forward pass that runs out of memory would end the server",
+        function=out_of_memory.around_run_batch,
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.process_batch_result",
+        kind="around",
+        process="scheduler",
+        feature="always",
+        reason="the requests of such a pass have been answered already",
+        function=out_of_memory.around_process_batch_result,
     ),
     Hook(
         target="sglang.srt.observability.req_time_stats.SchedulerReqTimeStats.__getstate__",

@@ -1,7 +1,8 @@
 """A real SGLang scheduler with our hooks inside this process, without HTTP: requests go in and answers come out.
 
-The scheduler is SGLang's own object with its model, KV pool and prefix cache; only the sockets' far ends are missing. One
-lives per process (SGLang keeps process-wide state), so tests that need other options run in a child process.
+The scheduler is SGLang's own object with its model, KV pool and prefix cache; only the sockets' far ends are missing. A
+process may start several, one after the other, with other models and options; hooks once applied stay, so a process has
+either all of our features or none.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import prometheus_client
 import torch
 
 from sgl_prefill.config import PrefillConfig
@@ -39,6 +41,7 @@ class InProcessScheduler:
         from sglang.srt.server_args import ServerArgs
 
         load_plugins()
+        _forget_earlier_scheduler()
         options = {
             **sglang_defaults(config),
             "model_path": str(model_folder),
@@ -140,3 +143,12 @@ class InProcessScheduler:
         """SGLang's own idle invariant: free + cached + in use = total. Raises where it does not hold."""
         with contextlib.suppress(AttributeError):
             self.scheduler.on_idle()
+
+
+def _forget_earlier_scheduler() -> None:
+    from sglang.srt.distributed import parallel_state
+
+    for collector in list(prometheus_client.REGISTRY._collector_to_names):
+        prometheus_client.REGISTRY.unregister(collector)
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
