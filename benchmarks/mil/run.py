@@ -31,15 +31,17 @@ from sgl_prefill import demo_model, local_server
 BUDGET_BYTES = 256 << 20
 MODELS = Path(__file__).with_name("models")
 DEFAULT_MODELS = ("llama-3.1-8b-quarter", "llama-3.3-70b-quarter")
-STOCK_CHUNKS = (128, 256, 512)
+STOCK_CHUNKS = (256, 512)
 STOCK_MEMORY = ["--max-total-tokens", "20000", "--mem-fraction-static", "0.5"]
-FIRST_TOKENS = (2048, 4096)
+FIRST_TOKENS = (1024, 4096)
 CLOSE_ENOUGH = 0.97  # of the budget
-MAX_SEARCH_STEPS = 4
+MAX_SEARCH_STEPS = 3
 QUICK_TOKENS = 1000
 # A served input is watched for as long as this; then its memory has repeated layer by layer for a while.
-WATCH_S = 420.0
+WATCH_S = 180.0
 CHUNK_TOKENS = 256  # ours
+# The ablation is made on the first model alone.
+RATIO_ENGINES = ("stock, chunks of 256", "stock, chunks of 512", "stock, unchunked", "ours, both")
 
 
 class Engine(NamedTuple):
@@ -77,7 +79,10 @@ def main() -> int:
     conditions = {**report.conditions(), "budget_mib": BUDGET_BYTES >> 20, "commands": {}}
     rows: list[dict[str, Any]] = []
     for model in chosen.model[: 1 if arguments.quick else None]:
-        for engine in (engines()[4], engines()[-1]) if arguments.quick else engines():
+        for engine in engines():
+            is_ablation = engine.name not in RATIO_ENGINES
+            if is_ablation and (arguments.quick or model != DEFAULT_MODELS[0]):
+                continue
             row = {"model": model, "engine": engine.name, **measure(model, engine, arguments.quick, conditions)}
             rows.append(row)
             print(json.dumps(row), file=sys.stderr)
@@ -102,7 +107,7 @@ def measure(model: str, engine: Engine, is_quick: bool, conditions: dict[str, An
             length = min(QUICK_TOKENS, predicted) if is_quick else predicted
             flags = [*budget_flags(weights), "--max-input-length", str(length)]
             with running(engine, folder, flags, conditions) as (server, pid):
-                served = serve(server, pid, length, process_memory.resident_bytes(pid))
+                served = serve(server, pid, length, process_memory.resident_bytes(pid), WATCH_S)
         else:
             with running(engine, folder, STOCK_MEMORY, conditions) as (server, pid):
                 baseline = process_memory.resident_bytes(pid)
@@ -155,7 +160,10 @@ def search_stock(server: local_server.LocalServer, pid: int, baseline: int, max_
     for n_tokens in FIRST_TOKENS:
         tries.append(serve(server, pid, n_tokens, baseline))
     while len(tries) < len(FIRST_TOKENS) + max_steps and not CLOSE_ENOUGH <= share_of_budget(tries[-1]) <= 1:
-        tries.append(serve(server, pid, longest_within(tries), baseline))
+        n_tokens = longest_within(tries)
+        if n_tokens == tries[-1]["tokens"]:
+            break
+        tries.append(serve(server, pid, n_tokens, baseline))
     return tries
 
 
@@ -172,11 +180,13 @@ def share_of_budget(served: dict[str, Any]) -> float:
     return float(served["peak_mib"] / mib(BUDGET_BYTES))
 
 
-def serve(server: local_server.LocalServer, pid: int, n_tokens: int, baseline: int) -> dict[str, Any]:
+def serve(
+    server: local_server.LocalServer, pid: int, n_tokens: int, baseline: int, timeout_s: float = 3600
+) -> dict[str, Any]:
     """One input of this length: its peak, and its answer if that came in time."""
     started = time.monotonic()
     with process_memory.Watch(pid, baseline) as watch:
-        answer = ask(server, n_tokens, timeout_s=WATCH_S)
+        answer = ask(server, n_tokens, timeout_s=timeout_s)
     if answer is not None:
         requests.post(f"{server.url}/flush_cache", timeout=60)
     return {

@@ -16,11 +16,17 @@ def add(time_stats: Any, **facts: float) -> None:
     time_stats.__dict__.setdefault(FIELD, {}).update(facts)
 
 
+def read(time_stats: Any) -> dict[str, float]:
+    """All facts of a request."""
+    facts: dict[str, float] = time_stats.__dict__.get(FIELD, {})
+    return facts
+
+
 def after_getstate(result: dict[str, Any], time_stats: Any) -> dict[str, Any]:
     """Hook: what leaves the scheduler."""
-    return {**result, FIELD: time_stats.__dict__.get(FIELD, {})}
+    return {**result, FIELD: read(time_stats)}
 
 
 def after_convert_to_output_meta_info(result: dict[str, Any], time_stats: Any) -> dict[str, Any]:
     """Hook: what the reply's `meta_info` gets, in the HTTP process."""
-    return {**result, **time_stats.__dict__.get(FIELD, {})}
+    return {**result, **read(time_stats)}

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import gc
 import hashlib
 import importlib.metadata
 import json
@@ -118,7 +117,6 @@ def _fit(n_short: int, short_bytes: int, n_long: int, long_bytes: int) -> Activa
 def _peak_bytes(model_runner: ModelRunner, n_tokens: int) -> int:
     """Peak memory of one input above the idle process."""
     token_ids = [1] * n_tokens
-    gc.collect()
     if model_runner.device != "cpu":
         module = torch.get_device_module(model_runner.device)
         module.synchronize()

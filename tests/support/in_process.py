@@ -7,7 +7,6 @@ either all of our features or none.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from array import array
@@ -20,6 +19,9 @@ import torch
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.engine import sglang_defaults
+from sgl_prefill.hybrid.body import HybridBody
+from sgl_prefill.hybrid.install import hybrid_of
+from sgl_prefill.scheduling import reply_facts
 from sgl_prefill.startup import scheduler_alone
 
 
@@ -120,6 +122,8 @@ class InProcessScheduler:
             pass
 
     def answer(self, rid: str) -> Answer:
+        from sglang.srt.managers.io_struct import unwrap_from_pickle
+
         output, index = self._outputs.pop(rid)
         labels = output.output_token_ids_logprobs_val
         inputs = output.input_token_logprobs_val
@@ -128,8 +132,11 @@ class InProcessScheduler:
             input_logprobs=[x for x in (inputs[index] if inputs else []) if x is not None and not math.isnan(x)],
             cached_tokens=output.cached_tokens[index],
             finish_reason=output.finished_reasons[index],
-            meta={},
+            meta=reply_facts.read(unwrap_from_pickle(output.time_stats)[index]),
         )
+
+    def has_answer(self, rid: str) -> bool:
+        return rid in self._outputs
 
     def ask(self, token_ids: Sequence[int], **options: Any) -> Answer:
         rid = self.submit(token_ids, **options)
@@ -137,12 +144,36 @@ class InProcessScheduler:
         return self.answer(rid)
 
     def flush(self) -> None:
-        assert self.scheduler.flush_cache()
+        assert self.scheduler.flush_cache(empty_cache=False)  # half a second of garbage collection otherwise
 
-    def check_idle(self) -> None:
-        """SGLang's own idle invariant: free + cached + in use = total. Raises where it does not hold."""
-        with contextlib.suppress(AttributeError):
-            self.scheduler.on_idle()
+    @property
+    def hybrid(self) -> HybridBody:
+        body = hybrid_of(self.scheduler.tp_worker.model_runner)
+        assert body is not None
+        return body
+
+    @property
+    def allocator(self) -> Any:
+        return self.scheduler.token_to_kv_pool_allocator
+
+    def set_durable(self, n_tokens: int) -> None:
+        """Empty the cache and go on with so many durable slots, at most those of the start."""
+        self.flush()
+        self.allocator.resize_durable(n_tokens)
+        self.scheduler.max_total_num_tokens = n_tokens
+        self.scheduler.invariant_checker.max_total_num_tokens = n_tokens
+        object.__setattr__(self.scheduler.pool_stats_observer, "max_total_num_tokens", n_tokens)
+
+    def poison_scratch(self) -> None:
+        """A layer that reads scratch which it has not written gives NaN."""
+        self.allocator.get_kvcache().fill_scratch(math.nan)
+
+    def check_slots(self) -> None:
+        """SGLang's own invariant, free + cached + in use = total, and ours. Raises AssertionError."""
+        self.scheduler.invariant_checker.self_check_during_busy()
+        assert self.allocator.n_scratch_lent == 0
+        if self.scheduler.tree_cache.total_size() > 0:
+            assert int(self.scheduler.tree_cache.all_values_flatten().max()) < self.allocator.first_scratch_slot
 
 
 def _forget_earlier_scheduler() -> None:

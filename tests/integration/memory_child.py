@@ -1,0 +1,229 @@
+"""A process of its own for schedulers without a server: python -m tests.integration.memory_child SCENARIO FOLDER
+
+Prints one JSON line on stdout. SGLang keeps process-wide state, which the test process must not get.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sgl_prefill.config import PrefillConfig
+from sgl_prefill.errors import SglPrefillError
+from sgl_prefill.seam import record
+from sgl_prefill.startup import memory_profile, parity_gate
+from sgl_prefill.startup.made_up_request import MadeUpRequest
+from tests.support import tiny_models
+from tests.support.in_process import Answer, InProcessScheduler
+
+LABELS = tuple(range(5, 25))
+CHUNK = 64
+DURABLE = 300
+PLAIN = 10**9  # a chunk that no prompt exceeds
+
+
+def start(folder: Path, family: str, *, config: dict[str, Any] | None = None, **options: Any) -> InProcessScheduler:
+    defaults: dict[str, Any] = {"hybrid_prefill": "on", "hybrid_chunk_tokens": CHUNK, "memory_budget_gb": 1}
+    server = {"dtype": "float32", "max_total_tokens": 2000, **options}
+    model = tiny_models.write(folder / family, family)
+    return InProcessScheduler(PrefillConfig(**{**defaults, **(config or {})}), model, **server)
+
+
+def prompt(rng: random.Random, n_tokens: int) -> list[int]:
+    return [rng.randrange(30, 500) for _ in range(n_tokens)]
+
+
+@contextmanager
+def chunks_of(engine: InProcessScheduler, n_tokens: int) -> Iterator[None]:
+    engine.hybrid.chunk_tokens = n_tokens
+    yield
+    engine.hybrid.chunk_tokens = CHUNK
+
+
+def largest_difference(left: list[float], right: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(left, right, strict=True))
+
+
+def families(folder: Path) -> dict[str, Any]:
+    """Each family: plain and whole against hybrid, evicting, and both, cold and behind a cached prefix."""
+    return {family: one_family(folder, family) for family in tiny_models.FAMILIES}
+
+
+def one_family(folder: Path, family: str) -> dict[str, Any]:
+    engine = start(folder, family)
+    rng = random.Random(0)
+    long = prompt(rng, 777)
+    sharer = [*long[:760], *prompt(rng, 20)]
+    runs: list[int] = []
+    run = engine.hybrid.run
+    engine.hybrid.run = lambda *a: (runs.append(1), run(*a))[1]  # type: ignore[method-assign,func-returns-value]
+    with chunks_of(engine, PLAIN):
+        expected = [fresh(engine, text, 2000) for text in (long, sharer)]
+    assert not runs, "the reference must not be hybrid"
+    result: dict[str, Any] = {"spread": max(expected[0].label_logprobs) - min(expected[0].label_logprobs)}
+    for name, chunk, durable in (("hybrid", CHUNK, 2000), ("evict", PLAIN, DURABLE), ("both", CHUNK, DURABLE)):
+        with chunks_of(engine, chunk):
+            engine.set_durable(durable)
+            answers = []
+            for text in (long, sharer):
+                engine.poison_scratch()
+                answers.append(engine.ask(text, label_ids=LABELS))
+                engine.check_slots()
+        result[name] = {
+            "cold": largest_difference(answers[0].label_logprobs, expected[0].label_logprobs),
+            "sharer": largest_difference(answers[1].label_logprobs, expected[1].label_logprobs),
+            "cached_tokens": answers[1].cached_tokens,
+            **{key: value for key, value in answers[0].meta.items() if key in ("kept_tokens", "evicted_tokens")},
+        }
+    result["hybrid_runs"] = len(runs)
+    return result
+
+
+def fresh(engine: InProcessScheduler, text: list[int], durable: int, **options: Any) -> Answer:
+    engine.set_durable(durable)
+    return engine.ask(text, label_ids=LABELS, **options)
+
+
+def storm(folder: Path) -> dict[str, Any]:
+    """500 random requests on 512 durable slots, some cancelled, some with a logprob tail; then each one alone."""
+    engine = start(folder, "llama")
+    rng = random.Random(1)
+    engine.set_durable(512)
+    stems = [prompt(rng, rng.randrange(1, 1200)) for _ in range(12)]
+    queued: dict[str, tuple[list[int], int]] = {}
+    finished: dict[str, Answer] = {}
+    n_cancelled = 0
+    for _ in range(500):
+        stem = rng.choice(stems)
+        text = [*stem[: rng.randrange(0, len(stem) + 1)], *prompt(rng, rng.randrange(1, 340))][: 3 * 512]
+        start_len = rng.randrange(len(text)) if rng.random() < 0.15 else -1
+        rid = engine.submit(text, LABELS, logprob_start_len=start_len)
+        queued[rid] = (text, start_len)
+        if rng.random() < 0.08:
+            victim = rng.choice(list(queued))
+            engine.cancel(victim)
+            queued.pop(victim)
+            n_cancelled += 1
+        while len(queued) > 6:
+            collect(engine, queued, finished)
+    while queued:
+        collect(engine, queued, finished)
+    engine.run_all()
+    everything: dict[str, tuple[list[int], int]] = collect.seen  # type: ignore[attr-defined]
+    worst = 0.0
+    for rid, answer in finished.items():
+        text, start_len = everything[rid]
+        with chunks_of(engine, PLAIN):
+            expected = fresh(engine, text, 2000, logprob_start_len=start_len)
+        worst = max(worst, largest_difference(answer.label_logprobs, expected.label_logprobs))
+        assert len(answer.input_logprobs) == len(expected.input_logprobs)
+        if answer.input_logprobs:
+            worst = max(worst, largest_difference(answer.input_logprobs, expected.input_logprobs))
+    engine.flush()
+    return {
+        "finished": len(finished),
+        "cancelled": n_cancelled,
+        "worst": worst,
+        "with_tail": sum(bool(answer.input_logprobs) for answer in finished.values()),
+        "evicting": sum(answer.meta["evicted_tokens"] > 0 for answer in finished.values()),
+        "cached": sum(answer.cached_tokens > 0 for answer in finished.values()),
+        "free_after_flush": engine.allocator.available_size(),
+        "scratch_lent_after_flush": engine.allocator.n_scratch_lent,
+    }
+
+
+def collect(engine: InProcessScheduler, queued: dict[str, tuple[list[int], int]], finished: dict[str, Answer]) -> None:
+    """One step, with scratch of NaN before it and the invariants after it."""
+    engine.poison_scratch()
+    engine.step()
+    engine.check_slots()
+    seen: dict[str, tuple[list[int], int]] = collect.__dict__.setdefault("seen", {})
+    for rid in [rid for rid in queued if engine.has_answer(rid)]:
+        seen[rid] = queued.pop(rid)
+        finished[rid] = engine.answer(rid)
+
+
+def faults(folder: Path) -> dict[str, Any]:
+    """Limits, an out-of-memory in the forward, requests that decode, a gate that must fail, an N that cannot fit."""
+    result: dict[str, Any] = {}
+    engine = start(folder, "llama", config={"max_input_length": 900, "allow_generation": True}, max_total_tokens=400)
+    rng = random.Random(2)
+    result["limit"] = engine.scheduler.max_req_input_len
+    result["exact"] = engine.ask(prompt(rng, 900)).finish_reason
+    result["one_over"] = engine.ask(prompt(rng, 901)).finish_reason
+    result["memory"] = record.get("memory")
+
+    run = engine.hybrid.run
+
+    def fail(*_: Any) -> torch.Tensor:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: 99 bytes")
+
+    engine.flush()
+    before = engine.allocator.available_size()
+    engine.hybrid.run = fail  # type: ignore[method-assign]
+    result["out_of_memory"] = engine.ask(prompt(rng, 800)).finish_reason
+    engine.check_slots()
+    engine.hybrid.run = run  # type: ignore[method-assign]
+    result["nothing_leaked"] = engine.allocator.available_size() == before
+    result["next_one"] = engine.ask(prompt(rng, 800)).finish_reason
+
+    result["decodes_and_fits"] = engine.ask(prompt(rng, 100), max_new_tokens=5).finish_reason
+    result["decodes_and_does_not"] = engine.ask(prompt(rng, 500), max_new_tokens=5).finish_reason
+    result["one_token_beyond_durable"] = engine.ask(prompt(rng, 500), max_new_tokens=1).finish_reason
+
+    runner = engine.scheduler.tp_worker.model_runner
+    engine.flush()
+    result["gate"] = parity_gate.run(runner)
+    engine.hybrid.run = lambda *a: run(*a) * 1.5  # type: ignore[method-assign]
+    result["gate_with_wrong_hybrid"] = raised(lambda: parity_gate.run(runner))
+    engine.hybrid.run = run  # type: ignore[method-assign]
+    allocator = engine.allocator
+    allocator.first_scratch_slot -= 50  # into durable slots, which differ from layer to layer: still right
+    allocator.first_scratch_slot += 50
+
+    with memory_profile._memory_decides_only(runner):
+        MadeUpRequest(runner, prompt(rng, 700)).release()
+    result["too_long"] = raised(lambda: start(folder, "llama", config={"max_input_length": 4096}))
+    small = {"memory_budget_gb": 0.004, "max_input_length": 4000}
+    result["does_not_fit"] = raised(lambda: start(folder, "llama", config=small))
+    return result
+
+
+def raised(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except SglPrefillError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def profile(folder: Path) -> dict[str, Any]:
+    """The pass that computes only what decides memory takes the memory of a whole one; and what a token retains."""
+    wide = {"hidden_size": 512, "intermediate_size": 1792, "num_attention_heads": 8, "head_dim": 64}
+    model = tiny_models.write(folder / "wide", "llama", **wide, num_hidden_layers=6, max_position_embeddings=40000)
+    config = PrefillConfig(hybrid_prefill="on", hybrid_chunk_tokens=256, memory_budget_gb=2, max_input_length=24000)
+    engine = InProcessScheduler(config, model, dtype="bfloat16", max_total_tokens=100)
+    runner = engine.scheduler.tp_worker.model_runner
+    engine.allocator.resize_durable(0)
+    whole = memory_profile._peak_bytes(runner, 12000)
+    with memory_profile._memory_decides_only(runner):
+        short = memory_profile._peak_bytes(runner, 12000)
+    rows = {row["what"].split(" of ")[0]: row["bytes_per_token"] for row in record.get("memory")["rows"]}
+    return {
+        "whole": whole,
+        "decides": short,
+        "measured_bytes_per_token": rows["activations"],
+        "retained_bytes_per_token": engine.hybrid.retained_bytes_per_token,
+    }
+
+
+if __name__ == "__main__":
+    scenarios = {"families": families, "storm": storm, "faults": faults, "profile": profile}
+    print(json.dumps(scenarios[sys.argv[1]](Path(sys.argv[2]))))
