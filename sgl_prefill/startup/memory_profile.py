@@ -5,7 +5,7 @@ Made-up inputs of several lengths run, each with no durable slot, and the peak a
 - on a device from its allocator, while the longest input runs in full;
 - on a host from the resident anonymous memory of this process. A whole run of the longest input would take minutes there,
   so a pass computes what decides the peak: the first and the last chunk of a few pieces and the last block of their attention
-  (`HybridBody.only_what_decides_memory`, `attend(only_last_block)`).
+  (`HybridBody.only_what_decides_memory`, `attend(only_last_blocks)`).
 
 Activations grow linearly with the input, so that two lengths give the fixed part and the part for each token. The result is
 kept on disk under everything that it depends on.
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # What a sample of resident memory may miss, and what the allocator of the host cannot give back.
-HOST_MARGIN = 1.05
+HOST_MARGIN = 1.15
 PLAIN_PATH_TOKENS = 512  # on a host, longer inputs on the plain path are extrapolated
 FIRST_TOKENS = 8192  # the CPU attention's tiles grow up to here
 SAMPLE_INTERVAL_S = 0.0005
-CACHE_FORMAT = 2
+CACHE_FORMAT = 3
 
 _libc = ctypes.CDLL(None)
 
@@ -170,13 +170,13 @@ def _memory_decides_only(model_runner: ModelRunner) -> Iterator[None]:
     hybrid, backend = hybrid_of(model_runner), prefill_backend(model_runner.attn_backend)
     if hybrid is not None:
         hybrid.only_what_decides_memory = True
-    backend.only_last_block = True
+    backend.only_last_blocks = True
     try:
         yield
     finally:
         if hybrid is not None:
             hybrid.only_what_decides_memory = False
-        backend.only_last_block = False
+        backend.only_last_blocks = False
 
 
 @contextmanager
