@@ -59,7 +59,9 @@ def test_contradicting_flags_are_all_named_with_the_remedy() -> None:
         "--enable-mixed-chunk",
     ]
     assert all("--scheduling stock" in problem for problem in problems)
-    assert preflight.check_argv(PrefillConfig(scheduling="stock"), argv) == []
+    assert preflight.check_argv(PrefillConfig(scheduling="stock", suffix_kv="keep"), argv) == []
+    with_scratch = preflight.check_argv(PrefillConfig(scheduling="stock"), argv)
+    assert [problem.split()[0] for problem in with_scratch] == ["--chunked-prefill-size", "--enable-mixed-chunk"]
 
 
 def test_flags_that_agree_are_no_contradiction() -> None:

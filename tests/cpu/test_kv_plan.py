@@ -83,7 +83,7 @@ class Slots(RuleBasedStateMachine):
         with self.allocator.serving(plans):
             slots = self.allocator.alloc_extend(*[None] * 5, sum(lengths))
         assert slots is not None
-        parts = torch.split(slots, lengths)  # type: ignore[no-untyped-call]
+        parts = torch.split(slots, lengths)
         self.running = list(zip(plans, parts, strict=True))
 
     @precondition(lambda self: self.running)

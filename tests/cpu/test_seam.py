@@ -60,11 +60,20 @@ def test_the_list_is_complete_and_says_why() -> None:
 
 
 @pytest.mark.usefixtures("clean_registry")
-def test_with_our_features_off_only_the_record_and_the_arrival_time_are_hooked() -> None:
-    """Each technique has its own switch; with all off, what runs is SGLang's."""
-    off = PrefillConfig(scheduling="stock", logits_dtype="model")
+def test_with_our_features_off_only_what_surrounds_a_forward_pass_is_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each technique has its own switch; with all off, what computes an answer on a GPU is SGLang's."""
+    monkeypatch.setattr("sgl_prefill.seam.hooks.has_accelerator", lambda: True)
+    off = PrefillConfig(scheduling="stock", logits_dtype="model", hybrid_prefill="off", suffix_kv="keep")
     left = [hook.target.rsplit(".", 1)[1] for process in ("http", "scheduler") for hook in hooks_for(off, process)]
-    assert left == ["__getstate__", "get_init_info"]
+    about_times_and_replies = ["__getstate__", "convert_to_output_meta_info", "__getstate__", "get_init_info"]
+    about_memory = [
+        "_profile_available_bytes",
+        "init_all_cuda_graphs",
+        "get_worker_info",
+        "run_batch",
+        "process_batch_result",
+    ]
+    assert sorted(left) == sorted(about_times_and_replies + about_memory)
 
 
 @pytest.mark.usefixtures("clean_registry")

@@ -46,7 +46,8 @@ def float32() -> dict[str, Any]:
 def features_off() -> dict[str, Any]:
     """SGLang's own scheduler and logits inside our engine: its answers to the prompts, one at a time."""
     folder = str(demo_model.ensure("bfloat16"))
-    with Engine(model_path=folder, scheduling="stock", logits_dtype="model", memory_budget_gb=3) as engine:
+    off: dict[str, Any] = {"scheduling": "stock", "logits_dtype": "model", "hybrid_prefill": "off", "suffix_kv": "keep"}
+    with Engine(model_path=folder, **off, memory_budget_gb=3) as engine:
         options = {"return_logprob": True, "token_ids_logprob": _candidate_ids(engine), "top_logprobs_num": 3}
         params = {"max_new_tokens": 1, "temperature": 0}
         return {"outputs": [engine.generate(prompt, params, **options) for prompt in PROMPTS]}

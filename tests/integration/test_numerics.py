@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 import warnings
 from typing import Any
 
@@ -14,6 +10,7 @@ import pytest
 import requests
 
 from sgl_prefill import demo_model
+from tests.integration.children import run_child
 from tests.integration.conftest import Server
 from tests.integration.prompts import CANDIDATES, PROMPTS, reference_logprobs
 
@@ -37,16 +34,7 @@ def float32_engine() -> dict[str, Any]:
 
 def engine_child(kind: str) -> dict[str, Any]:
     """What `tests.integration.engine_child` prints."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.integration.engine_child", kind],
-        env={**os.environ, "OMP_NUM_THREADS": "2"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return run_child("engine_child", kind)
 
 
 def largest_difference(left: list[list[float]], right: list[list[float]]) -> float:

@@ -1,0 +1,114 @@
+"""Hybrid prefilling and suffix-KV eviction in a real scheduler, against the plain path on the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.children import run_child
+from tests.support.tiny_models import FAMILIES
+
+# float32: chunks change the order in which matrix products are summed, and tiles that of attention: 2^-23 each, over a few
+# hundred terms and 4 layers. bfloat16 is checked on the demo model, in test_numerics.py.
+CLOSE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tiny")
+
+
+@pytest.fixture(scope="module")
+def families(folder: Path) -> dict[str, Any]:
+    return run_child("memory_child", "families", str(folder))
+
+
+@pytest.fixture(scope="module")
+def faults(folder: Path) -> dict[str, Any]:
+    return run_child("memory_child", "faults", str(folder))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_gives_the_plain_answers_hybrid_evicting_and_both(families: dict[str, Any], family: str) -> None:
+    """*close*: 20 label log-probabilities that differ by whole units among each other, scratch filled with NaN before."""
+    result = families[family]
+    assert result["spread"] > 1, "labels that are all alike would hide an error"
+    for switches in ("hybrid", "evict", "both"):
+        assert result[switches]["cold"] <= CLOSE, switches
+        assert result[switches]["sharer"] <= CLOSE, switches
+    assert result["hybrid_runs"] == 3, "hybrid cold; both cold, and its sharer of more than one chunk"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_durable_space_smaller_than_the_prompt_keeps_a_prefix_and_says_so(
+    families: dict[str, Any], family: str
+) -> None:
+    """The trap of the first experiment: 777 tokens on 300 durable slots, then a request that shares 760 of them.
+
+    When scratch slots reached the tree, the second one "hit" them and was answered wrongly, silently.
+    """
+    both = families[family]["both"]
+    assert (both["kept_tokens"], both["evicted_tokens"]) == (300, 477)
+    assert both["cached_tokens"] == 300
+    assert families[family]["hybrid"]["cached_tokens"] == 760
+
+
+def test_a_storm_of_500_requests_is_answered_as_if_each_ran_alone(folder: Path) -> None:
+    """512 durable slots, prompts of up to 3 times that; SGLang's slot count and ours are checked after every step."""
+    result = run_child("memory_child", "storm", str(folder))
+    assert result["finished"] + result["cancelled"] == 500
+    assert result["worst"] <= CLOSE
+    assert min(result["with_tail"], result["evicting"], result["cached"], result["cancelled"]) >= 20, result
+    assert result["free_after_flush"] == 2000
+    assert result["scratch_lent_after_flush"] == 0
+
+
+def test_an_input_of_the_limit_is_served_and_one_more_is_refused(faults: dict[str, Any]) -> None:
+    """--max-input-length 900 on 400 durable slots."""
+    assert faults["memory"]["max_input_tokens"] == 900
+    assert faults["memory"]["durable_tokens"] == 400
+    assert faults["exact"]["type"] == "length"
+    assert faults["one_over"]["status_code"] == 400
+
+
+def test_an_out_of_memory_forward_is_answered_with_503_and_the_next_request_is_served(faults: dict[str, Any]) -> None:
+    """SGLang alone would end the server; nothing leaks."""
+    assert faults["out_of_memory"]["status_code"] == 503
+    assert "can't allocate memory: 99 bytes" in faults["out_of_memory"]["message"]
+    assert faults["nothing_leaked"]
+    assert faults["next_one"]["type"] == "length"
+
+
+def test_a_request_that_generates_keeps_its_kv_or_is_refused_with_the_numbers(faults: dict[str, Any]) -> None:
+    """And one token needs no slot, however long the prompt."""
+    assert faults["decodes_and_fits"] == {"type": "length", "length": 5}
+    assert faults["decodes_and_does_not"]["status_code"] == 400
+    assert "507 durable slots, and this server has 400" in faults["decodes_and_does_not"]["message"]
+    assert faults["one_token_beyond_durable"] == {"type": "length", "length": 1}
+
+
+def test_the_parity_gate_passes_and_fails_where_a_path_is_wrong(faults: dict[str, Any]) -> None:
+    """A hybrid pass that is off by half, and a layer that reads other slots than were written."""
+    assert set(faults["gate"]) == {"hybrid and plain", "cache hit and miss", "scratch and durable slots"}
+    assert max(faults["gate"].values()) <= CLOSE
+    assert faults["gate_with_wrong_hybrid"].startswith("ParityError")
+    assert "hybrid and plain differ by" in faults["gate_with_wrong_hybrid"]
+    assert faults["gate_with_scratch_in_the_cache"].startswith("ParityError")
+
+
+def test_an_input_length_that_cannot_be_served_fails_the_start_with_the_longest_that_can(
+    faults: dict[str, Any],
+) -> None:
+    """Beyond the context length, and beyond the memory."""
+    assert "allows 4089" in faults["too_long"]
+    assert "MemoryPlanError" in faults["does_not_fit"]
+    assert "longest" in faults["does_not_fit"]
+
+
+def test_the_short_memory_pass_takes_the_memory_of_a_whole_one(folder: Path) -> None:
+    """Within a quarter: the host's allocator spreads differently from run to run. A token retains what the buffers hold."""
+    result = run_child("memory_child", "profile", str(folder))
+    assert result["whole"] / result["decides"] == pytest.approx(1, abs=0.35)
+    assert result["measured_bytes_per_token"] / result["retained_bytes_per_token"] == pytest.approx(1.15, abs=0.3)
