@@ -11,7 +11,7 @@ import psutil
 from benchmarks.report import InvalidRunError
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-INTERVAL_S = 0.002
+INTERVAL_S = 0.01
 
 
 def scheduler_pid(server_pid: int) -> int:

@@ -1,13 +1,12 @@
 """How long an input can each engine serve in 256 MiB beyond the weights?
 
-    python benchmarks/mil/run.py [--quick] [--json PATH] [--model NAME ...]
+    python benchmarks/mil/run.py [--quick] [--json PATH]
 
 Stock SGLang, chunked and unchunked, and our engine with each of its two techniques on and off. See the README beside this.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -71,33 +70,38 @@ def engines() -> list[Engine]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--model", nargs="+", default=list(DEFAULT_MODELS))
-    chosen, rest = parser.parse_known_args()
-    sys.argv = [sys.argv[0], *rest]
     arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
-    conditions = {**report.conditions(), "budget_mib": BUDGET_BYTES >> 20, "commands": {}}
-    rows: list[dict[str, Any]] = []
-    for model in chosen.model[: 1 if arguments.quick else None]:
+    conditions = {**report.conditions(), "budget_mib": BUDGET_BYTES >> 20}
+    rows = _kept(arguments.json)
+    for model in DEFAULT_MODELS[: 1 if arguments.quick else None]:
         for engine in engines():
             is_ablation = engine.name not in RATIO_ENGINES
             if is_ablation and (arguments.quick or model != DEFAULT_MODELS[0]):
                 continue
-            row = {"model": model, "engine": engine.name, **measure(model, engine, arguments.quick, conditions)}
-            rows.append(row)
-            print(json.dumps(row), file=sys.stderr)
+            if any((row["model"], row["engine"]) == (model, engine.name) for row in rows):
+                continue
+            started = time.monotonic()
+            measured = measure(model, engine, arguments.quick)
+            rows.append({"model": model, "engine": engine.name, "commit": conditions["commit"], **measured})
+            print(f"{json.dumps(rows[-1])}\n{time.monotonic() - started:.0f} s", file=sys.stderr)
             _keep(rows, arguments.json)
     report.finish({"conditions": conditions, "rows": rows}, targets_of(rows), arguments.json)
     return 0
 
 
 def _keep(rows: list[dict[str, Any]], path: Path | None) -> None:
-    """What has been measured so far, beside the result: a run takes hours."""
+    """What has been measured so far, beside the result: a run takes most of an hour, and may be resumed."""
     if path is not None:
         path.with_suffix(".partial").write_text("\n".join(json.dumps(row) for row in rows) + "\n")
 
 
-def measure(model: str, engine: Engine, is_quick: bool, conditions: dict[str, Any]) -> dict[str, Any]:
+def _kept(path: Path | None) -> list[dict[str, Any]]:
+    if path is None or not path.with_suffix(".partial").exists():
+        return []
+    return [json.loads(line) for line in path.with_suffix(".partial").read_text().splitlines()]
+
+
+def measure(model: str, engine: Engine, is_quick: bool) -> dict[str, Any]:
     """The longest input within the budget, and how it was served."""
     with tempfile.TemporaryDirectory() as name:
         folder = write_model(model, Path(name))
@@ -106,14 +110,15 @@ def measure(model: str, engine: Engine, is_quick: bool, conditions: dict[str, An
             predicted, how = ask_mil(engine, folder, weights)
             length = min(QUICK_TOKENS, predicted) if is_quick else predicted
             flags = [*budget_flags(weights), "--max-input-length", str(length)]
-            with running(engine, folder, flags, conditions) as (server, pid):
+            with running(engine, folder, flags) as (server, pid):
                 served = serve(server, pid, length, process_memory.resident_bytes(pid), WATCH_S)
         else:
-            with running(engine, folder, STOCK_MEMORY, conditions) as (server, pid):
+            with running(engine, folder, STOCK_MEMORY) as (server, pid):
                 baseline = process_memory.resident_bytes(pid)
                 tries = search_stock(server, pid, baseline, MAX_SEARCH_STEPS if not is_quick else 0)
                 predicted, how, served = longest_within(tries), {"tries": tries}, tries[-1]
-    return {"longest_input_tokens": predicted, "how": how, "served": served}
+        command = report.portable(server.command)
+    return {"longest_input_tokens": predicted, "how": how, "served": served, "command": command}
 
 
 def write_model(model: str, folder: Path) -> Path:
@@ -199,15 +204,12 @@ def serve(
 
 
 @contextmanager
-def running(
-    engine: Engine, folder: Path, flags: list[str], conditions: dict[str, Any]
-) -> Iterator[tuple[local_server.LocalServer, int]]:
+def running(engine: Engine, folder: Path, flags: list[str]) -> Iterator[tuple[local_server.LocalServer, int]]:
     """A healthy server that has answered one short request, and the id of its scheduler process."""
     log = folder / "server.log"
     environment = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]}
     all_flags = [*common_flags(folder), *engine.flags, *flags]
     server = local_server.start(engine.module, all_flags, log, environment=environment)
-    conditions["commands"][engine.name] = report.portable(server.command)
     try:
         record = requests.get(f"{server.url}/server_info", timeout=60).json().get("sgl_prefill")
         if (record is not None) != engine.is_ours:
@@ -261,7 +263,28 @@ def targets_of(rows: list[dict[str, Any]]) -> list[report.Target]:
                 5,
             )
         )
+        (both,) = [row for row in rows if row["model"] == model and row["engine"] == "ours, both"]
+        measured, explained = activation_bytes_per_token(both["how"]["mil_output"]), explained_bytes_per_token(model)
+        targets.append(
+            report.Target.at_least(
+                f"{model}: bytes per token, measured {measured:.0f} against {explained} explained, smaller / larger",
+                min(measured, explained) / max(measured, explained),
+                0.85,
+            )
+        )
     return targets
+
+
+def activation_bytes_per_token(mil_output: list[str]) -> float:
+    (line,) = [line for line in mil_output if line.startswith("activations of")]
+    return float(line.partition("MiB")[2].split()[0])
+
+
+def explained_bytes_per_token(model: str) -> int:
+    """Residual stream, and query or attention output in one buffer, in bfloat16; three int64 indices and one int32."""
+    config = json.loads((MODELS / f"{model}.json").read_text())
+    query = config["num_attention_heads"] * config["head_dim"]
+    return int(2 * (config["hidden_size"] + query) + 3 * 8 + 4)
 
 
 if __name__ == "__main__":
