@@ -1,0 +1,118 @@
+"""What does hybrid prefilling cost, and what does it gain over chunked prefill?
+
+    python benchmarks/hybrid_overhead/run.py [--quick] [--json PATH]
+
+One cold prompt after the other on three servers in turn: ours with hybrid prefilling, ours without (the same request
+unchunked), and stock SGLang with chunks of 512. See the README beside this file.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import requests
+
+from benchmarks import report
+from benchmarks.cpu_attention.run import MAX_LOGPROB_DIFFERENCE, ask, model_config, token_ids, write_model
+from sgl_prefill import local_server
+
+PROMPT_TOKENS, QUICK_TOKENS = 16_000, 2_000
+N_PROMPTS = 5
+ENGINES = {
+    "hybrid": ("sgl_prefill.launch_server", ["--hybrid-prefill", "on"]),
+    "unchunked": ("sgl_prefill.launch_server", ["--hybrid-prefill", "off"]),
+    "stock, chunks of 512": (
+        "sglang.launch_server",
+        ["--chunked-prefill-size", "512", "--max-total-tokens", "40000", "--mem-fraction-static", "0.3"],
+    ),
+}
+
+
+def main() -> int:
+    arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
+    n_tokens, n_prompts = (QUICK_TOKENS, 1) if arguments.quick else (PROMPT_TOKENS, N_PROMPTS)
+    conditions = {**report.conditions(), "model": model_config(), "prompt_tokens": n_tokens, "prompts": n_prompts}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        common = ["--model-path", str(write_model(folder / "model")), "--load-format", "dummy", "--dtype", "bfloat16"]
+        common += ["--disable-overlap-schedule", "--sleep-on-idle", "--max-running-requests", "4"]
+        servers = {}
+        for name, (module, flags) in ENGINES.items():
+            print(f"starting {name}", file=sys.stderr)
+            budget = ["--memory-budget-gb", "2"] if module.startswith("sgl_prefill") else []
+            options: dict[str, Any] = {"environment": {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]}}
+            servers[name] = stack.enter_context(
+                local_server.running(module, [*common, *flags, *budget], folder / f"{name[:6]}.log", **options)
+            )
+        records = {name: record_of(server) for name, server in servers.items()}
+        rows = measure(servers, n_tokens, n_prompts)
+        conditions["commands"] = {name: report.portable(server.command) for name, server in servers.items()}
+    check(rows, records)
+    report.finish(
+        {"conditions": conditions, "activation_records": records, "rows": rows}, targets_of(rows), arguments.json
+    )
+    return 0
+
+
+def record_of(server: local_server.LocalServer) -> dict[str, Any] | None:
+    record: dict[str, Any] | None = requests.get(f"{server.url}/server_info", timeout=60).json().get("sgl_prefill")
+    return record
+
+
+def measure(servers: dict[str, local_server.LocalServer], n_tokens: int, n_prompts: int) -> list[dict[str, Any]]:
+    """The servers in turn, prompt by prompt, in changing order: a slow minute of the machine hits all."""
+    rng = random.Random(0)
+    for server in servers.values():
+        ask(server, token_ids(rng, 2000))  # warm-up: longer than a chunk
+    rows: list[dict[str, Any]] = []
+    for number in range(n_prompts):
+        prompt = token_ids(rng, n_tokens)
+        names = list(servers)
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            rows.append({"number": number, "engine": name, **ask(servers[name], prompt)})
+            done = len(rows) / (n_prompts * len(servers))
+            print(f"{done:4.0%}  {name:22} {rows[-1]['seconds']:7.2f} s", file=sys.stderr)
+    return rows
+
+
+def check(rows: list[dict[str, Any]], records: dict[str, dict[str, Any] | None]) -> None:
+    """Each engine is what it is taken for, every prompt was cold, and all agree. Raises InvalidRunError."""
+    switches = {name: record and record["config"]["hybrid_prefill"] for name, record in records.items()}
+    if switches != {"hybrid": "on", "unchunked": "off", "stock, chunks of 512": None}:
+        raise report.InvalidRunError(f"the servers are not the ones that were asked for: {switches}")
+    if any(row["cached_tokens"] for row in rows):
+        raise report.InvalidRunError("a prompt was not cold")
+    for number in {row["number"] for row in rows}:
+        answers = [row["logprobs"] for row in rows if row["number"] == number]
+        for answer in answers[1:]:
+            if max(abs(a - b) for a, b in zip(answers[0], answer, strict=True)) > MAX_LOGPROB_DIFFERENCE:
+                raise report.InvalidRunError(f"the engines disagree on prompt {number}: {answers}")
+
+
+def targets_of(rows: list[dict[str, Any]]) -> list[report.Target]:
+    def ratio(other: str) -> float:
+        """Median over the prompts of other's seconds over hybrid's, prompt by prompt."""
+        seconds = {(row["number"], row["engine"]): row["seconds"] for row in rows}
+        numbers = sorted({row["number"] for row in rows})
+        return statistics.median(seconds[number, other] / seconds[number, "hybrid"] for number in numbers)
+
+    return [
+        report.Target.at_least("throughput, hybrid / the same request unchunked", ratio("unchunked"), 0.97),
+        report.Target.at_least(
+            "throughput, hybrid / stock SGLang with chunks of 512", ratio("stock, chunks of 512"), 1.10
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
