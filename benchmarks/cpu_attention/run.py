@@ -8,7 +8,6 @@ in turn. Times are those of whole HTTP requests. See the README beside this file
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import statistics
@@ -25,9 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import requests
 import torch
 
-from benchmarks import report
-from sgl_prefill import demo_model, local_server
+from benchmarks import report, shapes
+from sgl_prefill import local_server
 
+MODEL = "llama-6-layers"
 HIDDEN, MLP, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 1024, 4096, 6, 16, 4, 64
 LABEL_IDS = [100, 200, 300]
 # Both run the same bfloat16 arithmetic in another order; observed differences stay far below this.
@@ -50,10 +50,17 @@ QUICK = Lengths(cold=2_000, prefix=2_000, suffix=200, n_cold=1, n_suffix=2)
 def main() -> int:
     arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
     lengths = QUICK if arguments.quick else Lengths()
-    conditions = {**report.conditions(), "model": model_config(), "lengths": lengths._asdict()}
+    conditions = {**report.conditions(), "model": shapes.config(MODEL), "lengths": lengths._asdict()}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        flags = ["--model-path", str(write_model(folder / "model")), "--load-format", "dummy", "--dtype", "bfloat16"]
+        flags = [
+            "--model-path",
+            str(shapes.write(MODEL, folder / "model")),
+            "--load-format",
+            "dummy",
+            "--dtype",
+            "bfloat16",
+        ]
         flags += ["--max-total-tokens", "40000", "--mem-fraction-static", "0.4", "--chunked-prefill-size", "-1"]
         flags += ["--disable-overlap-schedule", "--sleep-on-idle", "--max-running-requests", "4"]
         engines = {}
@@ -83,37 +90,6 @@ def main() -> int:
         arguments.json,
     )
     return 0
-
-
-def model_config() -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "torch_dtype": "bfloat16",
-        "hidden_size": HIDDEN,
-        "intermediate_size": MLP,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "vocab_size": 49152,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-
-
-def write_model(folder: Path) -> Path:
-    """A config; SGLang fills in random weights from a fixed seed. The tokenizer is the demo model's, for the server."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(model_config()))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_text((demo_model.ensure() / name).read_text())
-    return folder
 
 
 def check_engines(engines: dict[str, local_server.LocalServer]) -> dict[str, Any]:

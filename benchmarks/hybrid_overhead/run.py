@@ -22,10 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import requests
 
-from benchmarks import report
-from benchmarks.cpu_attention.run import MAX_LOGPROB_DIFFERENCE, ask, model_config, token_ids, write_model
+from benchmarks import report, shapes
+from benchmarks.cpu_attention.run import MAX_LOGPROB_DIFFERENCE, ask, token_ids
 from sgl_prefill import local_server
 
+MODEL = "llama-3.1-8b" if shapes.HAS_CUDA else "llama-6-layers"
 PROMPT_TOKENS, QUICK_TOKENS = 16_000, 2_000
 N_PROMPTS = 5
 ENGINES = {
@@ -33,7 +34,7 @@ ENGINES = {
     "unchunked": ("sgl_prefill.launch_server", ["--hybrid-prefill", "off"]),
     "stock, chunks of 512": (
         "sglang.launch_server",
-        ["--chunked-prefill-size", "512", "--max-total-tokens", "40000", "--mem-fraction-static", "0.3"],
+        ["--chunked-prefill-size", "512"],
     ),
 }
 
@@ -41,15 +42,25 @@ ENGINES = {
 def main() -> int:
     arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
     n_tokens, n_prompts = (QUICK_TOKENS, 1) if arguments.quick else (PROMPT_TOKENS, N_PROMPTS)
-    conditions = {**report.conditions(), "model": model_config(), "prompt_tokens": n_tokens, "prompts": n_prompts}
+    conditions = {**report.conditions(), "model": MODEL, "prompt_tokens": n_tokens, "prompts": n_prompts}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        common = ["--model-path", str(write_model(folder / "model")), "--load-format", "dummy", "--dtype", "bfloat16"]
+        common = [
+            "--model-path",
+            str(shapes.write(MODEL, folder / "model")),
+            "--load-format",
+            "dummy",
+            "--dtype",
+            "bfloat16",
+        ]
         common += ["--disable-overlap-schedule", "--sleep-on-idle", "--max-running-requests", "4"]
         servers = {}
         for name, (module, flags) in ENGINES.items():
             print(f"starting {name}", file=sys.stderr)
-            budget = ["--memory-budget-gb", "2"] if module.startswith("sgl_prefill") else []
+            budget = (
+                ["--memory-budget-gb", "2"] if module.startswith("sgl_prefill") else ["--mem-fraction-static", "0.3"]
+            )
+            budget = [] if shapes.HAS_CUDA else budget
             options: dict[str, Any] = {"environment": {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]}}
             servers[name] = stack.enter_context(
                 local_server.running(module, [*common, *flags, *budget], folder / f"{name[:6]}.log", **options)
@@ -104,7 +115,7 @@ def targets_of(rows: list[dict[str, Any]]) -> list[report.Target]:
         """Median over the prompts of other's seconds over hybrid's, prompt by prompt."""
         seconds = {(row["number"], row["engine"]): row["seconds"] for row in rows}
         numbers = sorted({row["number"] for row in rows})
-        return statistics.median(seconds[number, other] / seconds[number, "hybrid"] for number in numbers)
+        return float(statistics.median(seconds[number, other] / seconds[number, "hybrid"] for number in numbers))
 
     return [
         report.Target.at_least("throughput, hybrid / the same request unchunked", ratio("unchunked"), 0.97),

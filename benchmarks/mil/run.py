@@ -24,12 +24,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import psutil
 import requests
 
-from benchmarks import process_memory, report
-from sgl_prefill import demo_model, local_server
+from benchmarks import process_memory, report, shapes
+from sgl_prefill import local_server
 
 BUDGET_BYTES = 256 << 20
-MODELS = Path(__file__).with_name("models")
-DEFAULT_MODELS = ("llama-3.1-8b-quarter", "llama-3.3-70b-quarter")
+MODELS = (
+    ("llama-3.1-8b", "qwen-32b-fp8", "llama-3.3-70b-fp8")
+    if shapes.HAS_CUDA
+    else ("llama-3.1-8b-quarter", "llama-3.3-70b-quarter")
+)
 STOCK_CHUNKS = (256, 512)
 STOCK_MEMORY = ["--max-total-tokens", "20000", "--mem-fraction-static", "0.5"]
 FIRST_TOKENS = (1024, 4096)
@@ -73,10 +76,10 @@ def main() -> int:
     arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
     conditions = {**report.conditions(), "budget_mib": BUDGET_BYTES >> 20}
     rows = _kept(arguments.json)
-    for model in DEFAULT_MODELS[: 1 if arguments.quick else None]:
+    for model in MODELS[: 1 if arguments.quick else None]:
         for engine in engines():
             is_ablation = engine.name not in RATIO_ENGINES
-            if is_ablation and (arguments.quick or model != DEFAULT_MODELS[0]):
+            if is_ablation and (arguments.quick or model != MODELS[0]):
                 continue
             if any((row["model"], row["engine"]) == (model, engine.name) for row in rows):
                 continue
@@ -104,33 +107,30 @@ def _kept(path: Path | None) -> list[dict[str, Any]]:
 def measure(model: str, engine: Engine, is_quick: bool) -> dict[str, Any]:
     """The longest input within the budget, and how it was served."""
     with tempfile.TemporaryDirectory() as name:
-        folder = write_model(model, Path(name))
+        folder = shapes.write(model, Path(name))
         if engine.is_ours:
-            weights = weight_bytes(folder)
+            weights = weight_bytes(model)
             predicted, how = ask_mil(engine, folder, weights)
             length = min(QUICK_TOKENS, predicted) if is_quick else predicted
             flags = [*budget_flags(weights), "--max-input-length", str(length)]
             with running(engine, folder, flags) as (server, pid):
                 served = serve(server, pid, length, process_memory.resident_bytes(pid), WATCH_S)
         else:
-            with running(engine, folder, STOCK_MEMORY) as (server, pid):
+            with running(engine, folder, [] if shapes.HAS_CUDA else STOCK_MEMORY) as (server, pid):
                 baseline = process_memory.resident_bytes(pid)
-                tries = search_stock(server, pid, baseline, MAX_SEARCH_STEPS if not is_quick else 0)
-                predicted, how, served = longest_within(tries), {"tries": tries}, tries[-1]
+                if shapes.HAS_CUDA:
+                    predicted = pool_tokens(server)
+                    how, served = {"max_total_num_tokens": predicted}, serve(server, pid, predicted, baseline)
+                else:
+                    tries = search_stock(server, pid, baseline, MAX_SEARCH_STEPS if not is_quick else 0)
+                    predicted, how, served = longest_within(tries), {"tries": tries}, tries[-1]
         command = report.portable(server.command)
     return {"longest_input_tokens": predicted, "how": how, "served": served, "command": command}
 
 
-def write_model(model: str, folder: Path) -> Path:
-    (folder / "config.json").write_text((MODELS / f"{model}.json").read_text())
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_text((demo_model.ensure() / name).read_text())
-    return folder
-
-
-def weight_bytes(folder: Path) -> int:
+def weight_bytes(model: str) -> int:
     """Parameters of a Llama in bfloat16, and the rotary table that SGLang keeps for every position."""
-    config = json.loads((folder / "config.json").read_text())
+    config = shapes.config(model)
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     kv_heads, head_dim = config["num_key_value_heads"], config["head_dim"]
     attention = hidden * head_dim * (heads + 2 * kv_heads) + heads * head_dim * hidden
@@ -146,7 +146,8 @@ def common_flags(folder: Path) -> list[str]:
 
 
 def budget_flags(weights: int) -> list[str]:
-    return ["--memory-budget-gb", f"{(weights + BUDGET_BYTES) / 2**30:.5f}"]
+    """On a CUDA device the whole device is the budget, as SGLang divides it."""
+    return [] if shapes.HAS_CUDA else ["--memory-budget-gb", f"{(weights + BUDGET_BYTES) / 2**30:.5f}"]
 
 
 def ask_mil(engine: Engine, folder: Path, weights: int) -> tuple[int, dict[str, Any]]:
@@ -157,6 +158,12 @@ def ask_mil(engine: Engine, folder: Path, weights: int) -> tuple[int, dict[str, 
     if done.returncode != 0 or not lines:
         raise report.InvalidRunError(f"{report.portable(command)}:\n{done.stderr[-2000:]}")
     return int(lines[-1].rpartition(":")[2]), {"mil_output": lines}
+
+
+def pool_tokens(server: local_server.LocalServer) -> int:
+    """On a CUDA device: the longest input that SGLang admits, its KV pool less a margin of its own."""
+    info = requests.get(f"{server.url}/server_info", timeout=60).json()
+    return int(min(info["max_total_num_tokens"], info.get("context_length") or 131072)) - 16
 
 
 def search_stock(server: local_server.LocalServer, pid: int, baseline: int, max_steps: int) -> list[dict[str, Any]]:
@@ -196,7 +203,7 @@ def serve(
         requests.post(f"{server.url}/flush_cache", timeout=60)
     return {
         "tokens": n_tokens,
-        "peak_mib": mib(watch.peak_bytes),
+        "peak_mib": None if shapes.HAS_CUDA else mib(watch.peak_bytes),  # of host memory
         "seconds": round(time.monotonic() - started, 1),
         "answered": answer is not None,
         "kept_tokens": None if answer is None else answer.get("kept_tokens"),
@@ -282,7 +289,7 @@ def activation_bytes_per_token(mil_output: list[str]) -> float:
 
 def explained_bytes_per_token(model: str) -> int:
     """Residual stream, and query or attention output in one buffer, in bfloat16; three int64 indices and one int32."""
-    config = json.loads((MODELS / f"{model}.json").read_text())
+    config = shapes.config(model)
     query = config["num_attention_heads"] * config["head_dim"]
     return int(2 * (config["hidden_size"] + query) + 3 * 8 + 4)
 

@@ -125,8 +125,8 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         if n_input > limit:
             raise BadRequestError(
                 f"the prompt has {n_input} tokens, and this server takes at most {limit}"
-                f" (context length {self.context_len}, KV pool input limit {self.max_req_input_len}):"
-                " shorten it, or start the server with a larger --context-length or more memory"
+                f" (the model's context length is {self.context_len}): shorten it, or start the server with a larger"
+                " --max-input-length, and more memory or a larger --context-length where that asks for it"
             )
         super()._validate_one_request(obj, input_ids)
 

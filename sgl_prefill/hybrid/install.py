@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sgl_prefill import disk_cache
+from sgl_prefill.cpu.detect import has_accelerator
 from sgl_prefill.errors import UntraceableModelError
 from sgl_prefill.hybrid.body import HybridBody
 from sgl_prefill.hybrid.chunk_size import measure_chunk_tokens
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+HOST_LOGPROB_ROWS = 32
 BODY_ATTRIBUTE = "sgl_prefill_hybrid"
 
 
@@ -40,7 +43,7 @@ def after_init_attention_backends(result: None, model_runner: ModelRunner) -> No
             ) from error
         logger.warning("hybrid prefilling is off, the plain path serves %s: %s", name, error)
         return
-    hybrid.chunk_tokens = config.hybrid_chunk_tokens or measure_chunk_tokens(hybrid.split, model_runner.device)
+    hybrid.chunk_tokens = config.hybrid_chunk_tokens or _fitting_chunk_tokens(hybrid, model_runner)
     model_runner.sgl_prefill_hybrid = hybrid
     _route_long_extends(body, hybrid)
     logger.info(
@@ -48,6 +51,26 @@ def after_init_attention_backends(result: None, model_runner: ModelRunner) -> No
         hybrid.chunk_tokens,
         hybrid.retained_bytes_per_token,
     )
+
+
+def _fitting_chunk_tokens(hybrid: HybridBody, model_runner: ModelRunner) -> int:
+    """As an earlier start has measured it, or measured now."""
+    depends_on = disk_cache.circumstances(model_runner)
+    if (stored := disk_cache.load("chunk size", depends_on)) is not None:
+        return int(stored["chunk_tokens"])
+    chunk_tokens = measure_chunk_tokens(hybrid.split, model_runner.device)
+    disk_cache.store("chunk size", depends_on, {"chunk_tokens": chunk_tokens})
+    return chunk_tokens
+
+
+def use_small_logprob_chunks() -> None:
+    """On a host, the log-probabilities of a long tail (`logprob_start_len`) in so few rows at a time that their logits are
+    small beside a chunk: 32 rows of a vocabulary of 49,152 take 19 MiB, SGLang's 2,048 would take 1.2 GiB."""
+    from sglang.srt.environ import envs
+
+    if not has_accelerator():
+        envs.SGLANG_ENABLE_LOGPROB_CHUNK.set(True)
+        envs.SGLANG_LOGPROB_CHUNK_SIZE.set(HOST_LOGPROB_ROWS)
 
 
 def hybrid_of(model_runner: ModelRunner) -> HybridBody | None:

@@ -94,11 +94,16 @@ class _Recorder:
 
     def __call__(self, module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         self.module, self.example_inputs = module, example_inputs
-        (outputs,) = module.graph.output_node().args
-        if not isinstance(outputs, (tuple, list)) or len(outputs) != 1:
-            raise UntraceableModelError(f"its body returns {len(outputs)} tensors and not the hidden states alone")  # type: ignore[arg-type]
+        outputs: Any = module.graph.output_node().args[0]
         self.result = torch.empty(0)
-        return lambda *_: (self.result,)
+
+        def give_result(*_: Any) -> tuple[torch.Tensor | None]:
+            # Raised here and not above: Dynamo wraps what a backend raises.
+            if len(outputs) != 1:
+                raise UntraceableModelError(f"its body returns {len(outputs)} tensors and not the hidden states alone")
+            return (self.result,)
+
+        return give_result
 
 
 @contextmanager

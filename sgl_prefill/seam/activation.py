@@ -14,6 +14,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import SeamError
+from sgl_prefill.hybrid import install as hybrid
 from sgl_prefill.kv import install as kv
 from sgl_prefill.seam import record
 from sgl_prefill.seam.declare import Hook
@@ -38,6 +39,8 @@ def activate(config: PrefillConfig, process: str) -> None:
     if process == "scheduler" and config.suffix_kv == "evict":
         kv.register_prefix_cache()
         kv.use_live_inputs()
+    if process == "scheduler" and config.hybrid_prefill != "off":
+        hybrid.use_small_logprob_chunks()
     HookRegistry.apply_hooks()  # plugins may have been loaded before; targets that are already patched are skipped
     problems = [problem for hook in hooks for problem in _problems_of(hook)]
     if problems:

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core import memory_plan
 from sgl_prefill.core.kv_plan import ceil_to
@@ -61,7 +63,7 @@ def after_init_all_cuda_graphs(result: None, scheduler: Scheduler) -> None:
     """Hook: profile, divide the memory, check the paths against each other. Raises MemoryPlanError, ParityError."""
     config = record.config()
     runner = scheduler.tp_worker.model_runner
-    plan = _plan(runner, config)
+    plan = _agreed(_plan(runner, config), runner)
     runner.sgl_prefill_memory_plan = plan
     _apply(runner, plan)
     if config.skip_parity_gate:
@@ -100,6 +102,19 @@ def _plan(runner: ModelRunner, config: PrefillConfig) -> MemoryPlan:
         raise MemoryPlanError(f"{error}. Lower --max-input-length, or raise {budget_flag}") from error
     most = budget.kv_bytes // use.durable_bytes_per_token // page_size * page_size
     return plan._replace(durable_tokens=min(plan.durable_tokens, most, runner.max_total_num_tokens))
+
+
+def _agreed(plan: MemoryPlan, runner: ModelRunner) -> MemoryPlan:
+    """All ranks have measured for themselves, and must serve the same: the smallest of each number."""
+    if runner.ps.tp_size == 1:
+        return plan
+    from sglang.srt.distributed.parallel_state import get_world_group
+
+    numbers = torch.tensor([plan.max_input_tokens, plan.largest_input_tokens, plan.durable_tokens])
+    group = get_world_group().cpu_group
+    torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MIN, group=group)
+    longest, largest, durable = numbers.tolist()
+    return plan._replace(max_input_tokens=longest, largest_input_tokens=largest, durable_tokens=durable)
 
 
 def _budget(runner: ModelRunner) -> Budget:

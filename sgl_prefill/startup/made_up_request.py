@@ -24,7 +24,7 @@ class MadeUpRequest:
         self._runner = model_runner
         prefix = torch.empty(0, dtype=torch.int64, device=model_runner.device) if cached_slots is None else cached_slots
         self._req = _request(token_ids, prefix)
-        self.logits = self._run()  # [vocabulary], of the last token
+        self.output = self._run()  # float32: logits of the last token, [vocabulary]; or the embedding, [dimensions]
 
     @property
     def slots(self) -> torch.Tensor:
@@ -62,8 +62,9 @@ class MadeUpRequest:
         if batch.input_ids is None:
             batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
         forward_batch = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
-        logits: torch.Tensor = runner.forward(forward_batch).logits_output.next_token_logits[0]
-        return logits.float()
+        output = runner.forward(forward_batch).logits_output
+        values: torch.Tensor = output.next_token_logits[0] if runner.is_generation else output.embeddings[0]
+        return values.float()
 
 
 def _request(token_ids: Sequence[int], prefix: torch.Tensor) -> Req:

@@ -14,21 +14,16 @@ kept on disk under everything that it depends on.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
-import hashlib
-import importlib.metadata
-import json
-import logging
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from sgl_prefill import demo_model
+from sgl_prefill import disk_cache
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.memory_plan import MemoryUse
 from sgl_prefill.errors import MemoryPlanError
@@ -38,14 +33,11 @@ from sgl_prefill.startup.made_up_request import MadeUpRequest
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-logger = logging.getLogger(__name__)
-
 # What a sample of resident memory may miss, and what the allocator of the host cannot give back.
 HOST_MARGIN = 1.15
 PLAIN_PATH_TOKENS = 512  # on a host, longer inputs on the plain path are extrapolated
 FIRST_TOKENS = 8192  # the CPU attention's tiles grow up to here
 SAMPLE_INTERVAL_S = 0.0005
-CACHE_FORMAT = 3
 
 _libc = ctypes.CDLL(None)
 
@@ -64,16 +56,21 @@ def measure_activations(
 
     Raises MemoryPlanError before running an input that shorter ones show to be far over `budget_bytes`.
     """
-    path = _cache_path(model_runner, config, limit_tokens, budget_bytes)
-    cached = _read(path)
-    if cached is not None:
-        return cached
-    if hybrid_of(model_runner) is None and model_runner.device == "cpu":
+    hybrid = hybrid_of(model_runner)
+    depends_on = {
+        **disk_cache.circumstances(model_runner),
+        "chunk_tokens": None if hybrid is None else hybrid.chunk_tokens,
+        "options": (config.suffix_kv, config.logits_dtype, config.max_input_length),
+        "limit_tokens": limit_tokens,
+        "budget_mib": budget_bytes >> 20,
+    }
+    if (stored := disk_cache.load("memory profile", depends_on)) is not None:
+        return Activations(**stored)
+    if hybrid is None and model_runner.device == "cpu":
         activations = _measure_short(model_runner, min(limit_tokens, PLAIN_PATH_TOKENS))
     else:
         activations = _measure_long(model_runner, config, limit_tokens, budget_bytes)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(activations._asdict()))
+    disk_cache.store("memory profile", depends_on, activations._asdict())
     return activations
 
 
@@ -182,43 +179,6 @@ def _memory_decides_only(model_runner: ModelRunner) -> Iterator[None]:
 @contextmanager
 def _nothing() -> Iterator[None]:
     yield
-
-
-def _cache_path(model_runner: ModelRunner, config: PrefillConfig, limit_tokens: int, budget_bytes: int) -> Path:
-    hybrid = hybrid_of(model_runner)
-    depends_on: dict[str, Any] = {
-        "format": CACHE_FORMAT,
-        "versions": {name: importlib.metadata.version(name) for name in ("sgl-prefill", "sglang", "torch")},
-        "device": _device_name(model_runner.device),
-        "threads": torch.get_num_threads(),
-        "model": model_runner.model_config.hf_config.to_dict(),
-        "dtype": str(model_runner.dtype),
-        "attention": model_runner.prefill_attention_backend_str,
-        "chunk_tokens": None if hybrid is None else hybrid.chunk_tokens,
-        "config": {
-            k: v
-            for k, v in dataclasses.asdict(config).items()
-            if k in ("suffix_kv", "logits_dtype", "max_input_length")
-        },
-        "limit_tokens": limit_tokens,
-        "budget_mib": budget_bytes >> 20,
-    }
-    digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True, default=str).encode()).hexdigest()[:24]
-    return demo_model.cache_root() / "profiles" / f"{digest}.json"
-
-
-def _device_name(device: str) -> str:
-    return "cpu" if device == "cpu" else str(torch.get_device_module(device).get_device_name())
-
-
-def _read(path: Path) -> Activations | None:
-    try:
-        return Activations(**json.loads(path.read_text()))
-    except FileNotFoundError:
-        return None
-    except (ValueError, TypeError) as error:
-        logger.warning("the memory profile in %s cannot be read (%s): measuring again", path, error)
-        return None
 
 
 def kv_bytes_per_token(model_runner: ModelRunner) -> tuple[int, int]:

@@ -57,27 +57,33 @@ def _pairs(model_runner: ModelRunner) -> Iterator[tuple[str, float]]:
     hybrid = hybrid_of(model_runner)
     allocator = model_runner.token_to_kv_pool_allocator
     with _chunks_of(model_runner, 2 * GATE_TOKENS), _durable_slots(allocator, GATE_TOKENS):
-        reference = _logprobs(MadeUpRequest(model_runner, token_ids))
+        reference = _result(MadeUpRequest(model_runner, token_ids), model_runner)
     if hybrid is not None:
         with _chunks_of(model_runner, GATE_CHUNK_TOKENS), _durable_slots(allocator, GATE_TOKENS):
-            yield "hybrid and plain", _difference(reference, _logprobs(MadeUpRequest(model_runner, token_ids)))
+            yield (
+                "hybrid and plain",
+                _difference(reference, _result(MadeUpRequest(model_runner, token_ids), model_runner)),
+            )
     with _chunks_of(model_runner, GATE_CHUNK_TOKENS), _durable_slots(allocator, GATE_TOKENS):
         n_cached = GATE_TOKENS // 2 // model_runner.page_size * model_runner.page_size
         if n_cached > 0:
             first = MadeUpRequest(model_runner, token_ids[:n_cached])
             again = MadeUpRequest(model_runner, token_ids, cached_slots=first.slots)
-            yield "cache hit and miss", _difference(reference, _logprobs(again))
+            yield "cache hit and miss", _difference(reference, _result(again, model_runner))
             first.release()
     if isinstance(allocator, SuffixKVAllocator):
         _poison(model_runner)
         with _chunks_of(model_runner, GATE_CHUNK_TOKENS), _durable_slots(allocator, 0):
-            yield "scratch and durable slots", _difference(reference, _logprobs(MadeUpRequest(model_runner, token_ids)))
+            yield (
+                "scratch and durable slots",
+                _difference(reference, _result(MadeUpRequest(model_runner, token_ids), model_runner)),
+            )
 
 
-def _logprobs(request: MadeUpRequest) -> torch.Tensor:
-    logprobs = request.logits.log_softmax(-1)
+def _result(request: MadeUpRequest, model_runner: ModelRunner) -> torch.Tensor:
+    """Log-probabilities, or the embedding of a model without a vocabulary to answer from."""
     request.release()
-    return logprobs
+    return request.output.log_softmax(-1) if model_runner.is_generation else request.output
 
 
 def _difference(reference: torch.Tensor, other: torch.Tensor) -> float:

@@ -64,6 +64,7 @@ def one_family(folder: Path, family: str) -> dict[str, Any]:
     rng = random.Random(0)
     long = prompt(rng, 777)
     sharer = [*long[:760], *prompt(rng, 20)]
+    as_wide_as_a_weight = prompt(rng, 160)  # the MLP's width: a comparison of sizes would take it for the tokens
     runs: list[int] = []
     run = engine.hybrid.run
 
@@ -73,7 +74,7 @@ def one_family(folder: Path, family: str) -> dict[str, Any]:
 
     replace_run(engine, counted)
     with chunks_of(engine, PLAIN):
-        expected = [fresh(engine, text, 2000) for text in (long, sharer)]
+        expected = [fresh(engine, text, 2000) for text in (long, sharer, as_wide_as_a_weight)]
     assert not runs, "the reference must not be hybrid"
     result: dict[str, Any] = {"spread": max(expected[0].label_logprobs) - min(expected[0].label_logprobs)}
     for name, chunk, durable in (("hybrid", CHUNK, 2000), ("evict", PLAIN, DURABLE), ("both", CHUNK, DURABLE)):
@@ -91,6 +92,8 @@ def one_family(folder: Path, family: str) -> dict[str, Any]:
             **{key: value for key, value in answers[0].meta.items() if key in ("kept_tokens", "evicted_tokens")},
         }
     result["hybrid_runs"] = len(runs)
+    answer = fresh(engine, as_wide_as_a_weight, 2000)
+    result["as_wide_as_a_weight"] = largest_difference(answer.label_logprobs, expected[2].label_logprobs)
     return result
 
 

@@ -38,6 +38,7 @@ def test_every_family_gives_the_plain_answers_hybrid_evicting_and_both(families:
     for switches in ("hybrid", "evict", "both"):
         assert result[switches]["cold"] <= CLOSE, switches
         assert result[switches]["sharer"] <= CLOSE, switches
+    assert result["as_wide_as_a_weight"] <= CLOSE
     assert result["hybrid_runs"] == 3, "hybrid cold; both cold, and its sharer of more than one chunk"
 
 

@@ -1,0 +1,28 @@
+"""The models of the benchmarks: configs in `models/`, random weights from SGLang's dummy loader, the demo tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sgl_prefill import demo_model
+
+MODELS = Path(__file__).with_name("models")
+HAS_CUDA = torch.cuda.is_available()
+
+
+def config(model: str) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((MODELS / f"{model}.json").read_text())
+    return read
+
+
+def write(model: str, folder: Path) -> Path:
+    """A model folder for `--load-format dummy`; no weights are written. The prompts use ids below 49,000."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config(model)))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text((demo_model.ensure() / name).read_text())
+    return folder

@@ -1,0 +1,200 @@
+"""Tracing, cutting and running a body, on toy models whose attention is a running mean."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers import radix_attention, radix_linear_attention  # noqa: F401  (register their operations)
+from torch import fx
+
+from sgl_prefill.errors import UntraceableModelError
+from sgl_prefill.hybrid.body import HybridBody
+from sgl_prefill.hybrid.split import Argument, BufferSpec, Piece, SplitBody, split_body
+from sgl_prefill.hybrid.trace import TracedBody, trace_body
+
+HIDDEN, VOCABULARY = 24, 40
+
+
+class Layer(torch.nn.Module):
+    """Query from x, K and V of another width, a residual stream around both halves."""
+
+    def __init__(self, layer_id: int) -> None:
+        super().__init__()
+        self.layer_id = layer_id
+        self.query = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.key_value = torch.nn.Linear(HIDDEN, 2 * 8)
+        self.out = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.up = torch.nn.Linear(HIDDEN, 64)
+        self.down = torch.nn.Linear(64, HIDDEN)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        turned = torch.cos(positions.float() * 0.1).unsqueeze(-1)
+        query = self.query(x) * turned
+        key, value = self.key_value(x).split([8, 8], dim=-1)
+        output = torch.empty_like(query)
+        torch.ops.sglang.unified_attention_with_output(
+            query, (key * turned).view(-1, 2, 4), value.view(-1, 2, 4), output, True, self.layer_id
+        )
+        x = x + self.out(output)
+        result: torch.Tensor = x + self.down(torch.relu(self.up(x)))
+        return result
+
+
+class Body(torch.nn.Module):
+    def __init__(self, n_layers: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(VOCABULARY, HIDDEN)
+        self.layers = torch.nn.ModuleList(Layer(i) for i in range(n_layers))
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any) -> torch.Tensor:
+        x: torch.Tensor = self.embedding(input_ids)
+        for layer in self.layers:
+            x = layer(x, positions)
+        return x
+
+
+def make_batch(input_ids: torch.Tensor) -> Any:
+    return SimpleNamespace(
+        out_cache_loc=torch.arange(len(input_ids)), seq_lens=torch.tensor([len(input_ids)]), input_ids=input_ids
+    )
+
+
+def trace(body: torch.nn.Module) -> TracedBody:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return trace_body(body, make_batch, "cpu")
+
+
+class RunningMean:
+    """`LayerIO`: K and V are kept by token, and attention is query + the mean of K and of V up to its position."""
+
+    def __init__(self, n_tokens: int) -> None:
+        self.pool = torch.full((2, n_tokens, 2, 4), torch.nan)
+        self.attended: list[int] = []
+
+    def write_kv(self, layer_id: int, start: int, end: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        assert layer_id == len(self.attended), "a layer writes after the one before it has attended"
+        self.pool[0, start:end], self.pool[1, start:end] = key, value
+
+    def attend(self, layer_id: int, query: torch.Tensor, output: torch.Tensor) -> None:
+        self.attended.append(layer_id)
+        mean = self.pool.cumsum(1) / torch.arange(1, self.pool.shape[1] + 1)[None, :, None, None]
+        output.copy_(query + mean.permute(1, 0, 2, 3).reshape(len(query), -1).repeat(1, 2)[:, :HIDDEN])
+        self.pool.fill_(torch.nan)
+
+
+def run(split: SplitBody, chunk_tokens: int, input_ids: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(len(input_ids))
+    token_rows = {"input_ids": input_ids, "positions": positions, "out_cache_loc": positions}
+    with torch.no_grad():
+        return HybridBody(split, chunk_tokens).run(token_rows, RunningMean(len(input_ids)))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("n_tokens", [1, 8, HIDDEN, VOCABULARY, 64, 131])
+def test_any_chunk_size_gives_what_one_chunk_gives(in_place: bool, n_tokens: int) -> None:
+    """Also where the number of tokens is that of a weight's rows, which a comparison of sizes would confuse."""
+    split = split_body(trace(Body()), attention_in_place=in_place)
+    input_ids = torch.randint(0, VOCABULARY, (n_tokens,), generator=torch.Generator().manual_seed(n_tokens))
+    whole = run(split, n_tokens, input_ids)
+    assert whole.isfinite().all()
+    for chunk_tokens in (1, 7, 24, 64, n_tokens + 1):
+        torch.testing.assert_close(run(split, chunk_tokens, input_ids), whole, rtol=0, atol=1e-5)
+
+
+def test_buffers_are_reused_between_layers_and_k_and_v_have_none() -> None:
+    """Two full-length buffers whatever the number of layers where attention writes over the query, three elsewhere."""
+    for n_layers in (2, 6):
+        traced = trace(Body(n_layers))
+        two = split_body(traced, attention_in_place=True)
+        assert two.buffers == [BufferSpec((HIDDEN,), torch.float32)] * 2
+        assert len(two.attentions) == n_layers
+        assert len(split_body(traced, attention_in_place=False).buffers) == 3
+        assert [piece.outputs[-2:] for piece in two.pieces[:-1]] == [(None, None)] * n_layers
+
+
+def test_a_piece_that_hands_its_inputs_on_exchanged_does_not_overwrite_them() -> None:
+    """Outputs that are views of rows which another output overwrites are copied first."""
+    graph = fx.Graph()
+    first, second = graph.placeholder("first"), graph.placeholder("second")
+    graph.output((second, first))
+    fill, last = fx.Graph(), fx.Graph()
+    ids = fill.placeholder("ids")
+    rows = fill.call_method("unsqueeze", (fill.call_method("float", (ids,)), -1))
+    fill.output((rows, fill.call_function(operator.mul, (rows, 10.0))))
+    last.output((last.placeholder("kept"),))
+    modules = [fx.GraphModule(torch.nn.Module(), g) for g in (fill, graph, last)]
+    a, b = Argument(buffer=0), Argument(buffer=1)
+    pieces = [
+        Piece(modules[0], (Argument(token_rows="input_ids"),), (0, 1)),
+        Piece(modules[1], (a, b), (0, 1)),
+        Piece(modules[2], (a,), (0,)),
+    ]
+    body = HybridBody(SplitBody(pieces, [], [BufferSpec((1,), torch.float32)] * 2, 0), 3)
+    assert body.run({"input_ids": torch.arange(8)}, RunningMean(8)).flatten().tolist() == [10.0 * i for i in range(8)]
+
+
+class ReadsTheBatch(Body):
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any) -> torch.Tensor:
+        scale: torch.Tensor = forward_batch.seq_lens
+        return super().forward(input_ids, positions, forward_batch) * scale
+
+
+class MeanOverTokens(Body):
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any) -> torch.Tensor:
+        x = self.embedding(input_ids)
+        mean = x.mean(0)
+        result: torch.Tensor = self.layers[0](x, positions) + mean
+        return result
+
+
+class ReturnsTwo(Body):
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any) -> Any:
+        x = super().forward(input_ids, positions, forward_batch)
+        return x, x + 1
+
+
+class DependsOnData(Body):
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any) -> torch.Tensor:
+        if input_ids.sum().item() > 5:
+            positions = positions + 1
+        return super().forward(input_ids, positions, forward_batch)
+
+
+class LinearAttention(Body):
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any) -> torch.Tensor:
+        x = super().forward(input_ids, positions, forward_batch)
+        output = torch.empty_like(x)
+        torch.ops.sglang.unified_linear_attention_with_output(x, x, x, output, 0)
+        return output
+
+
+class NoAttention(Body):
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any) -> torch.Tensor:
+        result: torch.Tensor = self.embedding(input_ids)
+        return result
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (ReadsTheBatch, "reads seq_lens of the batch"),
+        (MeanOverTokens, "has no row for each token"),
+        (ReturnsTwo, "returns 2 tensors"),
+        (DependsOnData, "Dynamo cannot record it"),
+        (NoAttention, "holds no attention"),
+        (LinearAttention, "mixes tokens outside softmax attention .sglang.unified_linear_attention_with_output"),
+    ],
+)
+def test_a_body_that_is_not_token_wise_between_attentions_is_refused_with_the_reason(
+    body: type[Body], reason: str
+) -> None:
+    """Each of these would be computed wrongly chunk by chunk, or not at all."""
+    with pytest.raises(UntraceableModelError, match=reason):
+        split_body(trace(body()), attention_in_place=True)
