@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -192,10 +193,15 @@ class BatchIO:
 
     def _own_rows(self, pool: torch.Tensor) -> torch.Tensor:
         """K or V of the batch's tokens: a view where their slots are consecutive, as scratch slots are; else a copy."""
+        run = self._consecutive
+        return pool[run] if run is not None else pool.index_select(0, self._slots)
+
+    @functools.cached_property
+    def _consecutive(self) -> slice | None:
+        """Read once a pass: it waits for the device."""
         first, n_tokens = int(self._slots[0]), len(self._slots)
-        if int(self._slots[-1]) == first + n_tokens - 1 and bool((self._slots[1:] > self._slots[:-1]).all()):
-            return pool[first : first + n_tokens]
-        return pool.index_select(0, self._slots)
+        is_run = bool((self._slots[1:] - self._slots[:-1] == 1).all())
+        return slice(first, first + n_tokens) if is_run else None
 
 
 def prefill_backend(backend: Any) -> Any:

@@ -90,20 +90,12 @@ HOOKS: tuple[Hook, ...] = (
         function=kv.around_alloc_for_extend,
     ),
     Hook(
-        target="sglang.srt.managers.scheduler.Scheduler.init_all_cuda_graphs",
-        kind="after",
-        process="scheduler",
-        feature="always",
-        reason="profile the longest input, divide the memory, and check that all paths give the same answers",
-        function=startup.after_init_all_cuda_graphs,
-    ),
-    Hook(
         target="sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info",
-        kind="after",
+        kind="around",
         process="scheduler",
         feature="always",
-        reason="the longest input is what the profile run has served, not the number of durable slots",
-        function=startup.after_get_worker_info,
+        reason="profile the longest input, divide the memory, check that all paths agree, and report the limits",
+        function=startup.around_get_worker_info,
     ),
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.init_req_max_new_tokens",

@@ -59,18 +59,31 @@ def around_profile_available_bytes(
     return n_bytes
 
 
-def after_init_all_cuda_graphs(result: None, scheduler: Scheduler) -> None:
-    """Hook: profile, divide the memory, check the paths against each other. Raises MemoryPlanError, ParityError."""
+def around_get_worker_info(original: Callable[..., tuple[Any, ...]], worker: TpModelWorker) -> tuple[Any, ...]:
+    """Hook: SGLang asks for the limits once model, pools and CUDA graphs are there: the moment to profile, divide the
+    memory and check the paths. The longest input is the plan's, whatever the number of durable slots.
+
+    Raises MemoryPlanError, ParityError.
+    """
+    runner = worker.model_runner
+    if not hasattr(runner, "sgl_prefill_memory_plan"):
+        _prepare(runner)
+    plan: MemoryPlan = runner.sgl_prefill_memory_plan
+    longest = plan.max_input_tokens
+    before, after = original(worker)[:4], original(worker)[6:]
+    return (*before, longest + ANSWER_MARGIN_TOKENS - 1, longest + 1, *after)  # SGLang refuses its limit itself
+
+
+def _prepare(runner: ModelRunner) -> None:
     config = record.config()
-    runner = scheduler.tp_worker.model_runner
     plan = _agreed(_plan(runner, config), runner)
-    runner.sgl_prefill_memory_plan = plan
     _apply(runner, plan)
     if config.skip_parity_gate:
         logger.warning("--skip-parity-gate: nobody has checked that all paths of this engine give the same answers")
         differences = None
     else:
         differences = parity_gate.run(runner)
+    runner.sgl_prefill_memory_plan = plan
     record.add(memory=_shown(plan), parity_gate=differences)
 
 
@@ -166,13 +179,6 @@ def _shown(plan: MemoryPlan) -> dict[str, Any]:
         "durable_tokens": plan.durable_tokens,
         "rows": [{"what": what, "mib": round(mib, 2), "bytes_per_token": per} for what, mib, per in rows],
     }
-
-
-def after_get_worker_info(result: tuple[Any, ...], worker: TpModelWorker) -> tuple[Any, ...]:
-    """Hook: the longest input is the plan's, whatever the number of durable slots; SGLang wants one token less than it."""
-    plan: MemoryPlan = worker.model_runner.sgl_prefill_memory_plan
-    longest = plan.max_input_tokens
-    return (*result[:4], longest + ANSWER_MARGIN_TOKENS - 1, longest + 1, *result[6:])
 
 
 def around_init_req_max_new_tokens(original: Callable[..., None], scheduler: Scheduler, req: Req) -> None:

@@ -68,7 +68,6 @@ def test_with_our_features_off_only_what_surrounds_a_forward_pass_is_hooked(monk
     about_times_and_replies = ["__getstate__", "convert_to_output_meta_info", "__getstate__", "get_init_info"]
     about_memory = [
         "_profile_available_bytes",
-        "init_all_cuda_graphs",
         "get_worker_info",
         "run_batch",
         "process_batch_result",
