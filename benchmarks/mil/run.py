@@ -35,9 +35,10 @@ MODELS = (
 )
 STOCK_CHUNKS = (256, 512)
 STOCK_MEMORY = ["--max-total-tokens", "20000", "--mem-fraction-static", "0.5"]
-FIRST_TOKENS = (1024, 4096)
+FIRST_TOKENS = (1024, 2048)
 CLOSE_ENOUGH = 0.97  # of the budget
-MAX_SEARCH_STEPS = 3
+MAX_SEARCH_STEPS = 5
+LARGEST_STEP = 2.0  # from one length to the next: memory is not quite linear
 QUICK_TOKENS = 1000
 # A served input is watched for as long as this; then its memory has repeated layer by layer for a while.
 WATCH_S = 180.0
@@ -184,8 +185,11 @@ def longest_within(tries: list[dict[str, Any]]) -> int:
     before, last = tries[-2:]
     if CLOSE_ENOUGH <= share_of_budget(last) <= 1:
         return int(last["tokens"])
+    if last["peak_mib"] == before["peak_mib"]:  # memory that an earlier, longer input has left behind
+        return int(last["tokens"] / LARGEST_STEP)
     per_token = (last["peak_mib"] - before["peak_mib"]) / (last["tokens"] - before["tokens"])
-    return int(last["tokens"] + (mib(BUDGET_BYTES) - last["peak_mib"]) / per_token)
+    wanted = last["tokens"] + (mib(BUDGET_BYTES) - last["peak_mib"]) / per_token
+    return int(min(max(wanted, last["tokens"] / LARGEST_STEP), last["tokens"] * LARGEST_STEP))
 
 
 def share_of_budget(served: dict[str, Any]) -> float:
