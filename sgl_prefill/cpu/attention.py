@@ -152,7 +152,7 @@ def _plain_block(block: torch.Tensor, rows: KVRows, positions: range, scale: flo
         if merged is None or lse is None:
             merged, lse = part, part_lse
         else:
-            merged, lse = merge_by_log_sum_exp(merged, lse, part, part_lse)
+            merged, lse = merge_by_log_sum_exp(part, part_lse, merged, lse)
     assert merged is not None
     return merged
 
