@@ -113,7 +113,11 @@ def _plan(runner: ModelRunner, config: PrefillConfig) -> MemoryPlan:
     except ValueError as error:
         budget_flag = "--memory-budget-gb" if runner.device == "cpu" else "--mem-fraction-static"
         raise MemoryPlanError(f"{error}. Lower --max-input-length, or raise {budget_flag}") from error
-    most = budget.kv_bytes // use.durable_bytes_per_token // page_size * page_size
+    kv_bytes = budget.kv_bytes
+    if is_evicting and runner.device != "cpu":
+        # Scratch was made for the longest input that could be asked for; on a device all of it is there.
+        kv_bytes -= runner.token_to_kv_pool.scratch_tokens * use.scratch_bytes_per_token
+    most = max(kv_bytes, 0) // use.durable_bytes_per_token // page_size * page_size
     return plan._replace(durable_tokens=min(plan.durable_tokens, most, runner.max_total_num_tokens))
 
 
