@@ -157,8 +157,9 @@ def _apply(runner: ModelRunner, plan: MemoryPlan) -> None:
         pool.commit(plan.durable_tokens)
         allocator.resize_durable(plan.durable_tokens)
     elif type(allocator) in (PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator):
-        runner.memory_pool_config.max_total_num_tokens = plan.durable_tokens
-        allocator.resize(runner.memory_pool_config)
+        # Its own `resize` leaves the number of pages alone where a page is one token.
+        allocator.size, allocator.num_pages = plan.durable_tokens, plan.durable_tokens // allocator.page_size
+        allocator.clear()
     else:
         return  # a pool of several parts: SGLang has divided it, and the plan only limits the input
     runner.max_total_num_tokens = plan.durable_tokens

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # What a sample of resident memory may miss, and what the allocator of the host cannot give back.
 HOST_MARGIN = 1.15
-PLAIN_PATH_TOKENS = 512  # on a host, longer inputs on the plain path are extrapolated
+PLAIN_PATH_TOKENS = 1024  # on a host, longer inputs on the plain path are extrapolated
 FIRST_TOKENS = 8192  # the CPU attention's tiles grow up to here
 SAMPLE_INTERVAL_S = 0.0005
 

@@ -196,6 +196,15 @@ def faults(folder: Path) -> dict[str, Any]:
     result["gate_with_wrong_hybrid"] = raised(lambda: parity_gate.run(runner))
     replace_run(engine, run)
     result["gate_with_scratch_in_the_cache"] = raised(lambda: gate_with_unshared_reads(engine, runner))
+    tight = {"suffix_kv": "keep", "max_input_length": 900, "memory_budget_gb": 0.0075}
+    keeping = start(folder, "llama", config=tight, max_total_tokens=10**6)
+    result["kept_whole"] = keeping.ask(prompt(rng, 900)).finish_reason
+    keeping.scheduler.invariant_checker.self_check_during_busy()
+    result["kept_slots"] = keeping.scheduler.max_total_num_tokens
+    pool = keeping.allocator.get_kvcache()
+    result["kept_slots_without_a_plan"] = pool.size
+    keeping.flush()
+    result["kept_slots_free"] = keeping.allocator.available_size()
     result["too_long"] = raised(lambda: start(folder, "llama", config={"max_input_length": 4096}))
     small = {"memory_budget_gb": 0.004, "max_input_length": 4000}
     result["does_not_fit"] = raised(lambda: start(folder, "llama", config=small))
@@ -203,10 +212,16 @@ def faults(folder: Path) -> dict[str, Any]:
 
 
 def gate_with_unshared_reads(engine: InProcessScheduler, runner: Any) -> None:
-    """Attention of the last layer reads scratch a slot too far: the trap of KV that is not what was written."""
+    """Attention reads scratch a slot too far: the trap of KV that is not what was written."""
     pool = engine.allocator.get_kvcache()
     read = pool.get_key_buffer
-    pool.get_key_buffer = lambda layer_id: read(layer_id).roll(1, 0) if layer_id == 3 else read(layer_id)
+
+    def shifted(layer_id: int) -> torch.Tensor:
+        keys: torch.Tensor = read(layer_id).clone()
+        keys[pool.first_scratch_slot :] = keys[pool.first_scratch_slot :].roll(1, 0)
+        return keys
+
+    pool.get_key_buffer = shifted
     try:
         parity_gate.run(runner)
     finally:

@@ -74,6 +74,13 @@ def test_an_input_of_the_limit_is_served_and_one_more_is_refused(faults: dict[st
     assert faults["one_over"]["status_code"] == 400
 
 
+def test_where_all_kv_is_kept_sglangs_own_allocator_follows_the_plan(faults: dict[str, Any]) -> None:
+    """Its invariant, free + cached + in use = total, ends the server where the two disagree."""
+    assert faults["kept_whole"]["type"] == "length"
+    assert 900 < faults["kept_slots"] == faults["kept_slots_free"]
+    assert faults["kept_slots"] < faults["kept_slots_without_a_plan"]
+
+
 def test_an_out_of_memory_forward_is_answered_with_503_and_the_next_request_is_served(faults: dict[str, Any]) -> None:
     """SGLang alone would end the server; nothing leaks."""
     assert faults["out_of_memory"]["status_code"] == 503
