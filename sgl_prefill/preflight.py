@@ -56,6 +56,7 @@ REQUIRED: tuple[Required, ...] = (
     Required("pp_size", 1, "--pp-size", "the policy and the scratch know one batch in flight", EITHER),
     Required("dcp_size", 1, "--dcp-size", "scratch is not spread over ranks", EVICT),
     Required("enable_hierarchical_cache", False, "--enable-hierarchical-cache", "the cache has one tier", EITHER),
+    Required("enable_streaming_session", False, "--enable-streaming-session", "a session would keep scratch", EVICT),
     Required("enable_memory_saver", False, "--enable-memory-saver", "aliased KV buffers cannot be released", EVICT),
     Required("enable_page_major_kv_layout", False, "--enable-page-major-kv-layout", "layers share scratch", EVICT),
     Required("enable_unified_memory", False, "--enable-unified-memory", "layers share scratch", EVICT),
@@ -149,6 +150,11 @@ def check_server_args(config: PrefillConfig, server_args: ServerArgs, *, listens
         for need in required_for(config)
         if (value := getattr(server_args, need.field)) != need.value
     ]
+    if config.suffix_kv == "evict" and config.allow_generation and server_args.page_size > 1 and not has_accelerator():
+        problems.append(
+            f"--page-size {server_args.page_size} with --allow-generation needs a Triton kernel for each token:"
+            " leave one of the two out on a machine without an accelerator, or start with --suffix-kv keep"
+        )
     if listens:
         problems += _port_problems(server_args.host, server_args.port)
     if problems:

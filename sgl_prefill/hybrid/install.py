@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,9 +45,11 @@ def after_init_attention_backends(result: None, model_runner: ModelRunner) -> No
             ) from error
         logger.warning("hybrid prefilling is off, the plain path serves %s: %s", name, error)
         return
-    hybrid.chunk_tokens = config.hybrid_chunk_tokens or _fitting_chunk_tokens(hybrid, model_runner)
+    context = _ExpertContext(body)
+    with context.of(None):
+        hybrid.chunk_tokens = config.hybrid_chunk_tokens or _fitting_chunk_tokens(hybrid, model_runner)
     model_runner.sgl_prefill_hybrid = hybrid
-    _route_long_extends(body, hybrid)
+    _route_long_extends(body, hybrid, context)
     logger.info(
         "hybrid prefilling: chunks of %d tokens, %d bytes a token kept between layers",
         hybrid.chunk_tokens,
@@ -86,6 +89,8 @@ def _body_of(model_runner: ModelRunner) -> torch.nn.Module:
 
     if model_runner.ps.tp_size > 1 or model_runner.ps.pp_size > 1:
         raise UntraceableModelError("it is spread over several ranks, which is not supported yet")
+    if model_runner.server_args.enable_lora:
+        raise UntraceableModelError("it applies LoRA adapters, which differ from request to request")
     if model_runner.is_multimodal:
         raise UntraceableModelError("it takes images, video or audio")
     pool = model_runner.token_to_kv_pool
@@ -123,15 +128,41 @@ def _build(model_runner: ModelRunner, body: torch.nn.Module) -> HybridBody:
     return HybridBody(split_body(traced, attention_in_place=in_place), chunk_tokens=0)
 
 
-def _route_long_extends(body: torch.nn.Module, hybrid: HybridBody) -> None:
+class _ExpertContext:
+    """SGLang's opaque operation for experts finds its layer through a context of SGLang's."""
+
+    def __init__(self, body: torch.nn.Module) -> None:
+        from sglang.srt.model_executor.model_runner_components.layer_setup import compute_attention_and_moe_layers
+
+        self._layers = compute_attention_and_moe_layers(body)
+
+    def of(self, forward_batch: ForwardBatch | None) -> AbstractContextManager[None]:
+        from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
+            set_tc_piecewise_forward_context,
+        )
+
+        layers = self._layers
+        context: AbstractContextManager[None] = set_tc_piecewise_forward_context(
+            forward_batch, layers.attention_layers, None, layers.moe_layers, layers.moe_fusions
+        )
+        return context
+
+
+def _is_captured() -> bool:
+    """Whether SGLang records or replays a CUDA graph: the hybrid pass is not for graphs, its attention is planned anew."""
+    from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import is_in_breakable_cuda_graph
+    from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import is_in_tc_piecewise_cuda_graph
+    from sglang.srt.model_executor.runner_utils.capture_mode import get_is_capture_mode
+
+    return bool(get_is_capture_mode() or is_in_breakable_cuda_graph() or is_in_tc_piecewise_cuda_graph())
+
+
+def _route_long_extends(body: torch.nn.Module, hybrid: HybridBody, context: _ExpertContext) -> None:
     """Put a dispatcher in the place of `body.forward`. An extend of at most one chunk keeps SGLang's own path."""
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
-    from sglang.srt.model_executor.model_runner_components.layer_setup import compute_attention_and_moe_layers
-    from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import set_tc_piecewise_forward_context
 
     layers = {module.layer_id: module for module in body.modules() if isinstance(module, RadixAttention)}
-    of_experts = compute_attention_and_moe_layers(body)
     plain_forward: Callable[..., Any] = body.forward
 
     def forward(
@@ -142,6 +173,7 @@ def _route_long_extends(body: torch.nn.Module, hybrid: HybridBody) -> None:
             or len(input_ids) <= hybrid.chunk_tokens
             or forward_batch.forward_mode != ForwardMode.EXTEND
             or any(value is not None for value in (*args, *kwargs.values()))  # input embeddings, pipeline stages
+            or _is_captured()
         )
         if is_plain:
             return plain_forward(input_ids, positions, forward_batch, *args, **kwargs)
@@ -150,10 +182,7 @@ def _route_long_extends(body: torch.nn.Module, hybrid: HybridBody) -> None:
             "positions": positions,
             "out_cache_loc": forward_batch.out_cache_loc,
         }
-        # SGLang's opaque operation for experts finds its layer through this context.
-        with set_tc_piecewise_forward_context(
-            forward_batch, of_experts.attention_layers, None, of_experts.moe_layers, of_experts.moe_fusions
-        ):
+        with context.of(forward_batch):
             return hybrid.run(token_rows, BatchIO(forward_batch, layers))
 
     body.forward = forward

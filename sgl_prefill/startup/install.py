@@ -14,7 +14,6 @@ from sgl_prefill.core.kv_plan import ceil_to
 from sgl_prefill.core.memory_plan import MemoryPlan
 from sgl_prefill.errors import MemoryPlanError
 from sgl_prefill.kv.allocator import SuffixKVAllocator
-from sgl_prefill.kv.install import decodes
 from sgl_prefill.seam import record
 from sgl_prefill.startup import memory_profile, parity_gate
 
@@ -70,8 +69,12 @@ def around_get_worker_info(original: Callable[..., tuple[Any, ...]], worker: TpM
         _prepare(runner)
     plan: MemoryPlan = runner.sgl_prefill_memory_plan
     longest = plan.max_input_tokens
-    before, after = original(worker)[:4], original(worker)[6:]
-    return (*before, longest + ANSWER_MARGIN_TOKENS - 1, longest + 1, *after)  # SGLang refuses its limit itself
+    max_total, max_prefill, max_running, max_queued, max_req, _, *rest = original(worker)
+    # A step of several requests must not take more scratch and activations than the longest input.
+    max_prefill = min(max_prefill, longest)
+    max_req = max(max_req, longest + ANSWER_MARGIN_TOKENS - 1)
+    # SGLang refuses an input of its own limit.
+    return (max_total, max_prefill, max_running, max_queued, max_req, longest + 1, *rest)
 
 
 def _prepare(runner: ModelRunner) -> None:
@@ -89,6 +92,8 @@ def _prepare(runner: ModelRunner) -> None:
 
 def _plan(runner: ModelRunner, config: PrefillConfig) -> MemoryPlan:
     is_evicting = isinstance(runner.token_to_kv_pool_allocator, SuffixKVAllocator)
+    if not is_evicting and runner.device != "cpu":
+        return _sglangs_own(runner, config)
     limit = input_limit(runner.model_config.context_len)
     if config.max_input_length is not None and config.max_input_length > limit:
         raise MemoryPlanError(
@@ -118,7 +123,27 @@ def _plan(runner: ModelRunner, config: PrefillConfig) -> MemoryPlan:
         # Scratch was made for the longest input that could be asked for; on a device all of it is there.
         kv_bytes -= runner.token_to_kv_pool.scratch_tokens * use.scratch_bytes_per_token
     most = max(kv_bytes, 0) // use.durable_bytes_per_token // page_size * page_size
+    if most < MIN_DURABLE_TOKENS:
+        raise MemoryPlanError(
+            f"scratch for inputs of {scratch} tokens leaves {most} durable KV slots: name a shorter --max-input-length"
+        )
     return plan._replace(durable_tokens=min(plan.durable_tokens, most, runner.max_total_num_tokens))
+
+
+def _sglangs_own(runner: ModelRunner, config: PrefillConfig) -> MemoryPlan:
+    """On a device whose pool keeps the whole KV, SGLang has divided the memory and backed the pool: that stays."""
+    limit = min(input_limit(runner.model_config.context_len), runner.max_total_num_tokens - ANSWER_MARGIN_TOKENS)
+    wanted = config.max_input_length or limit
+    if wanted > limit:
+        raise MemoryPlanError(
+            f"--max-input-length is {wanted}, and the longest input that this KV pool and context length serve with"
+            f" --suffix-kv keep has {limit} tokens: lower it, or start with --suffix-kv evict"
+        )
+    no_activations = memory_profile.Activations(0, 0.0)
+    use = memory_profile.memory_use(
+        runner, no_activations, record.get("memory_beyond_weights_bytes"), is_evicting=False
+    )
+    return MemoryPlan(use, wanted, limit, runner.max_total_num_tokens)
 
 
 def _agreed(plan: MemoryPlan, runner: ModelRunner) -> MemoryPlan:
@@ -193,14 +218,14 @@ def around_init_req_max_new_tokens(original: Callable[..., None], scheduler: Sch
     if asked is not None and asked <= 1:
         req.sampling_params.max_new_tokens = asked
         return
-    left = req.sampling_params.max_new_tokens
-    if decodes(req) and left == asked:
+    left: int = req.sampling_params.max_new_tokens
+    if left > 1 and asked in (None, left):
         return
-    n_input = len(req.origin_input_ids)
-    room = scheduler.max_total_num_tokens
-    if asked is not None and n_input + asked + 2 * scheduler.page_size > room:
-        req.set_finish_with_abort(
-            f"a request that generates keeps all of its KV: {n_input} input tokens and max_new_tokens {asked} need"
-            f" {n_input + asked + 2 * scheduler.page_size} durable slots, and this server has {room}: ask for fewer"
-            " tokens, or start it with more memory or a smaller --max-input-length"
-        )
+    n_input, n_new = len(req.origin_input_ids), 2 if asked is None else asked
+    req.set_finish_with_abort(
+        f"a request that generates keeps all of its KV: {n_input} input tokens and max_new_tokens"
+        f" {'unlimited' if asked is None else asked} need {n_input + n_new + 2 * scheduler.page_size} durable slots and"
+        f" as many positions, and this server has {scheduler.max_total_num_tokens} and"
+        f" {scheduler.model_config.context_len}: ask for fewer tokens, or start it with more memory or a smaller"
+        " --max-input-length"
+    )

@@ -100,6 +100,7 @@ def _measure_long(
                 f" {budget_bytes / 2**20:.0f} MiB: the longest that fits has about {fits} tokens."
                 " Lower --max-input-length, or give the engine more memory"
             )
+        longest = min(longest, limit_tokens)  # what the KV pool holds; the plan says so if it is too little
         half = max(longest // 2, 1)
         return _fit(half, _peak_bytes(model_runner, half), longest, _peak_bytes(model_runner, longest))
 

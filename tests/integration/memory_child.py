@@ -205,6 +205,8 @@ def faults(folder: Path) -> dict[str, Any]:
     result["kept_slots_without_a_plan"] = pool.size
     keeping.flush()
     result["kept_slots_free"] = keeping.allocator.available_size()
+    automatic = start(folder, "mixtral", config={"hybrid_chunk_tokens": None})
+    result["chunk_tokens_of_experts"] = automatic.hybrid.chunk_tokens
     result["too_long"] = raised(lambda: start(folder, "llama", config={"max_input_length": 4096}))
     small = {"memory_budget_gb": 0.004, "max_input_length": 4000}
     result["does_not_fit"] = raised(lambda: start(folder, "llama", config=small))

@@ -74,6 +74,11 @@ def test_an_input_of_the_limit_is_served_and_one_more_is_refused(faults: dict[st
     assert faults["one_over"]["status_code"] == 400
 
 
+def test_a_model_with_experts_gets_a_chunk_size_too(faults: dict[str, Any]) -> None:
+    """Measuring one runs a piece outside a forward pass; the operation for experts once found no layer there."""
+    assert faults["chunk_tokens_of_experts"] in (256, 512, 1024)
+
+
 def test_where_all_kv_is_kept_sglangs_own_allocator_follows_the_plan(faults: dict[str, Any]) -> None:
     """Its invariant, free + cached + in use = total, ends the server where the two disagree."""
     assert faults["kept_whole"]["type"] == "length"
@@ -93,7 +98,9 @@ def test_a_request_that_generates_keeps_its_kv_or_is_refused_with_the_numbers(fa
     """And one token needs no slot, however long the prompt."""
     assert faults["decodes_and_fits"] == {"type": "length", "length": 5}
     assert faults["decodes_and_does_not"]["status_code"] == 400
-    assert "507 durable slots, and this server has 400" in faults["decodes_and_does_not"]["message"]
+    assert (
+        "507 durable slots and as many positions, and this server has 400" in faults["decodes_and_does_not"]["message"]
+    )
     assert faults["one_token_beyond_durable"] == {"type": "length", "length": 1}
 
 
