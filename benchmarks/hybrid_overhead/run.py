@@ -28,7 +28,7 @@ from sgl_prefill import local_server
 
 MODEL = "llama-3.1-8b" if shapes.HAS_CUDA else "llama-6-layers"
 PROMPT_TOKENS, QUICK_TOKENS = 16_000, 2_000
-N_PROMPTS = 5
+N_PROMPTS = 3
 ENGINES = {
     "hybrid": ("sgl_prefill.launch_server", ["--hybrid-prefill", "on"]),
     "unchunked": ("sgl_prefill.launch_server", ["--hybrid-prefill", "off"]),
