@@ -60,6 +60,8 @@ def main() -> int:
             budget = (
                 ["--memory-budget-gb", "2"] if module.startswith("sgl_prefill") else ["--mem-fraction-static", "0.3"]
             )
+            ours = ["--memory-budget-gb", "6", "--max-input-length", str(n_tokens)]
+            budget = ours if module.startswith("sgl_prefill") else ["--mem-fraction-static", "0.3"]
             budget = [] if shapes.HAS_CUDA else budget
             options: dict[str, Any] = {"environment": {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]}}
             servers[name] = stack.enter_context(
