@@ -17,7 +17,7 @@ ROUNDS = 2
 def measure_chunk_tokens(split: SplitBody, device: str) -> int:
     """The smallest candidate within 3 % of the fastest: smaller chunks cost time, larger ones memory.
 
-    Times one middle piece, which stands for all. On a machine with 2 cores and a model of 8 billion parameters 3 seconds.
+    Times one middle piece, which stands for all.
     """
     candidates = CANDIDATES["cpu" if device == "cpu" else "cuda"]
     piece = split.pieces[len(split.pieces) // 2]
