@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 
 import psutil
 
 from benchmarks.report import InvalidRunError
+from sgl_prefill.resident_memory import PeakWatch, anonymous_bytes
 
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 INTERVAL_S = 0.01
 
 
@@ -27,8 +26,7 @@ def resident_bytes(pid: int) -> int:
 
     Resident set size would count suffix scratch once for every layer that maps it; files (the shared libraries) are left out.
     """
-    _, resident, shared, *_ = (int(word) for word in Path(f"/proc/{pid}/statm").read_text().split())
-    return (resident - shared) * PAGE_BYTES + sum(_memfd_bytes(pid))
+    return anonymous_bytes(pid) + sum(_memfd_bytes(pid))
 
 
 def _memfd_bytes(pid: int) -> list[int]:
@@ -42,27 +40,6 @@ def _memfd_bytes(pid: int) -> list[int]:
     return found
 
 
-class Watch:
+def watch(pid: int, baseline_bytes: int) -> PeakWatch:
     """Highest memory of a process above a baseline, while the block runs."""
-
-    def __init__(self, pid: int, baseline_bytes: int) -> None:
-        self.peak_bytes = 0
-        self._pid, self._baseline_bytes = pid, baseline_bytes
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.wait(INTERVAL_S):
-            try:
-                grown = resident_bytes(self._pid) - self._baseline_bytes
-            except (FileNotFoundError, ProcessLookupError):  # the server was stopped
-                return
-            self.peak_bytes = max(self.peak_bytes, grown)
+    return PeakWatch(lambda: resident_bytes(pid), baseline_bytes, INTERVAL_S)

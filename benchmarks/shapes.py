@@ -26,3 +26,8 @@ def write(model: str, folder: Path) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_text((demo_model.ensure() / name).read_text())
     return folder
+
+
+def dummy_flags(folder: Path) -> list[str]:
+    """The flags that load such a folder."""
+    return ["--model-path", str(folder), "--load-format", "dummy", "--dtype", "bfloat16"]

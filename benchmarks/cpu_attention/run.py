@@ -53,14 +53,7 @@ def main() -> int:
     conditions = {**report.conditions(), "model": shapes.config(MODEL), "lengths": lengths._asdict()}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        flags = [
-            "--model-path",
-            str(shapes.write(MODEL, folder / "model")),
-            "--load-format",
-            "dummy",
-            "--dtype",
-            "bfloat16",
-        ]
+        flags = shapes.dummy_flags(shapes.write(MODEL, folder / "model"))
         flags += ["--max-total-tokens", "40000", "--mem-fraction-static", "0.4", "--chunked-prefill-size", "-1"]
         flags += ["--disable-overlap-schedule", "--sleep-on-idle", "--max-running-requests", "4"]
         engines = {}

@@ -45,21 +45,11 @@ def main() -> int:
     conditions = {**report.conditions(), "model": MODEL, "prompt_tokens": n_tokens, "prompts": n_prompts}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        common = [
-            "--model-path",
-            str(shapes.write(MODEL, folder / "model")),
-            "--load-format",
-            "dummy",
-            "--dtype",
-            "bfloat16",
-        ]
+        common = shapes.dummy_flags(shapes.write(MODEL, folder / "model"))
         common += ["--disable-overlap-schedule", "--sleep-on-idle", "--max-running-requests", "4"]
         servers = {}
         for name, (module, flags) in ENGINES.items():
             print(f"starting {name}", file=sys.stderr)
-            budget = (
-                ["--memory-budget-gb", "2"] if module.startswith("sgl_prefill") else ["--mem-fraction-static", "0.3"]
-            )
             ours = ["--memory-budget-gb", "6", "--max-input-length", str(n_tokens)]
             budget = ours if module.startswith("sgl_prefill") else ["--mem-fraction-static", "0.3"]
             budget = [] if shapes.HAS_CUDA else budget

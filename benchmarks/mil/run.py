@@ -142,8 +142,15 @@ def weight_bytes(model: str) -> int:
 
 
 def common_flags(folder: Path) -> list[str]:
-    flags = ["--model-path", str(folder), "--load-format", "dummy", "--dtype", "bfloat16", "--sleep-on-idle"]
-    return [*flags, "--max-running-requests", "4", "--disable-overlap-schedule", "--watchdog-timeout", "7200"]
+    return [
+        *shapes.dummy_flags(folder),
+        "--sleep-on-idle",
+        "--max-running-requests",
+        "4",
+        "--disable-overlap-schedule",
+        "--watchdog-timeout",
+        "7200",
+    ]
 
 
 def budget_flags(weights: int) -> list[str]:
@@ -201,7 +208,7 @@ def serve(
 ) -> dict[str, Any]:
     """One input of this length: its peak, and its answer if that came in time."""
     started = time.monotonic()
-    with process_memory.Watch(pid, baseline) as watch:
+    with process_memory.watch(pid, baseline) as watch:
         answer = ask(server, n_tokens, timeout_s=timeout_s)
     if answer is not None:
         requests.post(f"{server.url}/flush_cache", timeout=60)

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HOST_LOGPROB_ROWS = 32
-BODY_ATTRIBUTE = "sgl_prefill_hybrid"
 
 
 def after_init_attention_backends(result: None, model_runner: ModelRunner) -> None:
@@ -79,7 +78,7 @@ def use_small_logprob_chunks() -> None:
 
 def hybrid_of(model_runner: ModelRunner) -> HybridBody | None:
     """The hybrid body of a runner, None where the plain path serves."""
-    return getattr(model_runner, BODY_ATTRIBUTE, None)
+    return getattr(model_runner, "sgl_prefill_hybrid", None)
 
 
 def _body_of(model_runner: ModelRunner) -> torch.nn.Module:

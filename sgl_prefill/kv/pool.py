@@ -52,10 +52,12 @@ class SuffixKVPool(MHATokenToKVPool):  # type: ignore[misc]
         for memory, row_bytes in zip(self._memory, self._row_bytes(), strict=True):
             memory.commit_own((self.page_size + durable_tokens) * row_bytes)
 
-    def fill_scratch(self, value: float) -> None:
-        """For tests: whatever reads scratch that it has not written must show."""
+    def fill_scratch(self, value: float, n_tokens: int | None = None) -> None:
+        """For checks: whatever reads scratch that it has not written must show. None: all of it."""
+        first = self.first_scratch_slot
+        last = None if n_tokens is None else first + n_tokens
         for buffer in (self.k_buffer[0], self.v_buffer[0]):
-            buffer[self.first_scratch_slot :] = value
+            buffer[first:last] = value
 
     def close(self) -> None:
         for memory in self._memory:

@@ -14,11 +14,8 @@ kept on disk under everything that it depends on.
 from __future__ import annotations
 
 import ctypes
-import os
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -28,6 +25,7 @@ from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.memory_plan import MemoryUse
 from sgl_prefill.errors import MemoryPlanError
 from sgl_prefill.hybrid.install import hybrid_of, prefill_backend
+from sgl_prefill.resident_memory import PeakWatch, anonymous_bytes
 from sgl_prefill.startup.made_up_request import MadeUpRequest
 
 if TYPE_CHECKING:
@@ -87,7 +85,7 @@ def _measure_long(
     hybrid = hybrid_of(model_runner)
     one_layer, _ = kv_bytes_per_token(model_runner)
     first = min(limit_tokens, FIRST_TOKENS)
-    with _memory_decides_only(model_runner) if model_runner.device == "cpu" else _nothing():
+    with _memory_decides_only(model_runner) if model_runner.device == "cpu" else nullcontext():
         _peak_bytes(model_runner, first)  # pays for what stays: threads, kernels, caches
         first_bytes = _peak_bytes(model_runner, first)
         grows_by = first_bytes / first if hybrid is None else hybrid.retained_bytes_per_token + one_layer
@@ -126,40 +124,10 @@ def _peak_bytes(model_runner: ModelRunner, n_tokens: int) -> int:
         return int(module.max_memory_allocated() - before)
     MadeUpRequest(model_runner, token_ids).release()  # commits the KV slots that it uses, which are counted elsewhere
     _libc.malloc_trim(0)
-    with _PeakSampler() as sampler:
+    # Anonymous memory alone: suffix scratch is one piece that is mapped many times, and the kernel would count each.
+    with PeakWatch(anonymous_bytes, anonymous_bytes(), SAMPLE_INTERVAL_S) as watch:
         MadeUpRequest(model_runner, token_ids).release()
-    return int(sampler.peak_bytes * HOST_MARGIN)
-
-
-class _PeakSampler:
-    """Highest growth of this process's anonymous resident memory while the block runs.
-
-    Anonymous alone: suffix scratch is one piece of memory that is mapped many times, and the kernel would count each.
-    """
-
-    def __init__(self) -> None:
-        self.peak_bytes = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-
-    def __enter__(self) -> _PeakSampler:
-        self._before = anonymous_bytes()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _sample(self) -> None:
-        while not self._stop.wait(SAMPLE_INTERVAL_S):
-            self.peak_bytes = max(self.peak_bytes, anonymous_bytes() - self._before)
-
-
-def anonymous_bytes(pid: int | str = "self") -> int:
-    """Resident memory of a process that is backed by no file and shared with nobody."""
-    _, resident, shared, *_ = (int(word) for word in Path(f"/proc/{pid}/statm").read_text().split())
-    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+    return int(watch.peak_bytes * HOST_MARGIN)
 
 
 @contextmanager
@@ -175,11 +143,6 @@ def _memory_decides_only(model_runner: ModelRunner) -> Iterator[None]:
         if hybrid is not None:
             hybrid.only_what_decides_memory = False
         backend.only_last_blocks = False
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 def kv_bytes_per_token(model_runner: ModelRunner) -> tuple[int, int]:

@@ -16,7 +16,6 @@ import torch
 from sgl_prefill.errors import ParityError
 from sgl_prefill.hybrid.install import hybrid_of
 from sgl_prefill.kv.allocator import SuffixKVAllocator
-from sgl_prefill.kv.pool import SuffixKVPool
 from sgl_prefill.startup.made_up_request import MadeUpRequest
 
 if TYPE_CHECKING:
@@ -72,7 +71,8 @@ def _pairs(model_runner: ModelRunner) -> Iterator[tuple[str, float]]:
             yield "cache hit and miss", _difference(reference, _result(again, model_runner))
             first.release()
     if isinstance(allocator, SuffixKVAllocator):
-        _poison(model_runner)
+        # A layer that reads scratch which it has not written must show.
+        model_runner.token_to_kv_pool.fill_scratch(float("nan"), GATE_TOKENS)
         with _chunks_of(model_runner, GATE_CHUNK_TOKENS), _durable_slots(allocator, 0):
             yield (
                 "scratch and durable slots",
@@ -116,12 +116,3 @@ def _durable_slots(allocator: object, n_tokens: int) -> Iterator[None]:
         yield
     finally:
         allocator.resize_durable(before)
-
-
-def _poison(model_runner: ModelRunner) -> None:
-    """A layer that reads scratch which it has not written must show."""
-    pool = model_runner.token_to_kv_pool
-    if isinstance(pool, SuffixKVPool):
-        first = pool.first_scratch_slot
-        for buffer in (pool.k_buffer[0], pool.v_buffer[0]):
-            buffer[first : first + GATE_TOKENS] = float("nan")
