@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 3
 
 
 def load(kind: str, depends_on: dict[str, Any]) -> dict[str, Any] | None:

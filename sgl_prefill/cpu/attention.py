@@ -30,8 +30,6 @@ PACK_FROM_QUERIES = 1024
 # Queries per block where a mask or a score matrix must exist. Larger blocks waste work on keys outside the window.
 WINDOW_BLOCK_TOKENS = 512
 SOFT_CAP_BLOCK_TOKENS = 128
-# With fewer the allocator of the host has not spread out yet as it does in a whole pass.
-LAST_BLOCKS = 6
 # Runs of consecutive KV slots that are shorter than this are gathered together with their neighbours.
 MIN_RUN_TOKENS = 64
 
@@ -103,7 +101,7 @@ def attend(
     causal: bool = True,
     window_tokens: int | None = None,
     soft_cap: float = 0.0,
-    only_last_blocks: bool = False,
+    only_last_block: bool = False,
 ) -> None:
     """Attention of one request.
 
@@ -116,7 +114,7 @@ def attend(
         window_tokens: a query at position p sees keys p - window_tokens .. p only (SGLang's convention; both ends
             included). None: no window.
         soft_cap: scores become soft_cap * tanh(score / soft_cap); 0 means none.
-        only_last_blocks: compute the last query blocks alone, which need most memory; the rest of `output` is left as
+        only_last_block: compute the last block of queries alone, which needs most memory; the rest of `output` is left as
             it is. For measuring memory without paying for the arithmetic.
     """
     n_q, n_kv = query.shape[0], rows.n_tokens
@@ -125,8 +123,7 @@ def attend(
         window_tokens = None
     block_tokens = QUERY_BLOCK_TOKENS if window_tokens is None else WINDOW_BLOCK_TOKENS
     size = SOFT_CAP_BLOCK_TOKENS if soft_cap > 0.0 else block_tokens
-    starts = range(0, n_q, size)
-    for start in starts[-LAST_BLOCKS:] if only_last_blocks else starts:
+    for start in range(max(n_q - size, 0) if only_last_block else 0, n_q, size):
         end = min(start + size, n_q)
         block, positions = query[start:end], range(n_kv - n_q + start, n_kv - n_q + end)
         if soft_cap > 0.0:
@@ -136,6 +133,7 @@ def attend(
         else:
             result = _plain_block(block, rows, positions, scale, causal)
         output[start:end] = result
+        del result  # before the next block makes its own
 
 
 def _plain_block(block: torch.Tensor, rows: KVRows, positions: range, scale: float, causal: bool) -> torch.Tensor:

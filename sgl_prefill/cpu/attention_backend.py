@@ -34,7 +34,7 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
     """
 
     # Memory profiles set this: see `attend`.
-    only_last_blocks = False
+    only_last_block = False
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
                 causal=layer.attn_type != AttentionType.ENCODER_ONLY,
                 window_tokens=layer.sliding_window_size if layer.sliding_window_size > -1 else None,
                 soft_cap=layer.logit_cap or 0.0,
-                only_last_blocks=self.only_last_blocks,
+                only_last_block=self.only_last_block,
             )
 
     # A decode step is an extend of one token per request.

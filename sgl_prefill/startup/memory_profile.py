@@ -3,9 +3,10 @@
 Made-up inputs of several lengths run, each with no durable slot, and the peak above the idle process is read:
 
 - on a device from its allocator, while the longest input runs in full;
-- on a host from the resident anonymous memory of this process. A whole run of the longest input would take minutes there,
-  so a pass computes what decides the peak: the first and the last chunk of a few pieces and the last block of their attention
-  (`HybridBody.only_what_decides_memory`, `attend(only_last_blocks)`).
+- on a host the tensors' part from what PyTorch's profiler says of its allocator, which is exact, and the rest (libraries'
+  scratch, pieces that malloc cannot give back) from this process's resident memory, which is not, at one length. A whole run
+  of the longest input would take minutes there, so a pass computes what decides the peak: the first and the last chunk of a
+  few pieces and the last block of their attention (`HybridBody.only_what_decides_memory`, `attend(only_last_block)`).
 
 Activations grow linearly with the input, so that two lengths give the fixed part and the part for each token. The result is
 kept on disk under everything that it depends on.
@@ -15,12 +16,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from sgl_prefill import disk_cache
+from sgl_prefill import disk_cache, tensor_memory
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.memory_plan import MemoryUse
 from sgl_prefill.errors import MemoryPlanError
@@ -31,9 +32,10 @@ from sgl_prefill.startup.made_up_request import MadeUpRequest
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-# What a sample of resident memory may miss, and what the allocator of the host cannot give back.
-HOST_MARGIN = 1.15
-PLAIN_PATH_TOKENS = 1024  # on a host, longer inputs on the plain path are extrapolated
+# What malloc holds beside the tensors varies from run to run: by this factor, and with any model up to so much.
+HOST_MARGIN = 1.5
+HOST_RESERVE_BYTES = 48 << 20
+PLAIN_PATH_TOKENS = 1024
 FIRST_TOKENS = 8192  # the CPU attention's tiles grow up to here
 SAMPLE_INTERVAL_S = 0.0005
 
@@ -73,9 +75,11 @@ def measure_activations(
 
 
 def _measure_short(model_runner: ModelRunner, n_tokens: int) -> Activations:
-    """On the plain path a host has to compute everything: short inputs, to be extrapolated."""
-    shorter = max(n_tokens // 2, 1)
-    return _fit(shorter, _peak_bytes(model_runner, shorter), n_tokens, _peak_bytes(model_runner, n_tokens))
+    """On the plain path a host has to compute everything: a short input, and longer ones in proportion.
+
+    All of its tensors grow with the input, and malloc's free pieces between them too (about as much again).
+    """
+    return Activations(0, _peak_bytes(model_runner, n_tokens) / n_tokens)
 
 
 def _measure_long(
@@ -85,8 +89,7 @@ def _measure_long(
     hybrid = hybrid_of(model_runner)
     one_layer, _ = kv_bytes_per_token(model_runner)
     first = min(limit_tokens, FIRST_TOKENS)
-    with _memory_decides_only(model_runner) if model_runner.device == "cpu" else nullcontext():
-        _peak_bytes(model_runner, first)  # pays for what stays: threads, kernels, caches
+    with _memory_decides_only(model_runner):
         first_bytes = _peak_bytes(model_runner, first)
         grows_by = first_bytes / first if hybrid is None else hybrid.retained_bytes_per_token + one_layer
         fits = first + int(max(budget_bytes - first_bytes, 0) / grows_by)
@@ -99,50 +102,69 @@ def _measure_long(
                 " Lower --max-input-length, or give the engine more memory"
             )
         longest = min(longest, limit_tokens)  # what the KV pool holds; the plan says so if it is too little
-        half = max(longest // 2, 1)
-        return _fit(half, _peak_bytes(model_runner, half), longest, _peak_bytes(model_runner, longest))
+        return _fit(model_runner, first_bytes, first, max(longest // 2, 1), longest)
 
 
-def _fit(n_short: int, short_bytes: int, n_long: int, long_bytes: int) -> Activations:
-    """The line through two measurements; where they are the same length or noise makes the slope negative, all is fixed."""
+def _fit(model_runner: ModelRunner, peak_bytes: int, peak_tokens: int, n_short: int, n_long: int) -> Activations:
+    """The line through the tensors' peaks at two lengths, and beside it what else the process took at `peak_tokens`."""
+    short_bytes, long_bytes = _tensor_bytes(model_runner, n_short), _tensor_bytes(model_runner, n_long)
     per_token = max(long_bytes - short_bytes, 0) / max(n_long - n_short, 1)
     fixed = max(long_bytes - per_token * n_long, 0)
+    if model_runner.device == "cpu":
+        beside_tensors = peak_bytes - _tensor_bytes(model_runner, peak_tokens)
+        fixed += max(HOST_MARGIN * beside_tensors, HOST_RESERVE_BYTES)
     return Activations(int(fixed), per_token)
+
+
+def _run(model_runner: ModelRunner, n_tokens: int) -> None:
+    # Nobody holds a slot yet. The same slots each time: their memory is committed at the first, and counted elsewhere.
+    model_runner.token_to_kv_pool_allocator.clear()
+    MadeUpRequest(model_runner, [1] * n_tokens).release()
+
+
+def _tensor_bytes(model_runner: ModelRunner, n_tokens: int) -> int:
+    """Peak of the tensors that one input allocates: on a host by the profiler's count, and on a device all that there is."""
+    if model_runner.device != "cpu":
+        return _peak_bytes(model_runner, n_tokens)
+    backend = prefill_backend(model_runner.attn_backend)
+    backend.only_last_block = True
+    try:
+        return tensor_memory.peak_bytes(lambda: _run(model_runner, n_tokens))
+    finally:
+        backend.only_last_block = False
 
 
 def _peak_bytes(model_runner: ModelRunner, n_tokens: int) -> int:
     """Peak memory of one input above the idle process."""
-    token_ids = [1] * n_tokens
     if model_runner.device != "cpu":
         module = torch.get_device_module(model_runner.device)
         module.synchronize()
         module.empty_cache()
         module.reset_peak_memory_stats()
         before = module.memory_allocated()
-        MadeUpRequest(model_runner, token_ids).release()
+        _run(model_runner, n_tokens)
         module.synchronize()
         return int(module.max_memory_allocated() - before)
-    MadeUpRequest(model_runner, token_ids).release()  # commits the KV slots that it uses, which are counted elsewhere
+    _run(model_runner, n_tokens)  # pays for what stays: KV slots, threads, kernels, caches
     _libc.malloc_trim(0)
     # Anonymous memory alone: suffix scratch is one piece that is mapped many times, and the kernel would count each.
     with PeakWatch(anonymous_bytes, anonymous_bytes(), SAMPLE_INTERVAL_S) as watch:
-        MadeUpRequest(model_runner, token_ids).release()
-    return int(watch.peak_bytes * HOST_MARGIN)
+        _run(model_runner, n_tokens)
+    return watch.peak_bytes
 
 
 @contextmanager
 def _memory_decides_only(model_runner: ModelRunner) -> Iterator[None]:
-    """Compute only what decides the peak; answers are meaningless."""
-    hybrid, backend = hybrid_of(model_runner), prefill_backend(model_runner.attn_backend)
-    if hybrid is not None:
-        hybrid.only_what_decides_memory = True
-    backend.only_last_blocks = True
+    """Compute only what decides the peak; answers are meaningless. Without hybrid prefilling there is nothing to leave out."""
+    hybrid = hybrid_of(model_runner) if model_runner.device == "cpu" else None
+    if hybrid is None:
+        yield
+        return
+    hybrid.only_what_decides_memory = True
     try:
         yield
     finally:
-        if hybrid is not None:
-            hybrid.only_what_decides_memory = False
-        backend.only_last_blocks = False
+        hybrid.only_what_decides_memory = False
 
 
 def kv_bytes_per_token(model_runner: ModelRunner) -> tuple[int, int]:

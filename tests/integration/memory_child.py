@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from sgl_prefill import tensor_memory
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import SglPrefillError
 from sgl_prefill.seam import record
@@ -246,14 +247,17 @@ def profile(folder: Path) -> dict[str, Any]:
     engine = InProcessScheduler(config, model, dtype="bfloat16", max_total_tokens=100)
     runner = engine.scheduler.tp_worker.model_runner
     engine.allocator.resize_durable(0)
-    whole = memory_profile._peak_bytes(runner, 12000)
+    whole = tensor_memory.peak_bytes(lambda: memory_profile._run(runner, 12001))
     with memory_profile._memory_decides_only(runner):
-        short = memory_profile._peak_bytes(runner, 12000)
-    rows = {row["what"].split(" of ")[0]: row["bytes_per_token"] for row in record.get("memory")["rows"]}
+        short = memory_profile._tensor_bytes(runner, 12001)
+    rows = {row["what"].split(" of ")[0]: row for row in record.get("memory")["rows"]}
+    planned_mib = rows["activations, fixed"]["mib"] + rows["activations"]["bytes_per_token"] * 12001 / 2**20
     return {
         "whole": whole,
         "decides": short,
-        "measured_bytes_per_token": rows["activations"],
+        "resident": memory_profile._peak_bytes(runner, 12001),
+        "planned": planned_mib * 2**20,
+        "measured_bytes_per_token": rows["activations"]["bytes_per_token"],
         "retained_bytes_per_token": engine.hybrid.retained_bytes_per_token,
     }
 

@@ -123,7 +123,11 @@ def test_an_input_length_that_cannot_be_served_fails_the_start_with_the_longest_
 
 
 def test_the_short_memory_pass_takes_the_memory_of_a_whole_one(folder: Path) -> None:
-    """Within a quarter: the host's allocator spreads differently from run to run. A token retains what the buffers hold."""
+    """A token retains what the buffers and its four indices hold; how the last tile of keys falls makes the rest.
+
+    Resident memory spreads from run to run, so its bound is wide.
+    """
     result = run_child("memory_child", "profile", str(folder))
-    assert result["whole"] / result["decides"] == pytest.approx(1, abs=0.35)
-    assert result["measured_bytes_per_token"] / result["retained_bytes_per_token"] == pytest.approx(1.15, abs=0.3)
+    assert result["whole"] == pytest.approx(result["decides"], rel=0.02)
+    assert result["measured_bytes_per_token"] == pytest.approx(result["retained_bytes_per_token"] + 28, rel=0.1)
+    assert 0.3 < result["resident"] / result["planned"] < 1.2
