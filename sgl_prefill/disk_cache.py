@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 
 
 def load(kind: str, depends_on: dict[str, Any]) -> dict[str, Any] | None:

@@ -1,21 +1,22 @@
 """How much memory an input takes besides durable KV, measured (PrefillOnly, section 5: the profile run).
 
-Made-up inputs of several lengths run, each with no durable slot, and the peak above the idle process is read:
+Made-up inputs of several lengths run, each with no durable slot. Activations grow linearly with the input, so that two lengths
+give the fixed part and the part for each token.
 
-- on a device from its allocator, while the longest input runs in full;
-- on a host the tensors' part from what PyTorch's profiler says of its allocator, which is exact, and the rest (libraries'
-  scratch, pieces that malloc cannot give back) from this process's resident memory, which is not, at one length. A whole run
-  of the longest input would take minutes there, so a pass computes what decides the peak: the first and the last chunk of a
-  few pieces and the last block of their attention (`HybridBody.only_what_decides_memory`, `attend(only_last_block)`).
+- On a device the longest input runs in full, and one of half its length, and the allocator names the peak of each.
+- On a host a whole run of the longest input would take minutes. There the tensors' part comes from what PyTorch's profiler
+  says of its allocator, which is exact, at lengths that show the slope, from passes that compute what decides the peak: the
+  first and the last chunk of a few pieces and the last block of their attention (`HybridBody.only_what_decides_memory`,
+  `attend(only_last_block)`). What lies beside tensors (libraries' scratch, pieces that malloc cannot give back) comes from
+  this process's resident memory, at one length.
 
-Activations grow linearly with the input, so that two lengths give the fixed part and the part for each token. The result is
-kept on disk under everything that it depends on.
+The result is kept on disk under everything that it depends on.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,8 +36,11 @@ if TYPE_CHECKING:
 # What malloc holds beside the tensors varies from run to run: by this factor, and with any model up to so much.
 HOST_MARGIN = 1.5
 HOST_RESERVE_BYTES = 48 << 20
-PLAIN_PATH_TOKENS = 1024
-FIRST_TOKENS = 8192  # the CPU attention's tiles grow up to here
+# On a host: one input of the first length, two from which the slope is read, and one for the plain path, which is slow.
+HOST_FIRST_TOKENS = 8192  # the CPU attention's tiles grow up to here
+HOST_LONGEST_TOKENS = 32768
+HOST_PLAIN_PATH_TOKENS = 1024
+DEVICE_FIRST_TOKENS = 8192
 SAMPLE_INTERVAL_S = 0.0005
 
 _libc = ctypes.CDLL(None)
@@ -52,68 +56,72 @@ class Activations(NamedTuple):
 def measure_activations(
     model_runner: ModelRunner, config: PrefillConfig, limit_tokens: int, budget_bytes: int
 ) -> Activations:
-    """From this model's cached profile, or by running inputs as long as asked for, or as the budget and the limit allow.
+    """From this model's cached profile, or by running inputs of at most `limit_tokens`.
 
     Raises MemoryPlanError before running an input that shorter ones show to be far over `budget_bytes`.
     """
     hybrid = hybrid_of(model_runner)
+    on_host = model_runner.device == "cpu"
     depends_on = {
         **disk_cache.circumstances(model_runner),
         "chunk_tokens": None if hybrid is None else hybrid.chunk_tokens,
-        "options": (config.suffix_kv, config.logits_dtype, config.max_input_length),
-        "limit_tokens": limit_tokens,
-        "budget_mib": budget_bytes >> 20,
+        "options": (config.suffix_kv, config.logits_dtype),
+        "device_lengths": None if on_host else (config.max_input_length, limit_tokens, budget_bytes >> 20),
     }
-    if (stored := disk_cache.load("memory profile", depends_on)) is not None:
-        return Activations(**stored)
-    if hybrid is None and model_runner.device == "cpu":
-        activations = _measure_short(model_runner, min(limit_tokens, PLAIN_PATH_TOKENS))
+    longest = limit_tokens
+    if on_host:
+        longest = min(limit_tokens, HOST_PLAIN_PATH_TOKENS if hybrid is None else HOST_LONGEST_TOKENS)
+    stored = disk_cache.load("memory profile", depends_on)
+    if stored is not None and stored["longest_tokens"] >= longest:
+        return Activations(stored["fixed_bytes"], stored["bytes_per_token"])
+    if not on_host:
+        activations = _measure_on_device(model_runner, config.max_input_length, limit_tokens, budget_bytes)
+    elif hybrid is None:
+        # All tensors of the plain path grow with the input, and malloc's free pieces between them too (as much again).
+        activations = Activations(0, _peak_bytes(model_runner, longest) / longest)
     else:
-        activations = _measure_long(model_runner, config, limit_tokens, budget_bytes)
-    disk_cache.store("memory profile", depends_on, activations._asdict())
+        activations = _measure_on_host(model_runner, longest)
+    disk_cache.store("memory profile", depends_on, {**activations._asdict(), "longest_tokens": longest})
     return activations
 
 
-def _measure_short(model_runner: ModelRunner, n_tokens: int) -> Activations:
-    """On the plain path a host has to compute everything: a short input, and longer ones in proportion.
+def _measure_on_host(model_runner: ModelRunner, longest_tokens: int) -> Activations:
+    first = min(longest_tokens, HOST_FIRST_TOKENS)
+    with _memory_decides_only(model_runner):
+        beside_tensors = _peak_bytes(model_runner, first) - _tensor_bytes(model_runner, first)
+        fixed, per_token = _fit(model_runner, longest_tokens, _tensor_bytes)
+    return Activations(fixed + int(max(HOST_MARGIN * beside_tensors, HOST_RESERVE_BYTES)), per_token)
 
-    All of its tensors grow with the input, and malloc's free pieces between them too (about as much again).
-    """
-    return Activations(0, _peak_bytes(model_runner, n_tokens) / n_tokens)
 
-
-def _measure_long(
-    model_runner: ModelRunner, config: PrefillConfig, limit_tokens: int, budget_bytes: int
+def _measure_on_device(
+    model_runner: ModelRunner, wanted_tokens: int | None, limit_tokens: int, budget_bytes: int
 ) -> Activations:
-    """The longest input that is asked for or may fit, and one of half its length."""
+    """The longest input that is wanted or may fit, and one of half its length, in full."""
     hybrid = hybrid_of(model_runner)
     one_layer, _ = kv_bytes_per_token(model_runner)
-    first = min(limit_tokens, FIRST_TOKENS)
-    with _memory_decides_only(model_runner):
-        first_bytes = _peak_bytes(model_runner, first)
-        grows_by = first_bytes / first if hybrid is None else hybrid.retained_bytes_per_token + one_layer
-        fits = first + int(max(budget_bytes - first_bytes, 0) / grows_by)
-        longest = config.max_input_length or min(limit_tokens, fits)
-        if longest > fits:
-            raise MemoryPlanError(
-                f"an input of {longest} tokens needs about"
-                f" {(first_bytes + (longest - first) * grows_by) / 2**20:.0f} MiB beyond the weights, and there are"
-                f" {budget_bytes / 2**20:.0f} MiB: the longest that fits has about {fits} tokens."
-                " Lower --max-input-length, or give the engine more memory"
-            )
-        longest = min(longest, limit_tokens)  # what the KV pool holds; the plan says so if it is too little
-        return _fit(model_runner, first_bytes, first, max(longest // 2, 1), longest)
+    first = min(limit_tokens, DEVICE_FIRST_TOKENS)
+    _run(model_runner, first)  # pays for what stays: kernels, workspaces
+    first_bytes = _peak_bytes(model_runner, first)
+    grows_by = first_bytes / first if hybrid is None else hybrid.retained_bytes_per_token + one_layer
+    fits = first + int(max(budget_bytes - first_bytes, 0) / grows_by)
+    longest = wanted_tokens or min(limit_tokens, fits)
+    if longest > fits:
+        raise MemoryPlanError(
+            f"an input of {longest} tokens needs about"
+            f" {(first_bytes + (longest - first) * grows_by) / 2**20:.0f} MiB beyond the weights, and there are"
+            f" {budget_bytes / 2**20:.0f} MiB: the longest that fits has about {fits} tokens."
+            " Lower --max-input-length, or give the engine more memory"
+        )
+    # No more than the KV pool holds; the plan says so if that is too little.
+    return _fit(model_runner, min(longest, limit_tokens), _peak_bytes)
 
 
-def _fit(model_runner: ModelRunner, peak_bytes: int, peak_tokens: int, n_short: int, n_long: int) -> Activations:
-    """The line through the tensors' peaks at two lengths, and beside it what else the process took at `peak_tokens`."""
-    short_bytes, long_bytes = _tensor_bytes(model_runner, n_short), _tensor_bytes(model_runner, n_long)
+def _fit(model_runner: ModelRunner, n_long: int, measure: Callable[[ModelRunner, int], int]) -> Activations:
+    """The line through the peaks at this length and half of it; where noise makes the slope negative, all is fixed."""
+    n_short = max(n_long // 2, 1)
+    short_bytes, long_bytes = measure(model_runner, n_short), measure(model_runner, n_long)
     per_token = max(long_bytes - short_bytes, 0) / max(n_long - n_short, 1)
-    fixed = max(long_bytes - per_token * n_long, 0)
-    if model_runner.device == "cpu":
-        beside_tensors = peak_bytes - _tensor_bytes(model_runner, peak_tokens)
-        fixed += max(HOST_MARGIN * beside_tensors, HOST_RESERVE_BYTES)
-    return Activations(int(fixed), per_token)
+    return Activations(int(max(long_bytes - per_token * n_long, 0)), per_token)
 
 
 def _run(model_runner: ModelRunner, n_tokens: int) -> None:
@@ -123,9 +131,7 @@ def _run(model_runner: ModelRunner, n_tokens: int) -> None:
 
 
 def _tensor_bytes(model_runner: ModelRunner, n_tokens: int) -> int:
-    """Peak of the tensors that one input allocates: on a host by the profiler's count, and on a device all that there is."""
-    if model_runner.device != "cpu":
-        return _peak_bytes(model_runner, n_tokens)
+    """On a host: peak of the tensors that one input allocates."""
     backend = prefill_backend(model_runner.attn_backend)
     backend.only_last_block = True
     try:
@@ -155,11 +161,9 @@ def _peak_bytes(model_runner: ModelRunner, n_tokens: int) -> int:
 
 @contextmanager
 def _memory_decides_only(model_runner: ModelRunner) -> Iterator[None]:
-    """Compute only what decides the peak; answers are meaningless. Without hybrid prefilling there is nothing to leave out."""
-    hybrid = hybrid_of(model_runner) if model_runner.device == "cpu" else None
-    if hybrid is None:
-        yield
-        return
+    """Compute only what decides the peak of hybrid prefilling; answers are meaningless."""
+    hybrid = hybrid_of(model_runner)
+    assert hybrid is not None
     hybrid.only_what_decides_memory = True
     try:
         yield
