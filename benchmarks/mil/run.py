@@ -35,10 +35,10 @@ MODELS = (
 )
 STOCK_CHUNKS = (256, 512)
 STOCK_MEMORY = ["--max-total-tokens", "20000", "--mem-fraction-static", "0.5"]
-FIRST_TOKENS = (1024, 2048)
+FIRST_TOKENS = 2048
 CLOSE_ENOUGH = 0.97  # of the budget
 MAX_SEARCH_STEPS = 5
-LARGEST_STEP = 2.0  # from one length to the next: memory is not quite linear
+LARGEST_STEP = 3.0  # from one length to the next: memory is not quite linear
 QUICK_TOKENS = 1000
 # A served input is watched for as long as this; then its memory has repeated layer by layer for a while.
 WATCH_S = 120.0
@@ -114,19 +114,15 @@ def measure(model: str, engine: Engine, is_quick: bool) -> dict[str, Any]:
             predicted, how = ask_mil(engine, folder, weights)
             length = min(QUICK_TOKENS, predicted) if is_quick else predicted
             flags = [*budget_flags(weights), "--max-input-length", str(length)]
-            with running(engine, folder, flags) as (server, pid):
-                served = serve(server, pid, length, process_memory.resident_bytes(pid), WATCH_S)
+            served = serve(engine, folder, flags, length, WATCH_S)
+        elif shapes.HAS_CUDA:
+            with running(engine, folder, []) as server:
+                predicted = pool_tokens(server)
+            how, served = {"max_total_num_tokens": predicted}, serve(engine, folder, [], predicted)
         else:
-            with running(engine, folder, [] if shapes.HAS_CUDA else STOCK_MEMORY) as (server, pid):
-                baseline = process_memory.resident_bytes(pid)
-                if shapes.HAS_CUDA:
-                    predicted = pool_tokens(server)
-                    how, served = {"max_total_num_tokens": predicted}, serve(server, pid, predicted, baseline)
-                else:
-                    tries = search_stock(server, pid, baseline, MAX_SEARCH_STEPS if not is_quick else 0)
-                    predicted, how, served = longest_within(tries), {"tries": tries}, tries[-1]
-        command = report.portable(server.command)
-    return {"longest_input_tokens": predicted, "how": how, "served": served, "command": command}
+            tries = search_stock(engine, folder, MAX_SEARCH_STEPS if not is_quick else 0)
+            predicted, how, served = longest_within(tries), {"tries": tries}, tries[-1]
+    return {"longest_input_tokens": predicted, "how": how, "served": served}
 
 
 def weight_bytes(model: str) -> int:
@@ -174,27 +170,29 @@ def pool_tokens(server: local_server.LocalServer) -> int:
     return int(min(info["max_total_num_tokens"], info.get("context_length") or 131072)) - 16
 
 
-def search_stock(server: local_server.LocalServer, pid: int, baseline: int, max_steps: int) -> list[dict[str, Any]]:
-    """Serve longer and longer inputs: each next length is where the line through the last two meets the budget."""
-    tries = []
-    for n_tokens in FIRST_TOKENS:
-        tries.append(serve(server, pid, n_tokens, baseline))
-    while len(tries) < len(FIRST_TOKENS) + max_steps and not CLOSE_ENOUGH <= share_of_budget(tries[-1]) <= 1:
-        n_tokens = longest_within(tries)
-        if n_tokens == tries[-1]["tokens"]:
-            break
-        tries.append(serve(server, pid, n_tokens, baseline))
+def search_stock(engine: Engine, folder: Path, max_steps: int) -> list[dict[str, Any]]:
+    """Serve longer and longer inputs: each next length is where the line through the last two meets the budget.
+
+    Each on a server of its own, since the memory of a longer input stays with its process.
+    """
+    tries = [{"tokens": 0, "peak_mib": 0.0}, serve(engine, folder, STOCK_MEMORY, FIRST_TOKENS)]
+    while len(tries) < 2 + max_steps and not CLOSE_ENOUGH <= share_of_budget(tries[-1]) <= 1:
+        tries.append(serve(engine, folder, STOCK_MEMORY, next_length(tries)))
     return tries
 
 
 def longest_within(tries: list[dict[str, Any]]) -> int:
-    """On the line through the last two tries, rounded down; the last try itself where it is close enough."""
+    """The longest that was served within the budget, or what the line through the last two says where that is more."""
+    served = max(one["tokens"] for one in tries if share_of_budget(one) <= 1)
+    return int(max(served, next_length(tries) if share_of_budget(tries[-1]) < CLOSE_ENOUGH else 0))
+
+
+def next_length(tries: list[dict[str, Any]]) -> int:
+    """On the line through the last two tries, rounded down."""
     before, last = tries[-2:]
-    if CLOSE_ENOUGH <= share_of_budget(last) <= 1:
-        return int(last["tokens"])
-    if last["peak_mib"] == before["peak_mib"]:  # memory that an earlier, longer input has left behind
-        return int(last["tokens"] / LARGEST_STEP)
     per_token = (last["peak_mib"] - before["peak_mib"]) / (last["tokens"] - before["tokens"])
+    if per_token <= 0:
+        raise report.InvalidRunError(f"more tokens took less memory: {tries}")
     wanted = last["tokens"] + (mib(BUDGET_BYTES) - last["peak_mib"]) / per_token
     return int(min(max(wanted, last["tokens"] / LARGEST_STEP), last["tokens"] * LARGEST_STEP))
 
@@ -203,27 +201,29 @@ def share_of_budget(served: dict[str, Any]) -> float:
     return float(served["peak_mib"] / mib(BUDGET_BYTES))
 
 
-def serve(
-    server: local_server.LocalServer, pid: int, n_tokens: int, baseline: int, timeout_s: float = 3600
-) -> dict[str, Any]:
-    """One input of this length: its peak, and its answer if that came in time."""
-    started = time.monotonic()
-    with process_memory.watch(pid, baseline) as watch:
-        answer = ask(server, n_tokens, timeout_s=timeout_s)
-    if answer is not None:
-        requests.post(f"{server.url}/flush_cache", timeout=60)
+def serve(engine: Engine, folder: Path, flags: list[str], n_tokens: int, timeout_s: float = 3600) -> dict[str, Any]:
+    """One input of this length on a fresh server: its peak, and its answer if that came in time."""
+    with running(engine, folder, flags) as server:
+        pid = process_memory.scheduler_pid(server.process.pid)
+        started = time.monotonic()
+        with process_memory.watch(pid, process_memory.resident_bytes(pid)) as watch:
+            answer = ask(server, n_tokens, timeout_s=timeout_s)
+        seconds = time.monotonic() - started
+    if answer is not None and answer["cached_tokens"] > 0:
+        raise report.InvalidRunError(f"{answer['cached_tokens']} tokens of {n_tokens} were cached")
     return {
         "tokens": n_tokens,
         "peak_mib": None if shapes.HAS_CUDA else mib(watch.peak_bytes),  # of host memory
-        "seconds": round(time.monotonic() - started, 1),
+        "seconds": round(seconds, 1),
         "answered": answer is not None,
         "kept_tokens": None if answer is None else answer.get("kept_tokens"),
+        "command": report.portable(server.command),
     }
 
 
 @contextmanager
-def running(engine: Engine, folder: Path, flags: list[str]) -> Iterator[tuple[local_server.LocalServer, int]]:
-    """A healthy server that has answered one short request, and the id of its scheduler process."""
+def running(engine: Engine, folder: Path, flags: list[str]) -> Iterator[local_server.LocalServer]:
+    """A healthy server that has answered one short request, whose prompt is not the beginning of the long one."""
     log = folder / "server.log"
     environment = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]}
     all_flags = [*common_flags(folder), *engine.flags, *flags]
@@ -232,19 +232,20 @@ def running(engine: Engine, folder: Path, flags: list[str]) -> Iterator[tuple[lo
         record = requests.get(f"{server.url}/server_info", timeout=60).json().get("sgl_prefill")
         if (record is not None) != engine.is_ours:
             raise report.InvalidRunError(f"{engine.name}: the activation record is {record}")
-        ask(server, 300)
-        requests.post(f"{server.url}/flush_cache", timeout=60)
-        yield server, process_memory.scheduler_pid(server.process.pid)
+        ask(server, 300, first_token=500)
+        yield server
     finally:
         for child in psutil.Process(server.process.pid).children(recursive=True):
             child.kill()  # it may be in the middle of a forward pass of an hour
         server.stop()
 
 
-def ask(server: local_server.LocalServer, n_tokens: int, timeout_s: float = 3600) -> dict[str, Any] | None:
+def ask(
+    server: local_server.LocalServer, n_tokens: int, timeout_s: float = 3600, first_token: int = 1000
+) -> dict[str, Any] | None:
     """`meta_info` of a prefill-only request; None where it took longer than `timeout_s`."""
     body: dict[str, Any] = {
-        "input_ids": [1000 + i % 40000 for i in range(n_tokens)],
+        "input_ids": [first_token + i % 40000 for i in range(n_tokens)],
         "sampling_params": {"max_new_tokens": 0, "temperature": 0},
         "return_logprob": True,
         "token_ids_logprob": [100, 200],
