@@ -35,6 +35,9 @@ class PrefillConfig:
     fairness_lambda: float = _option(
         500.0, "credit of a waiting request, in cache-miss tokens per second of waiting; 0: pure shortest job first"
     )
+    max_queue_s: float | None = _option(
+        None, "a request that has waited so many seconds runs next, whatever its score and priority (default: no bound)"
+    )
     hybrid_prefill: HybridPrefill = _option(
         "auto",
         "everything but attention chunk by chunk in one forward; auto: where the model can be traced; on: or refuse",
@@ -84,6 +87,8 @@ class PrefillConfig:
             problems.append(
                 f"--fairness-lambda is {self.fairness_lambda}: it must be a number >= 0 (tokens per second)"
             )
+        if self.max_queue_s is not None and not 0 <= self.max_queue_s < math.inf:
+            problems.append(f"--max-queue-s is {self.max_queue_s}: it must be a number of seconds >= 0")
         if self.memory_budget_gb is not None and not 0 < self.memory_budget_gb < math.inf:
             problems.append(f"--memory-budget-gb is {self.memory_budget_gb}: it must be a positive number of GiB")
         if not 0 < self.max_body_mb < math.inf:
