@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sgl_prefill.core.jct import cache_miss_tokens
+from sgl_prefill.core.jct import Drift, FittedJct, JctModel, cache_miss_tokens
 from sgl_prefill.errors import SeamError
+from sgl_prefill.scheduling import reply_facts
 from sgl_prefill.scheduling.calibrated_queue import CalibratedQueue
 from sgl_prefill.scheduling.waiting_list import WaitingList
 from sgl_prefill.scheduling.watched_cache import WatchedRadixCache
@@ -23,12 +24,19 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import NextBatchPlan, Scheduler
 
 
-class Policy:
-    """The calibrated queue, and SGLang's list of waiting requests that it follows."""
+# The flag's credit is in tokens, whatever the model: at what a token of a cold prompt of this length costs.
+TYPICAL_TOKENS = 1000
 
-    def __init__(self, queue: CalibratedQueue) -> None:
+
+class Policy:
+    """The calibrated queue, SGLang's list of waiting requests that it follows, and what the JCT model says of the running one."""
+
+    def __init__(self, queue: CalibratedQueue, jct_ms: FittedJct | None = None) -> None:
         self.queue = queue
+        self.jct_ms = jct_ms  # None: the model in use knows no milliseconds
+        self.drift = Drift()
         self.n_pending_tokens = 0
+        self._running: dict[Req, float] = {}  # predicted ms without drift
 
     def follow(self, waiting: list[Req]) -> WaitingList[Req]:
         """Bring the queue up to date with SGLang's list, whatever SGLang did to it; the list to go on with."""
@@ -47,6 +55,20 @@ class Policy:
             waiting.take_changes()
         return waiting
 
+    def predict(self, req: Req) -> None:
+        """A request is about to run: tell its client how long the model says that it takes."""
+        if self.jct_ms is not None:
+            waiting = self.queue.order.waiting(req)
+            self._running[req] = self.jct_ms(waiting.n_input_tokens, waiting.n_cached_tokens)
+            reply_facts.add(req.time_stats, predicted_jct_ms=round(self._running[req] * self.drift.factor, 3))
+
+    def observe(self, req: Req) -> None:
+        """A request has run."""
+        predicted_ms = self._running.pop(req, None)
+        stats = req.time_stats
+        if predicted_ms is not None and stats.prefill_finished_time > 0:
+            self.drift.observe(predicted_ms, 1000 * (stats.prefill_finished_time - stats.forward_entry_time))
+
     def leave(self, req: Req) -> None:
         self.queue.remove(req)
         self.n_pending_tokens -= req.seqlen
@@ -63,8 +85,14 @@ def after_init_schedule_policy(result: None, scheduler: Scheduler) -> None:
     cache = scheduler.tree_cache
     sign = (1 if scheduler.schedule_low_priority_values_first else -1) if scheduler.enable_priority_scheduling else 0
     config = record.config()
-    queue = CalibratedQueue(cache, cache_miss_tokens, config.fairness_lambda, config.max_queue_s, sign)
-    scheduler.sgl_prefill_policy = Policy(queue)
+    jct_ms: FittedJct | None = None
+    jct: JctModel = cache_miss_tokens
+    fairness_lambda = config.fairness_lambda
+    if config.jct_model == "fitted":
+        jct = jct_ms = scheduler.tp_worker.model_runner.sgl_prefill_jct
+        fairness_lambda *= jct_ms(TYPICAL_TOKENS, 0) / TYPICAL_TOKENS
+    queue = CalibratedQueue(cache, jct, fairness_lambda, config.max_queue_s, sign)
+    scheduler.sgl_prefill_policy = Policy(queue, jct_ms)
     scheduler.waiting_queue = WaitingList(scheduler.waiting_queue)
 
 
@@ -86,6 +114,7 @@ def around_get_new_batch_prefill(
         if not any(req is picked for req in left):
             with policy.queue.cost:
                 waiting.take_out(picked)
+                policy.predict(picked)
                 policy.leave(picked)
         # SGLang itself may queue requests during the call: a grammar that became ready, a preempted generation.
         for req in left:
@@ -96,3 +125,9 @@ def around_get_new_batch_prefill(
     if stats is not None:
         stats.num_pending_tokens = policy.n_pending_tokens
     return plan
+
+
+def after_process_batch_result(result: None, scheduler: Scheduler, batch: ScheduleBatch, *_: Any) -> None:
+    """Hook: correct the JCT model by what the requests of this step have taken."""
+    for req in batch.reqs:
+        scheduler.sgl_prefill_policy.observe(req)
