@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 from sgl_prefill.core.jct import Drift, FittedJct, JctModel, cache_miss_tokens
 from sgl_prefill.errors import SeamError
 from sgl_prefill.scheduling import reply_facts
+from sgl_prefill.scheduling.arrival import arrival_s
 from sgl_prefill.scheduling.calibrated_queue import CalibratedQueue
+from sgl_prefill.scheduling.metrics import PolicyMetrics
 from sgl_prefill.scheduling.waiting_list import WaitingList
 from sgl_prefill.scheduling.watched_cache import WatchedRadixCache
 from sgl_prefill.seam import record
@@ -31,8 +33,12 @@ TYPICAL_TOKENS = 1000
 class Policy:
     """The calibrated queue, SGLang's list of waiting requests that it follows, and what the JCT model says of the running one."""
 
-    def __init__(self, queue: CalibratedQueue, jct_ms: FittedJct | None = None) -> None:
+    def __init__(
+        self, queue: CalibratedQueue, jct_ms: FittedJct | None = None, metrics: PolicyMetrics | None = None
+    ) -> None:
         self.queue = queue
+        self.metrics = metrics
+        self.last_step_s = 0.0  # what the policy itself took of it
         self.jct_ms = jct_ms  # None: the model in use knows no milliseconds
         self.drift = Drift()
         self.n_pending_tokens = 0
@@ -49,7 +55,7 @@ class Policy:
             appended = [req for req in waiting if req not in order]
         for req in appended:
             self.queue.add(req)
-            self.n_pending_tokens += req.seqlen
+            self.n_pending_tokens += order.waiting(req).n_input_tokens
         if not isinstance(waiting, WaitingList):
             waiting = WaitingList(waiting)
             waiting.take_changes()
@@ -64,14 +70,30 @@ class Policy:
 
     def observe(self, req: Req) -> None:
         """A request has run."""
-        predicted_ms = self._running.pop(req, None)
-        stats = req.time_stats
-        if predicted_ms is not None and stats.prefill_finished_time > 0:
-            self.drift.observe(predicted_ms, 1000 * (stats.prefill_finished_time - stats.forward_entry_time))
+        predicted_ms, stats = self._running.pop(req, None), req.time_stats
+        if stats.prefill_finished_time == 0:  # it failed
+            return
+        if predicted_ms is not None:
+            actual_ms = 1000 * (stats.prefill_finished_time - stats.forward_entry_time)
+            if self.metrics is not None:
+                self.metrics.prediction(predicted_ms * self.drift.factor, actual_ms)
+            self.drift.observe(predicted_ms, actual_ms)
+        if self.metrics is not None:
+            wait_s = stats.forward_entry_time - arrival_s(req)
+            self.metrics.request(wait_s, reply_facts.read(stats), req.cached_tokens)
+
+    def end_step(self) -> None:
+        """All of a step has been done."""
+        self.last_step_s = self.queue.cost.take_s()
+        if self.metrics is not None:
+            order = self.queue.order
+            oldest = order.oldest()
+            oldest_wait_s = 0.0 if oldest is None else time.perf_counter() - order.waiting(oldest).arrival_s
+            self.metrics.step(len(order), oldest_wait_s, self.last_step_s)
 
     def leave(self, req: Req) -> None:
+        self.n_pending_tokens -= self.queue.order.waiting(req).n_input_tokens
         self.queue.remove(req)
-        self.n_pending_tokens -= req.seqlen
 
 
 def after_init_schedule_policy(result: None, scheduler: Scheduler) -> None:
@@ -92,7 +114,8 @@ def after_init_schedule_policy(result: None, scheduler: Scheduler) -> None:
         jct = jct_ms = scheduler.tp_worker.model_runner.sgl_prefill_jct
         fairness_lambda *= jct_ms(TYPICAL_TOKENS, 0) / TYPICAL_TOKENS
     queue = CalibratedQueue(cache, jct, fairness_lambda, config.max_queue_s, sign)
-    scheduler.sgl_prefill_policy = Policy(queue, jct_ms)
+    collector = getattr(scheduler, "metrics_collector", None)
+    scheduler.sgl_prefill_policy = Policy(queue, jct_ms, PolicyMetrics(collector.labels) if collector else None)
     scheduler.waiting_queue = WaitingList(scheduler.waiting_queue)
 
 
@@ -105,6 +128,7 @@ def around_get_new_batch_prefill(
         waiting = policy.follow(scheduler.waiting_queue)
         picked = policy.queue.order.first(time.perf_counter())
     if picked is None:
+        scheduler.waiting_queue = waiting
         return original(scheduler, running_batch)
     scheduler.waiting_queue = [picked]
     try:
@@ -128,6 +152,9 @@ def around_get_new_batch_prefill(
 
 
 def after_process_batch_result(result: None, scheduler: Scheduler, batch: ScheduleBatch, *_: Any) -> None:
-    """Hook: correct the JCT model by what the requests of this step have taken."""
-    for req in batch.reqs:
-        scheduler.sgl_prefill_policy.observe(req)
+    """Hook: correct the JCT model by what the requests of this step have taken, and count."""
+    policy: Policy = scheduler.sgl_prefill_policy
+    if batch.forward_mode.is_extend():
+        for req in batch.reqs:
+            policy.observe(req)
+        policy.end_step()
