@@ -1,7 +1,7 @@
-"""Replay of a trace on a simulated clock: the real policy, index, KV plan and radix tree, and a JCT model for the forward pass.
+"""Replay of a trace on a simulated clock: the real policy, index, KV plan and radix tree; a JCT model for the forward pass.
 
-Tokens are counted in pages, so that a prompt of 14,000 tokens is a key of some hundred symbols: a prefix is shared in whole pages,
-as in an engine with pages of that size. One request runs at a time.
+Tokens are counted in pages, so that a prompt of 14,000 tokens is a key of some hundred symbols: a prefix is shared in whole
+pages, as in an engine with pages of that size. One request runs at a time.
 """
 
 from __future__ import annotations
