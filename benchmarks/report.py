@@ -35,6 +35,10 @@ class Target(NamedTuple):
     def at_least(cls, name: str, value: float, target: float) -> Target:
         return cls(name, round(value, 4), target, value >= target)
 
+    @classmethod
+    def at_most(cls, name: str, value: float, target: float) -> Target:
+        return cls(name, round(value, 4), target, value <= target)
+
 
 class InvalidRunError(Exception):
     """The run does not measure what it claims: an engine not there, a request lost, answers that disagree."""

@@ -11,6 +11,7 @@ from sgl_prefill.errors import ConfigurationError
 
 Scheduling = Literal["calibrated-srjf", "stock"]
 LogitsDtype = Literal["float32", "model"]
+JctModelName = Literal["fitted", "cache-miss"]
 HybridPrefill = Literal["auto", "on", "off"]
 SuffixKV = Literal["evict", "keep"]
 
@@ -34,6 +35,15 @@ class PrefillConfig:
     )
     fairness_lambda: float = _option(
         500.0, "credit of a waiting request, in cache-miss tokens per second of waiting; 0: pure shortest job first"
+    )
+    jct_model: JctModelName = _option(
+        "cache-miss",
+        "how long a request will take; fitted: milliseconds, measured at start and corrected by observed times;"
+        " cache-miss: the number of tokens that are not cached",
+        choices=("fitted", "cache-miss"),
+    )
+    max_queue_s: float | None = _option(
+        None, "a request that has waited so many seconds runs next, whatever its score and priority (default: no bound)"
     )
     hybrid_prefill: HybridPrefill = _option(
         "auto",
@@ -70,6 +80,8 @@ class PrefillConfig:
         problems = []
         if self.scheduling not in ("calibrated-srjf", "stock"):
             problems.append(f"--scheduling is {self.scheduling!r}: it must be calibrated-srjf or stock")
+        if self.jct_model not in ("fitted", "cache-miss"):
+            problems.append(f"--jct-model is {self.jct_model!r}: it must be fitted or cache-miss")
         if self.logits_dtype not in ("float32", "model"):
             problems.append(f"--logits-dtype is {self.logits_dtype!r}: it must be float32 or model")
         if self.hybrid_prefill not in ("auto", "on", "off"):
@@ -84,6 +96,8 @@ class PrefillConfig:
             problems.append(
                 f"--fairness-lambda is {self.fairness_lambda}: it must be a number >= 0 (tokens per second)"
             )
+        if self.max_queue_s is not None and not 0 <= self.max_queue_s < math.inf:
+            problems.append(f"--max-queue-s is {self.max_queue_s}: it must be a number of seconds >= 0")
         if self.memory_budget_gb is not None and not 0 < self.memory_budget_gb < math.inf:
             problems.append(f"--memory-budget-gb is {self.memory_budget_gb}: it must be a positive number of GiB")
         if not 0 < self.max_body_mb < math.inf:

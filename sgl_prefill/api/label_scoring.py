@@ -63,7 +63,7 @@ class ScoredPrompt(NamedTuple):
             "kept_tokens": meta.get("kept_tokens", meta["prompt_tokens"]),
             "evicted_tokens": meta.get("evicted_tokens", 0),
             "queue_ms": round(max(queue_s, 0.0) * 1e3, 3),
-            "predicted_jct_ms": None,
+            "predicted_jct_ms": meta.get("predicted_jct_ms"),
             "actual_ms": round(actual_s * 1e3, 3),
         }
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
 
 
 class JctModel(Protocol):
@@ -17,3 +21,78 @@ def cache_miss_tokens(n_input_tokens: int, n_cached_tokens: int) -> float:
     """The paper's default proxy, in tokens: what the prefix cache does not hold (Pearson 0.987 with the true JCT there)."""
     assert 0 <= n_cached_tokens <= n_input_tokens, (n_cached_tokens, n_input_tokens)
     return float(n_input_tokens - n_cached_tokens)
+
+
+class Observation(NamedTuple):
+    """One timed prefill."""
+
+    n_input_tokens: int
+    n_cached_tokens: int
+    ms: float
+
+
+class FittedJct(NamedTuple):
+    """Milliseconds of one prefill as a sum of what it consists of; every coefficient is >= 0."""
+
+    step_ms: float  # a forward pass of any length
+    miss_token_ms: float  # matrix products: for each token that is computed
+    pair_ms: float  # attention: for each pair of a computed token and a token that it sees
+    cached_token_ms: float  # lookups: for each token that is not computed
+
+    def __call__(self, n_input_tokens: int, n_cached_tokens: int) -> float:
+        parts = zip(self, _features(n_input_tokens, n_cached_tokens), strict=True)
+        return sum(coefficient * feature for coefficient, feature in parts)
+
+
+def _features(n_input_tokens: int, n_cached_tokens: int) -> tuple[float, float, float, float]:
+    n_miss = n_input_tokens - n_cached_tokens
+    n_pairs = n_miss * (n_input_tokens + n_cached_tokens + 1) / 2
+    return 1.0, n_miss, n_pairs, n_cached_tokens
+
+
+def fit(observations: Sequence[Observation]) -> FittedJct:
+    """Least squares of the relative error, so that a hit of 5 ms counts as much as a miss of 5 s.
+
+    A coefficient that came out negative (noise) is set to 0 and the others are fitted anew. Raises ValueError where there
+    are fewer observations than coefficients.
+    """
+    n_features = len(FittedJct._fields)
+    if len(observations) < n_features:
+        raise ValueError(f"{len(observations)} observations cannot determine {n_features} coefficients")
+    times_ms = np.array([one.ms for one in observations])
+    rows = np.array([_features(one.n_input_tokens, one.n_cached_tokens) for one in observations]) / times_ms[:, None]
+    scales = np.maximum(np.abs(rows).max(axis=0), 1e-300)  # the columns differ by eight orders of magnitude
+    kept = list(range(n_features))
+    while True:
+        solution, *_ = np.linalg.lstsq((rows / scales)[:, kept], np.ones(len(times_ms)), rcond=None)
+        if (solution >= 0).all() or not kept:
+            break
+        kept.pop(int(np.argmin(solution)))
+    coefficients = np.zeros(n_features)
+    coefficients[kept] = solution / scales[kept]
+    return FittedJct(*coefficients.tolist())
+
+
+class Drift:
+    """How much slower than predicted the machine is at present: a factor from the observed times, slow and bounded.
+
+    It multiplies predictions and not the order of requests, which it could not change but for the weight of waiting.
+    """
+
+    WEIGHT = 0.05  # of one observation
+    LARGEST_RATIO = 4.0  # one outlier counts as at most this factor
+
+    def __init__(self) -> None:
+        self._log_factor = 0.0
+
+    @property
+    def factor(self) -> float:
+        return math.exp(self._log_factor)
+
+    def observe(self, predicted_ms: float, actual_ms: float) -> None:
+        """`predicted_ms` is the model's, without this factor. Times of 0 say nothing."""
+        if predicted_ms <= 0 or actual_ms <= 0:
+            return
+        limit = math.log(self.LARGEST_RATIO)
+        error = min(max(math.log(actual_ms / predicted_ms) - self._log_factor, -limit), limit)
+        self._log_factor += self.WEIGHT * error

@@ -52,6 +52,15 @@ def plan_kv(n_input: int, n_cached: int, n_available: int, page_size: int = 1, *
     return KVPlan(n_input, n_cached, n_cached + floor_to(n_available, page_size))
 
 
+def available_beside_wanted(n_cached: int, n_shared: int, n_available: int, n_wanted: int) -> int:
+    """Durable slots for a request, where `n_wanted` of the `n_available` hold prefixes that waiting requests will use.
+
+    The first `n_shared` tokens of the request are waited for too, by requests that share them: for those any slot is right.
+    A tail that nobody shares takes only what nobody waits for. (PrefillOnly keeps a prefix of any request; this goes past it.)
+    """
+    return max(n_available - n_wanted, min(n_available, n_shared - n_cached), 0)
+
+
 def ceil_to(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 

@@ -3,21 +3,24 @@
     score(r) = jct(n_input, n_cached) - fairness_lambda * T_queue;  the request with the smallest score runs next.
 
 Line 11 of the printed algorithm stores `jct` where it must store `score`, else a request would be compared with the
-wrong number; we keep the score. Calibration means that `n_cached` is read anew before every choice.
+wrong number; we keep the score. Calibration means that `n_cached` is what the cache holds at the moment of choice. All scores
+fall at the same rate as time passes, so their order is that of `jct + fairness_lambda * arrival`: a key that changes only
+when `n_cached` does, which the caller reports (`calibrate`; see `match_index`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple, TypeVar
+from collections.abc import Hashable, Iterator
+from typing import Generic, NamedTuple, TypeVar
 
 from sgl_prefill.core.jct import JctModel
+from sgl_prefill.core.lazy_heap import LazyHeap
 
-Request = TypeVar("Request")
+Request = TypeVar("Request", bound=Hashable)
 
 
 class Waiting(NamedTuple):
-    """What the policy must know of one waiting request at the moment of choice."""
+    """What the policy must know of one waiting request."""
 
     n_input_tokens: int
     n_cached_tokens: int  # longest prefix that the cache holds now, as far as the request may use it
@@ -25,22 +28,70 @@ class Waiting(NamedTuple):
     rank: float = 0.0  # user-given priority class: a smaller rank always goes first; 0 where priorities are off
 
 
-def pick_shortest(
-    requests: Iterable[Request],
-    describe: Callable[[Request], Waiting],
-    *,
-    jct: JctModel,
-    fairness_lambda: float,
-) -> Request | None:
-    """The request to run next, or None where none waits. Ties go to the one that comes first in `requests`.
+class SrjfQueue(Generic[Request]):
+    """Waiting requests in the order of the policy.
 
-    All scores fall at the same rate as time passes, so their order is that of `jct + fairness_lambda * arrival`, and no
-    clock is read. Args: `fairness_lambda` is in units of `jct` per second of waiting (tokens/s for the token proxy).
+    Args:
+        jct: predicted cost of a request; pure.
+        fairness_lambda: in units of `jct` per second of waiting (tokens/s for the token proxy).
+        max_queue_s: no request waits longer than that while a later one is taken; None: no bound.
     """
 
-    def order(request: Request) -> tuple[float, float]:
-        waiting = describe(request)
-        cost = jct(waiting.n_input_tokens, waiting.n_cached_tokens)
-        return waiting.rank, cost + fairness_lambda * waiting.arrival_s
+    def __init__(self, jct: JctModel, fairness_lambda: float, max_queue_s: float | None = None) -> None:
+        self._jct, self._fairness_lambda, self._max_queue_s = jct, fairness_lambda, max_queue_s
+        self._waiting: dict[Request, Waiting] = {}
+        self._by_score: LazyHeap[Request] = LazyHeap()
+        self._by_arrival: LazyHeap[Request] = LazyHeap()
 
-    return min(requests, key=order, default=None)
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._waiting)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._waiting
+
+    def put(self, request: Request, waiting: Waiting) -> None:
+        """Add a request. Ties go to the one that was added first."""
+        self._waiting[request] = waiting
+        cost = self._jct(waiting.n_input_tokens, waiting.n_cached_tokens)
+        self._by_score.put(request, (waiting.rank, cost + self._fairness_lambda * waiting.arrival_s))
+        self._by_arrival.put(request, waiting.arrival_s)
+
+    def calibrate(self, request: Request, n_cached_tokens: int) -> None:
+        """The cache now holds so many tokens of a waiting request."""
+        waiting = self._waiting[request]
+        if waiting.n_cached_tokens != n_cached_tokens:
+            self.put(request, waiting._replace(n_cached_tokens=n_cached_tokens))
+
+    def remove(self, request: Request) -> None:
+        """A request runs, or has left."""
+        del self._waiting[request]
+        self._by_score.discard(request)
+        self._by_arrival.discard(request)
+
+    def waiting(self, request: Request) -> Waiting:
+        return self._waiting[request]
+
+    def oldest(self) -> Request | None:
+        """The request that has waited longest."""
+        return self._by_arrival.first()
+
+    def first(self, now_s: float) -> Request | None:
+        """The request to run next, which stays, or None where none waits: the one that is overdue, else the best score."""
+        oldest = self.oldest()
+        if oldest is not None and self._max_queue_s is not None:
+            waited_s = now_s - self._waiting[oldest].arrival_s
+            if waited_s >= self._max_queue_s:
+                return oldest
+        return self._by_score.first()
+
+    def in_order(self, now_s: float) -> Iterator[Request]:
+        """`first`, then the others by their scores, without removing them. For steps of several requests."""
+        first = self.first(now_s)
+        if first is not None:
+            yield first
+        for request in self._by_score.in_order():
+            if request is not first:
+                yield request

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sgl_prefill.core.kv_plan import KVPlan, ceil_to, plan_kv
+from sgl_prefill.core.kv_plan import KVPlan, available_beside_wanted, ceil_to, plan_kv
 from sgl_prefill.errors import UnsupportedModelError
 from sgl_prefill.kv import PREFIX_CACHE_NAME, prefix_cache
 from sgl_prefill.kv.allocator import SuffixKVAllocator
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.mem_cache.memory_pool import KVCache
+
+    from sgl_prefill.kv.prefix_cache import SuffixKVRadixCache
 
 
 def register_prefix_cache() -> None:
@@ -130,13 +132,15 @@ def around_alloc_for_extend(
     original: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]], batch: ScheduleBatch
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Hook: plan each request's KV, evict for it, and let SGLang allocate what the plans name."""
-    from sglang.srt.mem_cache.common import evict_from_tree_cache
-
-    allocator = batch.tree_cache.token_to_kv_pool_allocator
+    cache: SuffixKVRadixCache = batch.tree_cache
+    allocator = cache.token_to_kv_pool_allocator
     plans = []
     n_promised = 0
     for req in batch.reqs:
-        n_available = allocator.available_size() + batch.tree_cache.evictable_size() - n_promised
+        n_available = allocator.available_size() + cache.evictable_size() - n_promised
+        if cache.listener is not None and not decodes(req):
+            n_shared, n_wanted = cache.listener.shared_tokens(req), cache.listener.wanted_evictable_tokens()
+            n_available = available_beside_wanted(len(req.prefix_indices), n_shared, n_available, n_wanted)
         plan = plan_kv(
             n_input=req.extend_range.end,
             n_cached=len(req.prefix_indices),
@@ -146,7 +150,7 @@ def around_alloc_for_extend(
         )
         n_promised += ceil_to(plan.n_new_durable, allocator.page_size)
         plans.append(plan)
-    evict_from_tree_cache(batch.tree_cache, n_promised)
+    cache.evict_unwanted_first(n_promised - allocator.available_size())
     with allocator.serving(plans):
         allocated = original(batch)
     for req, plan in zip(batch.reqs, plans, strict=True):

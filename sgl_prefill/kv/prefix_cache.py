@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang.srt.mem_cache.radix_cache import RadixCache
-
 from sgl_prefill.core.kv_plan import KVPlan
+from sgl_prefill.scheduling.watched_cache import WatchedRadixCache
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
 
-class SuffixKVRadixCache(RadixCache):  # type: ignore[misc]
+class SuffixKVRadixCache(WatchedRadixCache):
     """A scratch slot never reaches the tree: what a request leaves behind is cut at its plan's durable end."""
 
     def cache_finished_req(self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:

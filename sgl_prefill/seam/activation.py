@@ -37,8 +37,9 @@ def activate(config: PrefillConfig, process: str) -> None:
             HookRegistry.register(hook.target, hook.function, entry[0], source=SOURCE)
     load_plugins()
     if process == "scheduler" and config.suffix_kv == "evict":
-        kv.register_prefix_cache()
         kv.use_live_inputs()
+    if process == "scheduler" and (config.suffix_kv == "evict" or config.scheduling == "calibrated-srjf"):
+        kv.register_prefix_cache()
     if process == "scheduler" and config.hybrid_prefill != "off":
         hybrid.use_small_logprob_chunks()
     HookRegistry.apply_hooks()  # plugins may have been loaded before; targets that are already patched are skipped

@@ -42,6 +42,14 @@ HOOKS: tuple[Hook, ...] = (
         function=step.around_get_new_batch_prefill,
     ),
     Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.process_batch_result",
+        kind="after",
+        process="scheduler",
+        feature="scheduling",
+        reason="compare the predicted time of a request with what it took",
+        function=step.after_process_batch_result,
+    ),
+    Hook(
         target="sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends",
         kind="after",
         process="scheduler",
@@ -252,8 +260,9 @@ def hooks_for(config: PrefillConfig, process: str) -> tuple[Hook, ...]:
 
 def fingerprinted_targets() -> tuple[str, ...]:
     """Every dotted path whose source must be the one that we read."""
-    return (
+    targets = [
         *(hook.target for hook in HOOKS),
         *(route.stock_endpoint for route in ROUTES),
         *(relied.target for relied in RELIED_UPON),
-    )
+    ]
+    return tuple(dict.fromkeys(targets))

@@ -15,7 +15,7 @@ from sgl_prefill.core.memory_plan import MemoryPlan
 from sgl_prefill.errors import MemoryPlanError
 from sgl_prefill.kv.allocator import SuffixKVAllocator
 from sgl_prefill.seam import record
-from sgl_prefill.startup import memory_profile, parity_gate
+from sgl_prefill.startup import jct_profile, memory_profile, parity_gate
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -86,6 +86,9 @@ def _prepare(runner: ModelRunner) -> None:
         differences = None
     else:
         differences = parity_gate.run(runner)
+    if config.scheduling == "calibrated-srjf" and config.jct_model == "fitted":
+        runner.sgl_prefill_jct = jct_profile.fitted_model(runner, plan.max_input_tokens)
+        record.add(jct_model=runner.sgl_prefill_jct._asdict())
     runner.sgl_prefill_memory_plan = plan
     record.add(memory=_shown(plan), parity_gate=differences)
 

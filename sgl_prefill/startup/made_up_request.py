@@ -87,6 +87,8 @@ def _request(token_ids: Sequence[int], prefix: torch.Tensor) -> Req:
 class _NoPrefixCache:
     """What SGLang's allocation asks of a prefix cache, which does not exist yet at this point of the start."""
 
+    listener = None  # nobody waits
+
     def __init__(self, runner: Any) -> None:
         self.page_size = runner.page_size
         self.device = runner.device
@@ -97,6 +99,9 @@ class _NoPrefixCache:
 
     def evict(self, params: Any) -> None:
         """There is nothing to evict."""
+
+    def evict_unwanted_first(self, n_tokens: int) -> None:
+        """Nor here."""
 
     def is_chunk_cache(self) -> bool:
         return False

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sgl_prefill.core.kv_plan import KVPlan, ceil_to, plan_kv
+from sgl_prefill.core.kv_plan import KVPlan, available_beside_wanted, ceil_to, plan_kv
 from sgl_prefill.kv.allocator import SuffixKVAllocator
 
 
@@ -188,3 +188,12 @@ def test_the_radix_cache_gets_the_durable_part_alone() -> None:
     assert int(cache.all_values_flatten().max()) < allocator.first_scratch_slot
     assert allocator.n_scratch_lent == 0
     assert allocator.available_size() == 0
+
+
+def test_a_tail_that_nobody_shares_takes_only_what_nobody_waits_for() -> None:
+    """100 slots, 60 of them wanted: a lone request gets 40, one whose first 70 tokens are waited for gets those 70."""
+    assert available_beside_wanted(n_cached=0, n_shared=0, n_available=100, n_wanted=60) == 40
+    assert available_beside_wanted(n_cached=0, n_shared=70, n_available=100, n_wanted=60) == 70
+    assert available_beside_wanted(n_cached=20, n_shared=70, n_available=100, n_wanted=60) == 50
+    assert available_beside_wanted(n_cached=0, n_shared=300, n_available=100, n_wanted=60) == 100
+    assert available_beside_wanted(n_cached=50, n_shared=50, n_available=10, n_wanted=60) == 0

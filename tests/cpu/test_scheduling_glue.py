@@ -6,15 +6,20 @@ import random
 from array import array
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
+from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import SeamError
 from sgl_prefill.scheduling import step
 from sgl_prefill.scheduling.radix_probe import count_cached_tokens
+from sgl_prefill.scheduling.watched_cache import WatchedRadixCache
+from sgl_prefill.seam import record
 
 
 def key(tokens: list[int], extra_key: str | None = None) -> RadixKey:
@@ -23,6 +28,14 @@ def key(tokens: list[int], extra_key: str | None = None) -> RadixKey:
 
 def insert(tree: RadixCache, tokens: list[int], extra_key: str | None = None) -> None:
     tree.insert(InsertParams(key=key(tokens, extra_key), value=torch.tensor(tokens)))
+
+
+def watched_tree(page_size: int = 1) -> WatchedRadixCache:
+    allocator = SimpleNamespace(device="cpu", free_segment=lambda *_, **__: None)
+    parameters = CacheInitParams(
+        disable=False, req_to_token_pool=None, token_to_kv_pool_allocator=allocator, page_size=page_size
+    )
+    return WatchedRadixCache(parameters)
 
 
 def nodes(tree: RadixCache) -> list[tuple[Any, ...]]:
@@ -64,8 +77,15 @@ def test_waiting_requests_do_not_change_what_is_evicted_first() -> None:
     assert count_cached_tokens(tree, array("q", new), None) == 50
 
 
+class Request(SimpleNamespace):
+    """Hashed by identity, as SGLang's are."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
+
+
 def request(name: str, tokens: list[int], arrival_s: float = 1.0, priority: int | None = None) -> Any:
-    return SimpleNamespace(
+    return Request(
         name=name,
         origin_input_ids=array("q", tokens),
         output_ids=array("q"),
@@ -77,9 +97,14 @@ def request(name: str, tokens: list[int], arrival_s: float = 1.0, priority: int 
     )
 
 
-def scheduler_with(tree: Any, waiting: list[Any], **options: Any) -> Any:
+def scheduler_with(tree: Any, waiting: list[Any], fairness_lambda: float = 0.0, **options: Any) -> Any:
     defaults = {"enable_priority_scheduling": False, "schedule_low_priority_values_first": False}
-    return SimpleNamespace(tree_cache=tree, waiting_queue=waiting, **{**defaults, **options})
+    scheduler = SimpleNamespace(tree_cache=tree, waiting_queue=waiting, **{**defaults, **options})
+    with mock.patch.object(
+        record, "config", return_value=PrefillConfig(fairness_lambda=fairness_lambda, jct_model="cache-miss")
+    ):
+        step.after_init_schedule_policy(None, scheduler)
+    return scheduler
 
 
 def admit_first(scheduler: Any, running_batch: Any) -> Any:
@@ -101,11 +126,10 @@ def names(requests: list[Any]) -> str:
 
 def test_a_step_admits_the_shortest_calibrated_request_and_keeps_the_others_in_order() -> None:
     """C is longest but cached; then A before B by length."""
-    tree = RadixCache.create_simulated()
+    tree = watched_tree()
     insert(tree, [7] * 90)
     waiting = [request("B", [5] * 40), request("A", [6] * 30), request("C", [7] * 100)]
     scheduler = scheduler_with(tree, waiting)
-    scheduler.sgl_prefill_policy = step.CalibratedSrjf(scheduler, fairness_lambda=0.0)
     ran, pending = "", []
     while scheduler.waiting_queue:
         plan = step.around_get_new_batch_prefill(admit_first, scheduler, None)
@@ -117,8 +141,7 @@ def test_a_step_admits_the_shortest_calibrated_request_and_keeps_the_others_in_o
 
 def test_a_request_that_is_not_admitted_keeps_its_place_and_new_ones_queue_behind() -> None:
     """SGLang may refuse the picked one for lack of memory, and may itself queue a preempted one."""
-    scheduler = scheduler_with(RadixCache.create_simulated(), [request("B", [5] * 40), request("A", [6] * 30)])
-    scheduler.sgl_prefill_policy = step.CalibratedSrjf(scheduler, fairness_lambda=0.0)
+    scheduler = scheduler_with(watched_tree(), [request("B", [5] * 40), request("A", [6] * 30)])
 
     def refuse_and_preempt(scheduler: Any, running_batch: Any) -> Any:
         scheduler.waiting_queue.append(request("P", [8] * 10))
@@ -130,8 +153,7 @@ def test_a_request_that_is_not_admitted_keeps_its_place_and_new_ones_queue_behin
 
 def test_the_queue_is_restored_when_sglang_raises() -> None:
     """An error inside SGLang's admission loses no request."""
-    scheduler = scheduler_with(RadixCache.create_simulated(), [request("B", [5] * 40), request("A", [6] * 30)])
-    scheduler.sgl_prefill_policy = step.CalibratedSrjf(scheduler, fairness_lambda=0.0)
+    scheduler = scheduler_with(watched_tree(), [request("B", [5] * 40), request("A", [6] * 30)])
 
     def fail(scheduler: Any, running_batch: Any) -> Any:
         raise RuntimeError("inside SGLang")
@@ -143,19 +165,41 @@ def test_the_queue_is_restored_when_sglang_raises() -> None:
 
 def test_arrival_is_counted_from_the_http_process_and_priorities_come_first() -> None:
     """The scheduler's own stamp (99 s here) would make every request that arrived in a long step look new."""
-    waiting = [request("new", [5] * 40, arrival_s=2.0, priority=1), request("old", [6] * 50, arrival_s=1.0, priority=1)]
-    scheduler = scheduler_with(RadixCache.create_simulated(), waiting, enable_priority_scheduling=True)
-
-    def picked(requests: list[Any], fairness_lambda: float) -> Any:
-        chosen: Any = step.CalibratedSrjf(scheduler, fairness_lambda).pick(requests)
-        return chosen.name
-
-    assert picked(waiting, 500.0) == "old"
-    assert picked(waiting, 0.0) == "new"
+    new, old = request("new", [5] * 40, arrival_s=2.0, priority=1), request("old", [6] * 50, arrival_s=1.0, priority=1)
     urgent = request("urgent", [9] * 500, priority=2)
-    assert picked([*waiting, urgent], 500.0) == "urgent", (
+
+    def order(waiting: list[Any], fairness_lambda: float) -> list[str]:
+        scheduler = scheduler_with(watched_tree(), waiting, fairness_lambda, enable_priority_scheduling=True)
+        picked = []
+        while scheduler.waiting_queue:
+            plan = step.around_get_new_batch_prefill(admit_first, scheduler, None)
+            picked.append(plan.batch_to_run.reqs[0].name)
+        return picked
+
+    assert order([new, old], 500.0) == ["old", "new"]
+    assert order([new, old], 0.0) == ["new", "old"]
+    assert order([new, old, urgent], 500.0)[0] == "urgent", (
         "larger values are more urgent unless SGLang is told otherwise"
     )
+
+
+@pytest.mark.parametrize("how", ["remove", "new list", "pop and insert"])
+def test_a_request_that_sglang_takes_from_its_list_leaves_the_policy(how: str) -> None:
+    """A client that leaves: SGLang pops it, or assigns a list without it."""
+    waiting = [request("A", [5] * 30), request("B", [6] * 20), request("C", [7] * 10)]
+    scheduler = scheduler_with(watched_tree(), waiting)
+    step.around_get_new_batch_prefill(admit_nothing, scheduler, None)
+    queue, gone = scheduler.waiting_queue, waiting[2]
+    if how == "remove":
+        queue.remove(gone)
+    elif how == "new list":
+        scheduler.waiting_queue = [req for req in queue if req is not gone]
+    else:
+        queue.pop(2)
+        queue.insert(0, request("D", [8] * 5))
+    plan = step.around_get_new_batch_prefill(admit_first, scheduler, None)
+    assert plan.batch_to_run.reqs[0].name == ("D" if how == "pop and insert" else "B")
+    assert plan.batch_to_run.prefill_stats.num_pending_tokens == (50 if how == "pop and insert" else 30)
 
 
 def test_a_prefix_cache_that_the_probe_cannot_read_is_refused_by_name() -> None:
@@ -165,4 +209,4 @@ def test_a_prefix_cache_that_the_probe_cannot_read_is_refused_by_name() -> None:
         pass
 
     with pytest.raises(SeamError, match=r"SWARadixCache.*--scheduling stock"):
-        step.after_init_schedule_policy(None, scheduler_with(SWARadixCache(), []))
+        scheduler_with(SWARadixCache(), [])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sgl_prefill.core.jct import JctModel, cache_miss_tokens
-from sgl_prefill.core.srjf import Waiting, pick_shortest
+from sgl_prefill.core.srjf import SrjfQueue, Waiting
 
 
 class Job(NamedTuple):
@@ -17,6 +17,7 @@ class Job(NamedTuple):
 
 
 SHARED_TOKENS = 80
+STEP_S = 0.05
 # Figure 5: A < C < B < D; A and D share a prefix, B and C share another; the cache holds one request.
 FIGURE_5 = [
     Job("A", 100, "ad", 0.000),
@@ -28,18 +29,16 @@ FIGURE_5 = [
 
 def run(jobs: list[Job], jct: JctModel, fairness_lambda: float = 0.0) -> tuple[str, int]:
     """(order, cache hits) of one request per step with a cache that holds the last request alone."""
-    waiting, order, n_hits, cached_prefix = list(jobs), "", 0, ""
-
-    def describe(job: Job) -> Waiting:
-        n_cached = SHARED_TOKENS if job.prefix == cached_prefix else 0
-        return Waiting(job.n_tokens, n_cached, job.arrival_s, job.rank)
-
-    while waiting:
-        job = pick_shortest(waiting, describe, jct=jct, fairness_lambda=fairness_lambda)
-        assert job is not None
-        waiting.remove(job)
-        n_hits += job.prefix == cached_prefix
-        order, cached_prefix = order + job.name, job.prefix
+    queue: SrjfQueue[Job] = SrjfQueue(jct, fairness_lambda)
+    order, n_hits, cached_prefix = "", 0, ""
+    for job in jobs:
+        queue.put(job, Waiting(job.n_tokens, 0, job.arrival_s, job.rank))
+    while (picked := queue.first(0.0)) is not None:
+        queue.remove(picked)
+        n_hits += picked.prefix == cached_prefix
+        order, cached_prefix = order + picked.name, picked.prefix
+        for other in queue:
+            queue.calibrate(other, SHARED_TOKENS if other.prefix == cached_prefix else 0)
     return order, n_hits
 
 
@@ -71,25 +70,34 @@ def test_the_score_and_not_the_jct_is_compared() -> None:
 
 def test_a_long_request_waits_no_longer_than_its_length_over_lambda() -> None:
     """Against an endless stream of 10-token requests a 1,000-token one runs after (1,000 - 10) / lambda seconds."""
-    fairness_lambda, step_s = 100.0, 0.05
-    long = Job("L", 1000, "long", 0.0)
-    queue, n_steps = [long], 0
-    while True:
-        now_s = n_steps * step_s
-        queue.append(Job("s", 10, f"p{n_steps}", now_s))
-        picked = pick_shortest(
-            queue,
-            lambda job: Waiting(job.n_tokens, 0, job.arrival_s),
-            jct=cache_miss_tokens,
-            fairness_lambda=fairness_lambda,
-        )
+    assert steps_until_the_long_one(fairness_lambda=100.0, max_queue_s=None) * STEP_S == 9.9
+
+
+def test_no_request_waits_longer_than_the_bound() -> None:
+    """Without fairness the long one would starve; with a bound of 2 seconds it is next after 2 seconds."""
+    assert steps_until_the_long_one(fairness_lambda=0.0, max_queue_s=2.0) * STEP_S == 2.0
+
+
+def steps_until_the_long_one(fairness_lambda: float, max_queue_s: float | None) -> int:
+    long, queue = Job("L", 1000, "long", 0.0), SrjfQueue[Job](cache_miss_tokens, fairness_lambda, max_queue_s)
+    queue.put(long, Waiting(long.n_tokens, 0, long.arrival_s))
+    for n_steps in range(1000):
+        now_s = n_steps * STEP_S
+        queue.put(Job("s", 10, f"p{n_steps}", now_s), Waiting(10, 0, now_s))
+        picked = queue.first(now_s)
         assert picked is not None
         if picked is long:
-            break
+            return n_steps
         queue.remove(picked)
-        n_steps += 1
-        assert n_steps < 1000, "the long request starves"
-    assert n_steps * step_s == 9.9
+    raise AssertionError("the long request starves")
+
+
+def test_a_clock_that_jumps_backwards_changes_no_order() -> None:
+    """The order is by arrival; the clock is read only to see who is overdue."""
+    queue: SrjfQueue[str] = SrjfQueue(cache_miss_tokens, 100.0, max_queue_s=5.0)
+    queue.put("early", Waiting(100, 0, 100.0))
+    queue.put("late", Waiting(90, 0, 101.0))
+    assert queue.first(102.0) == queue.first(-1e6) == "early"
 
 
 def test_a_better_rank_goes_first_however_long_it_is() -> None:
@@ -101,4 +109,4 @@ def test_a_better_rank_goes_first_however_long_it_is() -> None:
 def test_equal_requests_keep_their_order_and_an_empty_queue_gives_none() -> None:
     """Ties go to the first in the queue."""
     assert run([Job("A", 10, "a"), Job("B", 10, "b")], cache_miss_tokens)[0] == "AB"
-    assert pick_shortest([], lambda job: Waiting(1, 0, 0.0), jct=cache_miss_tokens, fairness_lambda=1.0) is None
+    assert SrjfQueue[Job](cache_miss_tokens, 1.0).first(0.0) is None

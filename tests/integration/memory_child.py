@@ -239,6 +239,28 @@ def raised(call: Callable[[], Any]) -> str:
     return "nothing"
 
 
+def waiting(folder: Path) -> dict[str, Any]:
+    """What waiting requests will use stays; and of a burst with one new prefix the prefix is computed once."""
+    engine = start(folder, "llama", config={"fairness_lambda": 0.0, "jct_model": "fitted"})
+    rng = random.Random(3)
+    engine.set_durable(DURABLE)
+    shared = prompt(rng, 200)
+    engine.ask(shared)
+    lone = engine.submit(prompt(rng, 400))
+    sharers = [engine.submit([*shared, *prompt(rng, 450 + n)]) for n in range(2)]
+    engine.run_all()
+    engine.set_durable(2000)
+    new = prompt(rng, 300)
+    burst = [engine.submit([*new, *prompt(rng, 20)]) for _ in range(5)]
+    engine.run_all()
+    engine.check_slots()
+    return {
+        "lone": engine.answer(lone).meta,
+        "sharers": [engine.answer(rid).cached_tokens for rid in sharers],
+        "burst": [engine.answer(rid).cached_tokens for rid in burst],
+    }
+
+
 def profile(folder: Path) -> dict[str, Any]:
     """The pass that computes only what decides memory takes the memory of a whole one; and what a token retains."""
     wide = {"hidden_size": 512, "intermediate_size": 1792, "num_attention_heads": 8, "head_dim": 64}
@@ -263,5 +285,5 @@ def profile(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    scenarios = {"families": families, "storm": storm, "faults": faults, "profile": profile}
+    scenarios = {"families": families, "storm": storm, "faults": faults, "profile": profile, "waiting": waiting}
     print(json.dumps(scenarios[sys.argv[1]](Path(sys.argv[2]))))

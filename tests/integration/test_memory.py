@@ -122,6 +122,15 @@ def test_an_input_length_that_cannot_be_served_fails_the_start_with_the_longest_
     assert "longest" in faults["does_not_fit"]
 
 
+def test_what_waiting_requests_will_use_is_kept_and_computed_once(folder: Path) -> None:
+    """300 slots hold a prefix of 200 that two requests wait to use: a lone prompt of 400 gets the other 100."""
+    result = run_child("memory_child", "waiting", str(folder))
+    assert (result["lone"]["kept_tokens"], result["lone"]["evicted_tokens"]) == (100, 300)
+    assert result["lone"]["predicted_jct_ms"] > 0
+    assert result["sharers"] == [200, 200]
+    assert result["burst"] == [0, 300, 300, 300, 300]
+
+
 def test_the_short_memory_pass_takes_the_memory_of_a_whole_one(folder: Path) -> None:
     """A token retains what the buffers and its four indices hold; how the last tile of keys falls makes the rest.
 

@@ -1,0 +1,109 @@
+"""What does calibrated SRJF cost a step, at 1,000, 3,000 and 10,000 waiting requests?
+
+    python benchmarks/scheduler_overhead/run.py [--quick] [--json PATH]
+
+One process, SGLang's real scheduler, prefix cache and KV pool, a one-layer model. See the README beside this.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks import report
+from sgl_prefill.config import PrefillConfig
+from tests.support import tiny_models
+from tests.support.in_process import InProcessScheduler
+
+WAITING = (1_000, 3_000, 10_000)
+PROMPT_TOKENS, TAIL_TOKENS, PER_PREFIX = 14_000, 150, 50
+CACHED_USERS = 4
+WARM_UP_STEPS, STEPS = 60, 300
+VOCABULARY = 512
+
+
+def main() -> int:
+    arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
+    conditions = report.conditions()
+    counts, steps, tokens = (WAITING, STEPS, PROMPT_TOKENS) if not arguments.quick else ((50, 150), 40, 1_000)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        engine = start(Path(folder), tokens)
+        for n_waiting in counts:
+            rows.append(measure(engine, n_waiting, steps, tokens))
+            print(rows[-1], file=sys.stderr)
+    most, fewest = rows[-1], rows[0]
+    targets = [
+        report.Target.at_most(f"policy cost of a step at {most['waiting']} waiting, p50, ms", most["p50_ms"], 1.0),
+        report.Target.at_most(f"policy cost of a step at {most['waiting']} waiting, p99, ms", most["p99_ms"], 5.0),
+        report.Target.at_most(
+            f"p50 at {most['waiting']} waiting / at {fewest['waiting']}", most["p50_ms"] / fewest["p50_ms"], 2.0
+        ),
+    ]
+    report.finish({"conditions": conditions, "rows": rows}, targets, arguments.json)
+    return 0
+
+
+def start(folder: Path, prompt_tokens: int) -> InProcessScheduler:
+    small = {"num_hidden_layers": 1, "max_position_embeddings": 2 * prompt_tokens, "vocab_size": VOCABULARY}
+    model = tiny_models.write(folder / "model", "llama", **small)
+    config = PrefillConfig(
+        hybrid_prefill="off",
+        memory_budget_gb=2,
+        max_input_length=prompt_tokens + TAIL_TOKENS,
+        fairness_lambda=500.0,
+        skip_parity_gate=True,
+    )
+    return InProcessScheduler(config, model, dtype="float32", max_total_tokens=(CACHED_USERS + 1) * prompt_tokens)
+
+
+def measure(engine: InProcessScheduler, n_waiting: int, n_steps: int, prompt_tokens: int) -> dict[str, Any]:
+    """Fill the queue, then serve one and submit one, again and again."""
+    rng = random.Random(n_waiting)
+    engine.flush()
+    prefixes = [
+        [rng.randrange(3, VOCABULARY) for _ in range(prompt_tokens - TAIL_TOKENS)]
+        for _ in range(max(n_waiting // PER_PREFIX, 1))
+    ]
+
+    def submit(prefix: list[int]) -> None:
+        engine.submit([*prefix, *(rng.randrange(3, VOCABULARY) for _ in range(TAIL_TOKENS))])
+
+    for index in range(n_waiting):
+        submit(prefixes[index % len(prefixes)])
+    policy = engine.scheduler.sgl_prefill_policy
+    costs_ms = []
+    engine.step()  # takes in all that waits
+    filling_ms = 1000 * policy.last_step_s
+    for index in range(WARM_UP_STEPS + n_steps):
+        # Now and then a user leaves, and one comes whose prefix nobody has sent yet.
+        if index % PER_PREFIX == 0:
+            prefixes[rng.randrange(len(prefixes))] = [rng.randrange(3, VOCABULARY) for _ in prefixes[0]]
+        submit(rng.choice(prefixes))
+        engine.step()
+        if index >= WARM_UP_STEPS:
+            costs_ms.append(1000 * policy.last_step_s)
+    waiting = len(engine.scheduler.waiting_queue)
+    for req in list(engine.scheduler.waiting_queue):
+        engine.scheduler.waiting_queue.remove(req)
+    engine.step()  # the policy forgets them
+    return {
+        "waiting": waiting,
+        "steps": n_steps,
+        "p50_ms": statistics.median(costs_ms),
+        "p99_ms": statistics.quantiles(costs_ms, n=100)[98],
+        "longest_ms": max(costs_ms),
+        "ms_a_request_on_arrival": filling_ms / n_waiting,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,5 @@
+"""What would happen: a trace replayed on a simulated clock through the policy, index and prefix cache of the engine.
+
+workloads.py   the paper's two workloads as traces
+simulate.py    the replay
+"""

@@ -1,0 +1,127 @@
+"""Traces: the two workloads of PrefillOnly (section 7.1), and files.
+
+Where the paper is ambiguous there is an option. A trace is a list of arrivals in time order; a request is a prefix, which others
+may share, and a tail of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+
+class Arrival(NamedTuple):
+    """One request of a trace; one JSON object a line in a file."""
+
+    arrival_s: float
+    prefix_id: str
+    prefix_tokens: int
+    tail_tokens: int  # at least 1
+
+    @property
+    def n_tokens(self) -> int:
+        return self.prefix_tokens + self.tail_tokens
+
+
+def post_recommendation(
+    rng: random.Random,
+    requests_per_s: float,
+    *,
+    n_users: int = 20,
+    n_posts: int = 50,
+    post_tokens: int = 150,
+    profile_mean_tokens: float = 14_000,
+    profile_deviation_tokens: float = 3_000,
+    profile_range_tokens: tuple[int, int] | None = (11_000, 17_000),
+    arrivals: Literal["burst", "single", "at-once"] = "burst",
+) -> list[Arrival]:
+    """WL1: `n_posts` requests a user that share the user's profile.
+
+    Args:
+        requests_per_s: mean rate of the Poisson process, in requests; ignored for "at-once".
+        profile_range_tokens: lengths outside are drawn again (the paper's Table 1 prints this range beside a normal
+            distribution that exceeds it); None: plain normal distribution.
+        arrivals: "burst": a user's requests come together, and users are the Poisson process; "single": each request is, and
+            the users are mixed; "at-once": all at 0, as where the paper measures saturation.
+    """
+    users = [
+        (f"user-{user}", _normal(rng, profile_mean_tokens, profile_deviation_tokens, profile_range_tokens))
+        for user in range(n_users)
+    ]
+    if arrivals == "burst":
+        times = _poisson(rng, requests_per_s / n_posts)
+        return [
+            Arrival(at_s, name, n_tokens, post_tokens)
+            for (name, n_tokens), at_s in zip(users, times, strict=False)
+            for _ in range(n_posts)
+        ]
+    requests = [user for user in users for _ in range(n_posts)]
+    rng.shuffle(requests)
+    times = iter([0.0] * len(requests)) if arrivals == "at-once" else _poisson(rng, requests_per_s)
+    return [Arrival(at_s, name, n_tokens, post_tokens) for (name, n_tokens), at_s in zip(requests, times, strict=False)]
+
+
+def credit_verification(
+    rng: random.Random, requests_per_s: float, *, n_users: int = 60, range_tokens: tuple[int, int] = (40_000, 60_000)
+) -> list[Arrival]:
+    """WL2: one long request a user, nothing shared."""
+    times = _poisson(rng, requests_per_s)
+    return [
+        Arrival(at_s, f"user-{user}", rng.randint(*range_tokens) - 1, 1)
+        for user, at_s in zip(range(n_users), times, strict=False)
+    ]
+
+
+def read(path: Path) -> list[Arrival]:
+    """A trace file, sorted by time. Raises ValueError that names the line which is not an arrival."""
+    arrivals = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line)
+            arrival = Arrival(
+                float(fields["arrival_s"]),
+                str(fields["prefix_id"]),
+                int(fields["prefix_tokens"]),
+                int(fields["tail_tokens"]),
+            )
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"{path}, line {number}: {error!r}; a line is"
+                ' {"arrival_s": 0.5, "prefix_id": "user-1", "prefix_tokens": 14000, "tail_tokens": 150}'
+            ) from error
+        if not 0 <= arrival.arrival_s < float("inf") or arrival.prefix_tokens < 0 or arrival.tail_tokens < 1:
+            raise ValueError(
+                f"{path}, line {number}: a time >= 0, a prefix >= 0 and a tail >= 1 token are needed: {line}"
+            )
+        arrivals.append(arrival)
+    return sorted(arrivals, key=lambda arrival: arrival.arrival_s)
+
+
+def write(path: Path, arrivals: Iterable[Arrival]) -> None:
+    path.write_text("".join(json.dumps(arrival._asdict()) + "\n" for arrival in arrivals))
+
+
+def ceiling_of_saving(arrivals: list[Arrival]) -> float:
+    """Share of all tokens that an unlimited cache would save: every prefix is computed once."""
+    prefixes = {arrival.prefix_id: arrival.prefix_tokens for arrival in arrivals}
+    n_prefix_tokens = sum(arrival.prefix_tokens for arrival in arrivals)
+    return (n_prefix_tokens - sum(prefixes.values())) / sum(arrival.n_tokens for arrival in arrivals)
+
+
+def _poisson(rng: random.Random, rate_per_s: float) -> Iterator[float]:
+    at_s = 0.0
+    while True:
+        at_s += rng.expovariate(rate_per_s)
+        yield at_s
+
+
+def _normal(rng: random.Random, mean: float, deviation: float, limits: tuple[int, int] | None) -> int:
+    while True:
+        n_tokens = round(rng.gauss(mean, deviation))
+        if (limits is None and n_tokens >= 0) or (limits is not None and limits[0] <= n_tokens <= limits[1]):
+            return n_tokens

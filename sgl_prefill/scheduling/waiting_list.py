@@ -1,0 +1,61 @@
+"""SGLang's `scheduler.waiting_queue` as a list that knows what was added and whether anything else was changed.
+
+SGLang appends arrivals, removes cancelled requests, and sometimes assigns a new list. The policy must hear of all this without
+looking at ten thousand requests in each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Item = TypeVar("Item")
+
+
+class WaitingList(list[Item]):
+    """A list in order of arrival. `take_changes` says what happened since the last call."""
+
+    def __init__(self, items: Any = ()) -> None:
+        super().__init__(items)
+        self._appended: list[Item] = list(self)
+        self._is_changed = False
+
+    def append(self, item: Item) -> None:
+        super().append(item)
+        self._appended.append(item)
+
+    def take_changes(self) -> list[Item] | None:
+        """Items appended since the last call; None where something else was done, so that all must be compared."""
+        appended = None if self._is_changed else self._appended
+        self._appended, self._is_changed = [], False
+        return appended
+
+    def take_out(self, item: Item) -> None:
+        """Remove an item that the caller knows of: no change to report."""
+        super().remove(item)
+
+
+def _noting_change(name: str) -> Callable[..., Any]:
+    original = getattr(list, name)
+
+    def method(self: WaitingList[Any], *arguments: Any, **options: Any) -> Any:
+        self._is_changed = True
+        return original(self, *arguments, **options)
+
+    method.__name__ = name
+    return method
+
+
+for _name in (
+    "extend",
+    "insert",
+    "pop",
+    "remove",
+    "clear",
+    "sort",
+    "reverse",
+    "__setitem__",
+    "__delitem__",
+    "__iadd__",
+):
+    setattr(WaitingList, _name, _noting_change(_name))

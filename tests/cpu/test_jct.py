@@ -1,0 +1,65 @@
+"""The fitted JCT model and its online correction, on made-up machines whose times are known."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_prefill.core.jct import Drift, FittedJct, Observation, fit
+
+TRUE = FittedJct(step_ms=4.0, miss_token_ms=0.8, pair_ms=3e-5, cached_token_ms=0.001)
+GRID = [
+    (n_cached + n_miss, n_cached) for n_cached, n_miss in itertools.product((0, 500, 2000, 8000), (8, 64, 256, 1024))
+]
+
+
+def timed(machine: FittedJct, noise: float = 0.0) -> list[Observation]:
+    rng = random.Random(0)
+    return [Observation(n, c, machine(n, c) * (1 + rng.uniform(-noise, noise))) for n, c in GRID]
+
+
+def test_pairs_are_what_attention_computes() -> None:
+    """Each computed token sees all before it and itself: 3 cached and 2 computed tokens make 4 + 5 pairs."""
+    assert FittedJct(0, 0, 1, 0)(5, 3) == 9
+
+
+def test_the_fit_finds_a_machine_without_noise_and_extrapolates() -> None:
+    """To 16 times the longest computed part of the grid."""
+    fitted = fit(timed(TRUE))
+    assert fitted == pytest.approx(TRUE, rel=1e-6)
+    assert fitted(16000, 0) == pytest.approx(TRUE(16000, 0), rel=1e-6)
+
+
+def test_noise_of_a_fifth_moves_a_long_prediction_by_less_than_a_fifth() -> None:
+    fitted = fit(timed(TRUE, noise=0.2))
+    assert fitted(16000, 0) == pytest.approx(TRUE(16000, 0), rel=0.2)
+    assert min(fitted) >= 0
+
+
+@given(st.lists(st.floats(0.01, 1e4), min_size=len(GRID), max_size=len(GRID)))
+def test_whatever_is_observed_more_work_never_costs_less(times_ms: list[float]) -> None:
+    """Negative coefficients would let a longer request go first."""
+    fitted = fit([Observation(n, c, ms) for (n, c), ms in zip(GRID, times_ms, strict=True)])
+    assert min(fitted) >= 0
+    assert fitted(2000, 0) >= fitted(1000, 0) >= 0
+
+
+def test_too_few_observations_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 observations cannot determine 4"):
+        fit(timed(TRUE)[:3])
+
+
+def test_drift_follows_a_machine_that_slows_down_and_ignores_one_outlier() -> None:
+    """Half the speed is known within 100 requests; one request that took 1,000 times as long moves it by 7 %."""
+    drift = Drift()
+    for _ in range(100):
+        drift.observe(10.0, 20.0)
+    assert drift.factor == pytest.approx(2.0, rel=0.01)
+    drift.observe(10.0, 20_000.0)
+    assert drift.factor == pytest.approx(2.0 * 4.0**Drift.WEIGHT, rel=0.01)
+    drift.observe(10.0, 0.0)
+    assert drift.factor == pytest.approx(2.0 * 4.0**Drift.WEIGHT, rel=0.01)
