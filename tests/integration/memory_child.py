@@ -197,7 +197,7 @@ def faults(folder: Path) -> dict[str, Any]:
     result["gate_with_wrong_hybrid"] = raised(lambda: parity_gate.run(runner))
     replace_run(engine, run)
     result["gate_with_scratch_in_the_cache"] = raised(lambda: gate_with_unshared_reads(engine, runner))
-    tight = {"suffix_kv": "keep", "max_input_length": 900, "memory_budget_gb": 0.0075}
+    tight = {"suffix_kv": "keep", "max_input_length": 900, "memory_budget_gb": 0.06}
     keeping = start(folder, "llama", config=tight, max_total_tokens=10**6)
     result["kept_whole"] = keeping.ask(prompt(rng, 900)).finish_reason
     keeping.scheduler.invariant_checker.self_check_during_busy()
