@@ -42,12 +42,6 @@ class MatchIndex(Generic[Request]):
         self._at_end: dict[Hashable, dict[Hashable | None, dict[Request, None]]] = {}
         self._inside: dict[Hashable, dict[Request, None]] = {}
 
-    def __len__(self) -> int:
-        return len(self._matches)
-
-    def __contains__(self, request: Request) -> bool:
-        return request in self._matches
-
     def __iter__(self) -> Iterator[Request]:
         return iter(self._matches)
 
@@ -87,9 +81,9 @@ class MatchIndex(Generic[Request]):
         """Requests whose match ends at the same place, and that go on with the same page."""
         if match.is_inside:
             return [r for r in self._inside.get(match.node, ()) if self._matches[r].place == match.place]
-        return list(self._at_end.get(match.node, {}).get(match.next_key, ()))
+        return self.child_added(match.node, match.next_key)
 
-    def child_added(self, parent: Hashable, key: Hashable) -> list[Request]:
+    def child_added(self, parent: Hashable, key: Hashable | None) -> list[Request]:
         """Requests that the new child of `parent` under `key` continues: the caller matches them on from there."""
         return list(self._at_end.get(parent, {}).get(key, ()))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sgl_prefill.core.kv_plan import KVPlan, available_beside_wanted, ceil_to, plan_kv
+from sgl_prefill.core.kv_plan import KVPlan, ceil_to, plan_kv
 from sgl_prefill.errors import UnsupportedModelError
 from sgl_prefill.kv import PREFIX_CACHE_NAME, prefix_cache
 from sgl_prefill.kv.allocator import SuffixKVAllocator
@@ -137,13 +137,16 @@ def around_alloc_for_extend(
     plans = []
     n_promised = 0
     for req in batch.reqs:
-        n_available = allocator.available_size() + cache.evictable_size() - n_promised
-        if cache.listener is not None and not decodes(req):
-            n_shared, n_wanted = cache.listener.shared_tokens(req), cache.listener.wanted_evictable_tokens()
-            n_available = available_beside_wanted(len(req.prefix_indices), n_shared, n_available, n_wanted)
+        n_input, n_cached = req.extend_range.end, len(req.prefix_indices)
+        n_free = allocator.available_size() - n_promised
+        if cache.listener is None or decodes(req):
+            n_available = n_free + cache.evictable_size()
+        else:
+            n_missing = ceil_to(n_input - n_cached, allocator.page_size)
+            n_available = cache.listener.available_slots(req, n_cached, n_missing, n_free)
         plan = plan_kv(
-            n_input=req.extend_range.end,
-            n_cached=len(req.prefix_indices),
+            n_input=n_input,
+            n_cached=n_cached,
             n_available=n_available,
             page_size=allocator.page_size,
             all_durable=decodes(req),

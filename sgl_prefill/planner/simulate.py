@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sgl_prefill.core.jct import FittedJct, JctModel, cache_miss_tokens
-from sgl_prefill.core.kv_plan import available_beside_wanted, plan_kv
+from sgl_prefill.core.kv_plan import plan_kv
 from sgl_prefill.planner.workloads import Arrival
 from sgl_prefill.scheduling.calibrated_queue import CalibratedQueue
 from sgl_prefill.scheduling.watched_cache import WatchedRadixCache
@@ -147,10 +147,7 @@ def _serve(request: Any, queue: CalibratedQueue, tree: WatchedRadixCache, slots:
     match = tree.match_prefix(MatchPrefixParams(key=RadixKey(keys[: n_pages - 1])))
     n_cached, node = len(match.device_indices), match.last_device_node
     tree.inc_lock_ref(node)
-    n_available = available_beside_wanted(
-        n_cached, queue.shared_tokens(request), slots.n_free + tree.evictable_size(), queue.wanted_evictable_tokens()
-    )
-    plan = plan_kv(n_pages, n_cached, n_available)
+    plan = plan_kv(n_pages, n_cached, queue.available_slots(request, n_cached, n_pages - n_cached, slots.n_free))
     tree.evict_unwanted_first(plan.n_new_durable - slots.n_free)
     slots.n_free -= plan.n_new_durable
     queue.remove(request)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sgl_prefill.core.jct import JctModel
+from sgl_prefill.core.kv_plan import available_beside_wanted
 from sgl_prefill.core.match_index import MatchIndex
 from sgl_prefill.core.srjf import SrjfQueue, Waiting
 from sgl_prefill.scheduling.arrival import arrival_s
@@ -76,30 +77,21 @@ class CalibratedQueue:
         self._matches.remove(req)
         self.order.remove(req)
 
-    def shared_tokens(self, req: Req) -> int:
-        """Length of the longest prefix that a request shares with another that waits; its own cached part at least."""
+    def available_slots(self, req: Req, n_cached: int, n_missing: int, n_free: int) -> int:
+        """Durable slots for a request that is about to run: free ones, and cached ones that nobody waits for.
+
+        `n_missing`: slots that it would take at most, in whole pages. Where they are free, nobody else is looked at.
+        """
+        n_available: int = n_free + self._cache.evictable_size()
+        if n_missing <= n_free:
+            return n_available
         with self.cost:
-            match = self._matches.match_of(req)
-            key = RadixKey(_tokens(req), req.extra_key)
-            others = [other for other in self._matches.at_place(match) if other is not req]
-            lengths = (key.match(RadixKey(_tokens(other), req.extra_key), self._cache.page_size) for other in others)
-            return max(lengths, default=match.n_tokens)
+            n_shared, n_wanted = self._shared_tokens(req), self._wanted_evictable_tokens()
+            return available_beside_wanted(n_cached, n_shared, n_available, n_wanted)
 
     def is_wanted(self, leaf: TreeNode) -> bool:
         """Whether a waiting request would use this leaf of the tree."""
         return self._matches.is_wanted(leaf)
-
-    def wanted_evictable_tokens(self) -> int:
-        """Cached tokens that waiting requests would use and that eviction could take. Costs O(places)."""
-        with self.cost:
-            seen: set[TreeNode] = {self._cache.root_node}
-            n_tokens = 0
-            for node in self._matches.wanted_nodes():
-                while node not in seen:
-                    seen.add(node)
-                    n_tokens += len(node.key) if node.lock_ref == 0 else 0
-                    node = node.parent
-            return n_tokens
 
     def cleared(self) -> None:
         """Of the tree, as are the following: everything is gone."""
@@ -127,6 +119,25 @@ class CalibratedQueue:
             key = leaf.key.child_key(self._cache.page_size)
             for req in self._matches.leaf_removed(leaf, leaf.parent, n_tokens, key):
                 self._calibrate(req, n_tokens)
+
+    def _shared_tokens(self, req: Req) -> int:
+        """Length of the longest prefix that a request shares with another that waits; its own cached part at least."""
+        match = self._matches.match_of(req)
+        key = RadixKey(_tokens(req), req.extra_key)
+        others = [other for other in self._matches.at_place(match) if other is not req]
+        lengths = (key.match(RadixKey(_tokens(other), req.extra_key), self._cache.page_size) for other in others)
+        return max(lengths, default=match.n_tokens)
+
+    def _wanted_evictable_tokens(self) -> int:
+        """Cached tokens that waiting requests would use and that eviction could take. Costs O(places)."""
+        seen: set[TreeNode] = {self._cache.root_node}
+        n_tokens = 0
+        for node in self._matches.wanted_nodes():
+            while node not in seen:
+                seen.add(node)
+                n_tokens += len(node.key) if node.lock_ref == 0 else 0
+                node = node.parent
+        return n_tokens
 
     def _match_on(self, req: Req, start: tuple[TreeNode, int] | None) -> None:
         match = find_match(self._cache, _tokens(req), req.extra_key, start)
