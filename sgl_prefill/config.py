@@ -45,6 +45,12 @@ class PrefillConfig:
     max_queue_s: float | None = _option(
         None, "a request that has waited so many seconds runs next, whatever its score and priority (default: no bound)"
     )
+    pack_step_tokens: int | None = _option(
+        0,
+        "0: one request a step; N: a step takes further requests while it computes at most N tokens; auto: N where a"
+        " token costs its full price here",
+        type=_auto_or_int,
+    )
     hybrid_prefill: HybridPrefill = _option(
         "auto",
         "everything but attention chunk by chunk in one forward; auto: where the model can be traced; on: or refuse",
@@ -98,6 +104,12 @@ class PrefillConfig:
             )
         if self.max_queue_s is not None and not 0 <= self.max_queue_s < math.inf:
             problems.append(f"--max-queue-s is {self.max_queue_s}: it must be a number of seconds >= 0")
+        if self.pack_step_tokens is not None and self.pack_step_tokens < 0:
+            problems.append(f"--pack-step-tokens is {self.pack_step_tokens}: it must be auto or a number >= 0")
+        if self.pack_step_tokens != 0 and self.scheduling == "stock":
+            problems.append(
+                "--pack-step-tokens is for --scheduling calibrated-srjf: SGLang's own scheduler fills a step by itself"
+            )
         if self.memory_budget_gb is not None and not 0 < self.memory_budget_gb < math.inf:
             problems.append(f"--memory-budget-gb is {self.memory_budget_gb}: it must be a positive number of GiB")
         if not 0 < self.max_body_mb < math.inf:

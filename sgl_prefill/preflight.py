@@ -29,11 +29,12 @@ class Required(NamedTuple):
 
 
 SRJF, EVICT = "--scheduling calibrated-srjf", "--suffix-kv evict"
+ONE_A_STEP = "--pack-step-tokens 0"
 EITHER = f"{SRJF} or {EVICT}"
 
 REQUIRED: tuple[Required, ...] = (
     Required("enable_metrics", True, "--enable-metrics", "queue_ms and actual_ms come from SGLang's request timing"),
-    Required("prefill_max_requests", 1, "--prefill-max-requests", "one request per step", SRJF),
+    Required("prefill_max_requests", 1, "--prefill-max-requests", "one request per step", ONE_A_STEP),
     Required("chunked_prefill_size", -1, "--chunked-prefill-size", "a request runs in one forward", EITHER),
     Required(
         "disable_overlap_schedule",
@@ -73,6 +74,8 @@ REQUIRED: tuple[Required, ...] = (
 def required_for(config: PrefillConfig) -> tuple[Required, ...]:
     """What this configuration needs of SGLang."""
     chosen = {f"--scheduling {config.scheduling}", f"--suffix-kv {config.suffix_kv}"}
+    if config.scheduling == "calibrated-srjf":
+        chosen.add(f"--pack-step-tokens {config.pack_step_tokens}")
     return tuple(need for need in REQUIRED if not need.needed_by or chosen & set(need.needed_by.split(" or ")))
 
 
@@ -93,7 +96,13 @@ def default_flags(config: PrefillConfig) -> list[str]:
     if fraction is None:
         return []
     # An idle scheduler that polls without rest takes a core from the tokenizer and the clients on a small machine.
-    return ["--mem-fraction-static", f"{fraction:.4f}", "--sleep-on-idle"]
+    flags = ["--mem-fraction-static", f"{fraction:.4f}", "--sleep-on-idle"]
+    if config.scheduling == "calibrated-srjf" and config.pack_step_tokens != 0 and config.logits_dtype == "float32":
+        from sgl_prefill.cpu import lm_head  # late: PyTorch
+
+        # A label must not depend on its company: all rows of a packed step get the same logits as a lone one.
+        flags += ["--prefill-max-requests", str(lm_head.MAX_ROWS)]
+    return flags
 
 
 def memory_fraction(config: PrefillConfig) -> float | None:
@@ -162,7 +171,12 @@ def check_server_args(config: PrefillConfig, server_args: ServerArgs, *, listens
 
 
 def _contradiction(need: Required, value: Any) -> str:
-    without = {SRJF: "--scheduling stock", EVICT: "--suffix-kv keep", EITHER: "--scheduling stock --suffix-kv keep"}
+    without = {
+        ONE_A_STEP: "--pack-step-tokens auto",
+        SRJF: "--scheduling stock",
+        EVICT: "--suffix-kv keep",
+        EITHER: "--scheduling stock --suffix-kv keep",
+    }
     remedy = "leave it out" + (f", or start with {without[need.needed_by]}" if need.needed_by else "")
     return f"{need.flag} is {value} and must be {need.value} ({need.why}): {remedy}"
 

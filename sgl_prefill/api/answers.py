@@ -60,25 +60,44 @@ def usage(scored: list[ScoredPrompt]) -> dict[str, Any]:
     }
 
 
+# By the status of the answer, for /metrics.
+REFUSAL_REASONS = {
+    400: "invalid",
+    413: "body_too_large",
+    429: "deadline_unreachable",
+    503: "overloaded",
+    504: "deadline_expired",
+}
+
+
 class HttpShield:
-    """ASGI middleware around all of SGLang's routes: a limit on bodies, and OpenAI's error shape.
+    """ASGI middleware around all of SGLang's routes: a limit on bodies, OpenAI's error shape, and a count of refusals.
 
     SGLang answers errors flat (`message`, `type`, `code` at the top), OpenAI nested (`error.message`); clients of both
     exist, so a JSON error gets both. Bodies over the limit are answered with 413 before they are read whole.
     """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+        from prometheus_client import Counter  # SGLang has set PROMETHEUS_MULTIPROC_DIR by now
+
         self._app = app
         self._max_body_bytes = max_body_bytes
+        self._refused = Counter("sglang:prefill_refused_requests", "Requests refused, by reason.", ["reason"])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        sender = _NestedErrorSender(send)
+
+        async def counting_send(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] in REFUSAL_REASONS:
+                self._refused.labels(reason=REFUSAL_REASONS[message["status"]]).inc()
+            await send(message)
+
+        sender = _NestedErrorSender(counting_send)
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > self._max_body_bytes:
-            await self._refuse(int(declared), receive, send)
+            await self._refuse(int(declared), receive, counting_send)
             return
         n_received = 0
 
@@ -98,7 +117,7 @@ class HttpShield:
         with contextlib.suppress(_BodyTooLargeError):
             await self._app(scope, counted_receive, send_unless_too_large)
         if n_received > self._max_body_bytes:
-            await self._refuse(n_received, receive, send)
+            await self._refuse(n_received, receive, counting_send)
 
     async def _refuse(self, n_bytes: int, receive: Receive, send: Send) -> None:
         # Read and drop what the client still sends: closing early would show it a broken pipe, not this answer.

@@ -19,6 +19,7 @@ from sgl_prefill.core.labels import (
     restrict,
 )
 from sgl_prefill.errors import BadRequestError
+from sgl_prefill.scheduling import deadlines
 
 if TYPE_CHECKING:
     import fastapi
@@ -76,9 +77,15 @@ class LabelScorer:
         self._tokenizer = tokenizer_manager.tokenizer
 
     async def score(
-        self, obj: GenerateReqInput, answers: AllowedAnswers, raw_request: fastapi.Request | None = None
+        self,
+        obj: GenerateReqInput,
+        answers: AllowedAnswers,
+        raw_request: fastapi.Request | None = None,
+        deadline_ms: float | None = None,
     ) -> list[ScoredPrompt]:
         """One result a prompt, in order. `obj` names the prompts (and adapter, priority, images) and is changed.
+
+        `deadline_ms`: of each prompt, see `scheduling.deadlines`; a late one raises fastapi.HTTPException (429 or 504).
 
         Raises BadRequestError (400) for labels that cannot be scored; what SGLang raises for the rest passes through.
         """
@@ -86,7 +93,8 @@ class LabelScorer:
         labels = self._resolve(answers, prompts)
         ids = [[label.token_id for label in of_prompt] for of_prompt in labels]
         is_batch = isinstance(obj.text, list) or (obj.input_ids is not None and isinstance(obj.input_ids[0], list))
-        obj.sampling_params = {"max_new_tokens": 0, "temperature": 0.0}
+        parameters = None if deadline_ms is None else {deadlines.PARAMETER: deadline_ms}
+        obj.sampling_params = {"max_new_tokens": 0, "temperature": 0.0, "custom_params": parameters}
         obj.return_logprob, obj.logprob_start_len, obj.top_logprobs_num = True, -1, 0
         obj.token_ids_logprob = ids if is_batch else ids[0]
         obj.return_text_in_logprobs = obj.stream = False

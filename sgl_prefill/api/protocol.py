@@ -11,6 +11,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_prefill.api.label_scoring import AllowedAnswers
 from sgl_prefill.errors import BadRequestError
+from sgl_prefill.scheduling import deadlines
 
 # Fields that change what is generated, or ask for more than one answer: together with labels they contradict.
 CONTRADICTING_FIELDS = (
@@ -25,6 +26,7 @@ class LabelCompletionRequest(CompletionRequest):  # type: ignore[misc]
     max_tokens: int | None = None
     allowed_tokens: list[str] | None = None
     allowed_token_ids: list[StrictInt] | None = None
+    deadline_ms: float | None = None
 
     @field_validator("max_tokens")
     @classmethod
@@ -40,6 +42,7 @@ class LabelChatCompletionRequest(ChatCompletionRequest):  # type: ignore[misc]
 
     allowed_tokens: list[str] | None = None
     allowed_token_ids: list[StrictInt] | None = None
+    deadline_ms: float | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -56,6 +59,7 @@ class LabelGenerateReqInput(GenerateReqInput):  # type: ignore[misc]
 
     allowed_tokens: list[str] | None = dataclasses.field(default=None, kw_only=True)
     allowed_token_ids: list[StrictInt] | None = dataclasses.field(default=None, kw_only=True)
+    deadline_ms: float | None = dataclasses.field(default=None, kw_only=True)
 
 
 def allowed_answers(request: Any) -> AllowedAnswers | None:
@@ -65,6 +69,24 @@ def allowed_answers(request: Any) -> AllowedAnswers | None:
     if request.allowed_tokens is not None and request.allowed_token_ids is not None:
         raise BadRequestError("allowed_tokens and allowed_token_ids are both given: give the answers once")
     return AllowedAnswers(request.allowed_tokens, request.allowed_token_ids)
+
+
+def pass_deadline(request: CompletionRequest | ChatCompletionRequest) -> None:
+    """Put the deadline of a request without allowed answers where the scheduler finds it."""
+    if request.deadline_ms is not None:
+        request.custom_params = {**(request.custom_params or {}), deadlines.PARAMETER: request.deadline_ms}
+
+
+def pass_generate_deadline(obj: GenerateReqInput) -> None:
+    """The same for /generate, with one set of sampling options or one a prompt."""
+    if obj.deadline_ms is None:
+        return
+    given = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params or {}]
+    with_deadline = [
+        {**params, "custom_params": {**(params.get("custom_params") or {}), deadlines.PARAMETER: obj.deadline_ms}}
+        for params in given
+    ]
+    obj.sampling_params = with_deadline if isinstance(obj.sampling_params, list) else with_deadline[0]
 
 
 def check_label_request(request: BaseModel, max_tokens: int | None) -> None:

@@ -26,6 +26,8 @@ from sgl_prefill.api.protocol import (
     allowed_answers,
     check_generate_label_request,
     check_label_request,
+    pass_deadline,
+    pass_generate_deadline,
 )
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError, SeamError
@@ -56,6 +58,7 @@ class PrefillRoutes:
         if answers is None:
             if request.max_tokens is None:
                 request.max_tokens = self._default_max_tokens(CompletionRequest.model_fields["max_tokens"].default)
+            pass_deadline(request)
             return await self._stock["/v1/completions"](request, raw_request)
         check_label_request(request, request.max_tokens)
         request.max_tokens = 1
@@ -70,6 +73,7 @@ class PrefillRoutes:
         if answers is None:
             if max_tokens is None:
                 request.max_completion_tokens = self._default_max_tokens(None)
+            pass_deadline(request)
             return await self._stock["/v1/chat/completions"](request, raw_request)
         check_label_request(request, max_tokens)
         request.max_tokens, request.max_completion_tokens = None, 1
@@ -83,11 +87,12 @@ class PrefillRoutes:
         """/generate"""
         answers = allowed_answers(obj)
         if answers is None:
+            pass_generate_deadline(obj)
             return await self._stock["/generate"](obj, request)
         check_generate_label_request(obj)
         is_batch, streams = not isinstance(obj.text, str) and not _is_one_prompt_of_ids(obj.input_ids), obj.stream
         with _value_errors_are_bad_requests():
-            scored = await self.scorer.score(obj, answers, request)
+            scored = await self.scorer.score(obj, answers, request, obj.deadline_ms)
         outputs: list[dict[str, Any]] = [
             {
                 "text": one.best.text,
@@ -113,7 +118,7 @@ class PrefillRoutes:
         _check_with(serving, request)
         with _value_errors_are_bad_requests():
             obj, _ = serving._convert_to_internal_request(request, raw_request)
-            return await self.scorer.score(obj, answers, raw_request)
+            return await self.scorer.score(obj, answers, raw_request, request.deadline_ms)
 
 
 def install(app: FastAPI, config: PrefillConfig) -> None:

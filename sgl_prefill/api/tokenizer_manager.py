@@ -10,6 +10,7 @@ import re
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
+import fastapi
 import msgspec
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.embed_types import PositionalEmbeds
@@ -19,9 +20,10 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError
+from sgl_prefill.scheduling import deadlines
 
 if TYPE_CHECKING:
-    import fastapi
+    from sglang.srt.managers.tokenizer_manager import ReqState
     from sglang.srt.server_args import PortArgs, ServerArgs
 
 
@@ -63,6 +65,18 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             self._check_logprob_options(obj)
         async for output in super().generate_request(obj, request):
             yield output
+
+    async def _handle_abort_finish_reason(
+        self, out: dict[str, Any], state: ReqState, is_stream: bool
+    ) -> dict[str, Any] | None:
+        """As SGLang's, which knows no other refusals of the scheduler than 400, 500 and 503."""
+        reason = out["meta_info"]["finish_reason"]
+        if reason.get("type") == "abort" and reason.get("status_code") in deadlines.STATUSES and not is_stream:
+            self._remove_req_state(state.obj.rid)
+            if self.enable_lora and state.obj.lora_path:
+                await self.lora_registry.release(state.obj.lora_id)
+            raise fastapi.HTTPException(status_code=reason["status_code"], detail=reason["message"])
+        return await super()._handle_abort_finish_reason(out, state, is_stream)  # type: ignore[no-any-return]
 
     def _check_internal_fields(self, obj: GenerateReqInput) -> None:
         overrides = obj.positional_embed_overrides
@@ -173,6 +187,9 @@ def check_sampling_options(options: dict[str, Any], vocab_size: int, tokenizer: 
             raise BadRequestError(f"sampling_params: {name} is {value}: it must be from {lowest} to {highest}")
     if stop_ids := options.get("stop_token_ids"):
         check_ids_in_vocabulary(stop_ids, vocab_size, "stop_token_ids")
+    deadline_ms = (options.get("custom_params") or {}).get(deadlines.PARAMETER)
+    if deadline_ms is not None:
+        check_deadline(deadline_ms)
     for token, bias in (options.get("logit_bias") or {}).items():
         if not token.isdigit() or not math.isfinite(bias):
             raise BadRequestError(
@@ -184,6 +201,13 @@ def check_sampling_options(options: dict[str, Any], vocab_size: int, tokenizer: 
         parsed.verify(vocab_size)
     except (ValueError, re.error) as error:
         raise BadRequestError(f"sampling_params: {error}") from error
+
+
+def check_deadline(deadline_ms: Any) -> None:
+    """Raise BadRequestError for what is no time span."""
+    is_number = isinstance(deadline_ms, int | float) and not isinstance(deadline_ms, bool)
+    if not is_number or not 0 < deadline_ms < math.inf:
+        raise BadRequestError(f"deadline_ms is {deadline_ms!r}: it must be a positive number of milliseconds")
 
 
 def check_ids_in_vocabulary(token_ids: list[int], vocab_size: int, where: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -21,6 +21,10 @@ def cache_miss_tokens(n_input_tokens: int, n_cached_tokens: int) -> float:
     """The paper's default proxy, in tokens: what the prefix cache does not hold (Pearson 0.987 with the true JCT there)."""
     assert 0 <= n_cached_tokens <= n_input_tokens, (n_cached_tokens, n_input_tokens)
     return float(n_input_tokens - n_cached_tokens)
+
+
+# Of a step's time, where it is full.
+FIXED_SHARE = 0.1
 
 
 class Observation(NamedTuple):
@@ -42,6 +46,19 @@ class FittedJct(NamedTuple):
     def __call__(self, n_input_tokens: int, n_cached_tokens: int) -> float:
         parts = zip(self, _features(n_input_tokens, n_cached_tokens), strict=True)
         return sum(coefficient * feature for coefficient, feature in parts)
+
+    def of_step(self, requests: Iterable[tuple[int, int]]) -> float:
+        """Milliseconds of one forward pass over several requests, each (n_input_tokens, n_cached_tokens)."""
+        return self.step_ms + sum(self(n_input, n_cached) - self.step_ms for n_input, n_cached in requests)
+
+    def full_price_tokens(self) -> int | None:
+        """Computed tokens from which on one more costs its full price: a step's fixed cost is a tenth of its time there.
+
+        None where a token costs nothing, so that no step is ever full.
+        """
+        if self.miss_token_ms == 0:
+            return None
+        return math.ceil(self.step_ms / self.miss_token_ms * (1 / FIXED_SHARE - 1))
 
 
 def _features(n_input_tokens: int, n_cached_tokens: int) -> tuple[float, float, float, float]:

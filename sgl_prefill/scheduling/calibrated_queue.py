@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sgl_prefill.core.jct import JctModel
-from sgl_prefill.core.kv_plan import available_beside_wanted
+from sgl_prefill.core.jct import FittedJct, JctModel
+from sgl_prefill.core.kv_plan import available_beside_wanted, ceil_to
 from sgl_prefill.core.match_index import MatchIndex
+from sgl_prefill.core.packing import pack
 from sgl_prefill.core.srjf import SrjfQueue, Waiting
 from sgl_prefill.scheduling.arrival import arrival_s
 from sgl_prefill.scheduling.radix_probe import find_match
@@ -77,6 +79,36 @@ class CalibratedQueue:
         self._matches.remove(req)
         self.order.remove(req)
 
+    def pick(self, now_s: float, max_tokens: int, max_requests: int) -> list[Req]:
+        """The requests of the next step, which stay; one where `max_tokens` is 0."""
+        if max_tokens == 0 or max_requests == 1:
+            first = self.order.first(now_s)
+            return [] if first is None else [first]
+        return pack(self.order.in_order(now_s), self._miss_tokens, self._waits_for, max_tokens, max_requests)
+
+    def work_until_done_ms(self, req: Req, jct_ms: FittedJct, pack_tokens: int, max_requests: int) -> tuple[float, int]:
+        """(predicted time until a waiting request has run, were nobody to arrive any more; how many run before it).
+
+        A prefix that several of them wait for is counted once. Costs O(waiting requests).
+        """
+        before = self.order.before(req)
+        groups: dict[Hashable, list[Req]] = {}
+        for other in [*before, req]:
+            groups.setdefault(self._waits_for(other) or other, []).append(other)
+        step_ms, n_tokens = 0.0, 0
+        for members in groups.values():
+            n_shared = _shared_prefix(self._cache, members[0], members[1]) if len(members) > 1 else 0
+            for index, member in enumerate(members):
+                n_input, n_cached, *_ = self.order.waiting(member)
+                if index > 0:
+                    n_cached = _usable(member, n_input, n_shared)
+                step_ms += jct_ms(n_input, n_cached) - jct_ms.step_ms
+                n_tokens += n_input - n_cached
+        n_steps = len(before) + 1
+        if pack_tokens > 0:
+            n_steps = max(-(-n_tokens // pack_tokens), -(-n_steps // max_requests))
+        return step_ms + n_steps * jct_ms.step_ms, len(before)
+
     def available_slots(self, req: Req, n_cached: int, n_missing: int, n_free: int) -> int:
         """Durable slots for a request that is about to run: free ones, and cached ones that nobody waits for.
 
@@ -120,13 +152,25 @@ class CalibratedQueue:
             for req in self._matches.leaf_removed(leaf, leaf.parent, n_tokens, key):
                 self._calibrate(req, n_tokens)
 
+    def _miss_tokens(self, req: Req) -> int:
+        """In whole pages: what a step must have room for."""
+        waiting = self.order.waiting(req)
+        return ceil_to(waiting.n_input_tokens - waiting.n_cached_tokens, self._cache.page_size)
+
+    def _waits_for(self, req: Req) -> Hashable | None:
+        match = self._matches.match_of(req)
+        return None if match.next_key is None else match.place
+
     def _shared_tokens(self, req: Req) -> int:
         """Length of the longest prefix that a request shares with another that waits; its own cached part at least."""
         match = self._matches.match_of(req)
-        key = RadixKey(_tokens(req), req.extra_key)
-        others = [other for other in self._matches.at_place(match) if other is not req]
-        lengths = (key.match(RadixKey(_tokens(other), req.extra_key), self._cache.page_size) for other in others)
-        return max(lengths, default=match.n_tokens)
+        tokens, n_shared = _tokens(req), match.n_tokens
+        for other in self._matches.at_place(match):
+            theirs = _tokens(other)
+            # Who differs at the end of what is shared so far cannot share more.
+            if other is not req and theirs[n_shared : n_shared + 1] == tokens[n_shared : n_shared + 1]:
+                n_shared = max(n_shared, _shared_prefix(self._cache, req, other))
+        return n_shared
 
     def _wanted_evictable_tokens(self) -> int:
         """Cached tokens that waiting requests would use and that eviction could take. Costs O(places)."""
@@ -147,6 +191,14 @@ class CalibratedQueue:
     def _calibrate(self, req: Req, n_matched: int) -> None:
         n_input = self.order.waiting(req).n_input_tokens
         self.order.calibrate(req, _usable(req, n_input, n_matched))
+
+
+def _shared_prefix(cache: WatchedRadixCache, one: Req, other: Req) -> int:
+    """Tokens in whole pages, of two requests in one namespace."""
+    n_shared: int = RadixKey(_tokens(one), one.extra_key).match(
+        RadixKey(_tokens(other), other.extra_key), cache.page_size
+    )
+    return n_shared
 
 
 def _tokens(req: Req) -> array[int]:

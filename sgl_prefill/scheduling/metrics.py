@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import heapq
+import math
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sgl_prefill.core.srjf import SrjfQueue
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 _OVERHEAD_SECONDS = (0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
@@ -29,6 +34,19 @@ class PolicyMetrics:
             names,
             multiprocess_mode="mostrecent",
         )
+        self._p99 = Gauge(
+            "sglang:prefill_p99_wait_seconds",
+            "99th percentile of how long the waiting requests have waited.",
+            names,
+            multiprocess_mode="mostrecent",
+        )
+        self._p99_read_s = -math.inf
+        self._starvation = Gauge(
+            "sglang:prefill_starvation_seconds",
+            "How long the oldest waiting request has waited while a later one was taken.",
+            names,
+            multiprocess_mode="mostrecent",
+        )
         self._wait = Histogram(
             "sglang:prefill_wait_seconds", "Wait of a request until its step began.", names, buckets=_SECONDS
         )
@@ -48,10 +66,24 @@ class PolicyMetrics:
         self._kept = Counter("sglang:prefill_kept_tokens", "Input tokens whose KV was kept in the prefix cache.", names)
         self._evicted = Counter("sglang:prefill_evicted_tokens", "Input tokens whose KV lived for one layer.", names)
 
-    def step(self, n_waiting: int, oldest_wait_s: float, policy_s: float) -> None:
-        """A step has ended."""
-        self._waiting.labels(**self._labels).set(n_waiting)
-        self._oldest.labels(**self._labels).set(oldest_wait_s)
+    def queue(self, order: SrjfQueue[Any], now_s: float) -> None:
+        """What waits after a step; the 99th percentile is looked up once a second, since it costs O(waiting requests)."""
+        self._waiting.labels(**self._labels).set(len(order))
+        oldest = order.oldest()
+        self._oldest.labels(**self._labels).set(
+            0.0 if oldest is None else max(now_s - order.waiting(oldest).arrival_s, 0.0)
+        )
+        if now_s - self._p99_read_s >= 1.0:
+            self._p99_read_s = now_s
+            ages_s = heapq.nlargest(len(order) // 100 + 1, (now_s - order.waiting(req).arrival_s for req in order))
+            self._p99.labels(**self._labels).set(max(ages_s[-1], 0.0) if ages_s else 0.0)
+
+    def starvation(self, passed_over_s: float) -> None:
+        """Of the request that has waited longest, as a step begins."""
+        self._starvation.labels(**self._labels).set(passed_over_s)
+
+    def overhead(self, policy_s: float) -> None:
+        """Of the policy in the step that has ended."""
         self._overhead.labels(**self._labels).observe(policy_s)
 
     def request(self, wait_s: float, facts: dict[str, Any], n_cached: int) -> None:

@@ -217,6 +217,10 @@ RELIED_UPON: tuple[Relied, ...] = (
     Relied("sglang.srt.mem_cache.radix_cache.RadixCache._match_prefix_helper", "the read-only probe walks like it"),
     Relied("sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request", "overridden: checks come first"),
     Relied("sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request", "overridden: input limit"),
+    Relied(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_abort_finish_reason",
+        "overridden: 429 and 504 for deadlines",
+    ),
     Relied("sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_output", "label scores in meta_info"),
     Relied(
         "sglang.srt.observability.req_time_stats.ReqTimeStatsBase.new_from_obj",

@@ -86,7 +86,7 @@ def _prepare(runner: ModelRunner) -> None:
         differences = None
     else:
         differences = parity_gate.run(runner)
-    if config.scheduling == "calibrated-srjf" and config.jct_model == "fitted":
+    if config.scheduling == "calibrated-srjf" and (config.jct_model == "fitted" or config.pack_step_tokens is None):
         runner.sgl_prefill_jct = jct_profile.fitted_model(runner, plan.max_input_tokens)
         record.add(jct_model=runner.sgl_prefill_jct._asdict())
     runner.sgl_prefill_memory_plan = plan

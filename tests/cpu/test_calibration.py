@@ -33,7 +33,7 @@ class Calibration(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.waiting: list[Any] = []
-        self.clock_s = 0.0
+        self.clock_s = 1.0  # 0 means "not stamped" to SGLang
 
     @initialize(page_size=st.sampled_from([1, 2]))
     def start(self, page_size: int) -> None:

@@ -92,6 +92,7 @@ def request(name: str, tokens: list[int], arrival_s: float = 1.0, priority: int 
         extra_key=None,
         seqlen=len(tokens),
         priority=priority,
+        sampling_params=SimpleNamespace(custom_params=None),
         time_stats=SimpleNamespace(api_server_dispatch_time=arrival_s, wait_queue_entry_time=99.0),
         _compute_max_prefix_len=lambda n: n - 1,
     )

@@ -21,7 +21,7 @@ from sgl_prefill.config import PrefillConfig
 from sgl_prefill.engine import sglang_defaults
 from sgl_prefill.hybrid.body import HybridBody
 from sgl_prefill.hybrid.install import hybrid_of
-from sgl_prefill.scheduling import reply_facts
+from sgl_prefill.scheduling import deadlines, reply_facts
 from sgl_prefill.startup import scheduler_alone
 
 
@@ -56,12 +56,22 @@ class InProcessScheduler:
         self.scheduler = scheduler_alone.build(config, ServerArgs(**options))
         self._numbers = itertools.count()
         self._outputs: dict[str, Any] = {}
+        self.answered: list[str] = []  # in the order in which they finished; `flush` forgets them
+        self.refusals: dict[
+            str, dict[str, Any]
+        ] = {}  # what the scheduler sent to the HTTP process instead of an answer
         self.scheduler.output_streamer.send_to_detokenizer = self
+        self.scheduler.ipc_channels.send_to_tokenizer.send_output = self._refused
 
     # SGLang's output streamer calls this.
     def send_output(self, output: Any, *_: Any) -> None:
         for index, rid in enumerate(output.rids):
             self._outputs[rid] = (output, index)
+            self.answered.append(rid)
+
+    def _refused(self, output: Any, *_: Any) -> None:
+        if getattr(output, "finished_reason", None):
+            self.refusals[output.rid] = output.finished_reason
 
     def submit(
         self,
@@ -76,7 +86,12 @@ class InProcessScheduler:
         from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
         from sglang.srt.sampling.sampling_params import SamplingParams
 
-        params = SamplingParams(max_new_tokens=options.pop("max_new_tokens", 0), temperature=0)
+        deadline_ms = options.pop("deadline_ms", None)
+        params = SamplingParams(
+            max_new_tokens=options.pop("max_new_tokens", 0),
+            temperature=0,
+            custom_params=None if deadline_ms is None else {deadlines.PARAMETER: deadline_ms},
+        )
         params.normalize(None)
         rid = f"request-{next(self._numbers)}"
         request = TokenizedGenerateReqInput(
@@ -144,6 +159,7 @@ class InProcessScheduler:
         return self.answer(rid)
 
     def flush(self) -> None:
+        self.answered.clear()
         assert self.scheduler.flush_cache(empty_cache=False)  # half a second of garbage collection otherwise
 
     @property

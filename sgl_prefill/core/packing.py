@@ -1,0 +1,48 @@
+"""Which requests share a step (past the paper, which runs one a step).
+
+A prefill of few tokens costs as much as reading the weights and starting the step: hits of 15 to 150 tokens cannot fill a
+machine alone. So a step takes the best request and, in order, others until its tokens cost their full price.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import TypeVar
+
+Request = TypeVar("Request", bound=Hashable)
+
+# A long run of candidates that must wait for each other is not searched to its end.
+LOOK_AT = 256
+
+
+def pack(
+    in_order: Iterable[Request],
+    miss_tokens: Callable[[Request], int],
+    waits_for: Callable[[Request], Hashable | None],
+    max_tokens: int,
+    max_requests: int,
+) -> list[Request]:
+    """The requests of the next step, in order; the first is always among them.
+
+    Args:
+        in_order: waiting requests, the best first.
+        miss_tokens: what the prefix cache does not hold of a request. Others join while the sum is at most `max_tokens`.
+        waits_for: names the next uncached page of a request, None where it has none. Of requests with the same page only the
+            first goes: the others will find that page cached, and nothing is computed twice.
+    """
+    picked: list[Request] = []
+    pages: set[Hashable] = set()
+    n_tokens = 0
+    for n_seen, request in enumerate(in_order, start=1):
+        n_tokens += (n_here := miss_tokens(request))
+        if picked and n_tokens > max_tokens:
+            break
+        page = waits_for(request)
+        if page is not None and page in pages:
+            n_tokens -= n_here
+        else:
+            pages.add(page)
+            picked.append(request)
+        if len(picked) >= max_requests or n_seen >= LOOK_AT:
+            break
+    return picked

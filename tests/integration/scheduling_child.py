@@ -1,0 +1,189 @@
+"""The policy in a real scheduler, without a server: python -m tests.integration.scheduling_child SCENARIO FOLDER [FAMILY]
+
+Prints one JSON line on stdout, like memory_child.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from sgl_prefill.scheduling import step
+from tests.integration.memory_child import largest_difference, prompt, start
+from tests.support.in_process import InProcessScheduler
+
+
+def order(folder: Path) -> dict[str, Any]:
+    """Figure 5; a bound on waiting; a clock that jumps; a cache change that reverses the order; cancellation; deadlines."""
+    engine = start(folder, "llama", config={"fairness_lambda": 0.0, "max_queue_s": 100.0, "jct_model": "fitted"})
+    return {
+        "figure_5": figure_5(engine),
+        "starvation": starvation(engine),
+        "backwards": [order_of_three(engine, seconds) for seconds in (0.0, -1e6)],
+        "reversed": reversed_order(engine),
+        "cancelled": cancelled(engine),
+        "deadlines": deadlines(engine),
+    }
+
+
+def figure_5(engine: InProcessScheduler) -> dict[str, Any]:
+    """A < C < B < D; A and D share 80 tokens, B and C others; 160 slots hold one request."""
+    engine.set_durable(160)
+    rng = random.Random(5)
+    prefixes = {"ad": prompt(rng, 80), "bc": prompt(rng, 80)}
+    jobs = {"A": ("ad", 100), "B": ("bc", 140), "C": ("bc", 120), "D": ("ad", 160)}
+    rids = {engine.submit([*prefixes[key], *prompt(rng, n - 80)]): name for name, (key, n) in jobs.items()}
+    engine.run_all()
+    hits = {name: engine.has_answer(rid) and engine.answer(rid).cached_tokens for rid, name in rids.items()}
+    return {"order": "".join(rids[rid] for rid in engine.answered), "hits": hits}
+
+
+def starvation(engine: InProcessScheduler) -> dict[str, Any]:
+    """One long request under an endless stream of short ones: taken as soon as it is overdue, and not before."""
+    engine.set_durable(2000)
+    rng = random.Random(6)
+    long = engine.submit(prompt(rng, 1500))
+    n_short = 0
+    with clock_ahead(0.0) as clock:
+        for n_steps in range(60):
+            clock.seconds = 0.0 if n_steps < 40 else 101.0
+            for _ in range(2):
+                engine.submit(prompt(rng, 10))
+            engine.step()
+            if engine.has_answer(long):
+                break
+            n_short += 1
+    engine.run_all()
+    engine.flush()
+    return {"short_ones_before": n_short}
+
+
+def order_of_three(engine: InProcessScheduler, jump_s: float) -> str:
+    """The clock jumps between the first step and the others."""
+    rng = random.Random(7)
+    engine.flush()
+    rids = {engine.submit(prompt(rng, n)): name for name, n in (("L", 600), ("M", 400), ("S", 200))}
+    with clock_ahead(0.0) as clock:
+        engine.step()
+        clock.seconds = jump_s
+        engine.run_all()
+    return "".join(rids[rid] for rid in engine.answered)
+
+
+def reversed_order(engine: InProcessScheduler) -> str:
+    """`long` would run after `short`, until the prompt that runs first caches most of it."""
+    rng = random.Random(8)
+    engine.flush()
+    first = prompt(rng, 250)
+    named = {"first": first, "short": prompt(rng, 300), "long": [*first, *prompt(rng, 200)]}
+    rids = {engine.submit(tokens): name for name, tokens in named.items()}
+    engine.run_all()
+    return " ".join(rids[rid] for rid in engine.answered)
+
+
+def cancelled(engine: InProcessScheduler) -> dict[str, Any]:
+    """A client that leaves gives its place up at once, and its prompt is never computed."""
+    rng = random.Random(9)
+    engine.flush()
+    gone, stays = prompt(rng, 100), prompt(rng, 200)
+    rid, other = engine.submit(gone), engine.submit(stays)
+    engine.cancel(rid)
+    engine.step()
+    cached = engine.ask([*gone, 7]).cached_tokens
+    return {"other_ran_first": engine.answered[0] == other, "cached_of_it": cached}
+
+
+def deadlines(engine: InProcessScheduler) -> dict[str, Any]:
+    """Refused on arrival, met, and passed in the queue."""
+    rng = random.Random(10)
+    engine.flush()
+    policy = engine.scheduler.sgl_prefill_policy
+    policy.drift.__init__()  # earlier scenarios were slow for other reasons
+    for _ in range(20):
+        engine.submit(prompt(rng, 1000))
+    refused = engine.submit(prompt(rng, 1500), deadline_ms=10 * policy.jct_ms(1000, 0))
+    met = engine.submit(prompt(rng, 50), deadline_ms=60_000.0)
+    late = engine.submit(prompt(rng, 1400), deadline_ms=60_000.0)
+    engine.step()
+    with clock_ahead(61.0):
+        engine.run_all()
+    n_left = len(policy.queue.order), policy.n_pending_tokens
+    sharers = prompt(rng, 1000)
+    group = [engine.submit([*sharers, *prompt(rng, 10)]) for _ in range(5)]
+    policy.follow(engine.scheduler.waiting_queue)
+    last = list(policy.queue.order)[-1]
+    shared_ms, n_before = policy.queue.work_until_done_ms(last, policy.jct_ms, 0, 1)
+    alone_ms = policy.jct_ms(1010, 0)
+    engine.run_all()
+    assert all(engine.has_answer(rid) for rid in group)
+    return {
+        "refused": engine.refusals[refused],
+        "met": engine.answer(met).finish_reason["type"],
+        "late": engine.refusals[late],
+        "n_left": n_left,
+        "burst_ms_over_one": shared_ms / alone_ms,
+        "n_before": n_before,
+    }
+
+
+@contextmanager
+def clock_ahead(seconds: float) -> Iterator[SimpleNamespace]:
+    """The policy's clock, and nobody else's, runs so many seconds ahead; they may be changed on the way."""
+    clock = SimpleNamespace(seconds=seconds)
+    with mock.patch.object(step, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + clock.seconds)):
+        yield clock
+
+
+def packing(folder: Path, family: str) -> dict[str, Any]:
+    """Packed steps give what the requests give alone, in fewer steps, and compute nothing twice."""
+    config = {"fairness_lambda": 0.0, "pack_step_tokens": 300}
+    engine = start(folder, family, config=config, prefill_max_requests=16)
+    rng = random.Random(11)
+    profiles = [prompt(rng, 150), prompt(rng, 220)]
+    prompts = [[*profiles[n % 2], *prompt(rng, 5 + n)] for n in range(20)]
+    prompts += [prompt(rng, n) for n in (40, 90, 700)]
+    results = {}
+    for durable_tokens in (2000, 260):
+        engine.set_durable(durable_tokens)
+        alone = [one_at_a_time(engine, tokens) for tokens in prompts]
+        engine.set_durable(durable_tokens)
+        engine.poison_scratch()
+        rids = [engine.submit(tokens) for tokens in prompts]
+        n_steps, most = 0, 0
+        while engine.scheduler.waiting_queue:
+            engine.poison_scratch()
+            n_before = len(engine.answered)
+            engine.step()
+            engine.check_slots()
+            n_steps, most = n_steps + 1, max(most, len(engine.answered) - n_before)
+        engine.run_all()
+        answers = [engine.answer(rid) for rid in rids]
+        results[str(durable_tokens)] = {
+            "steps": n_steps,
+            "most": most,
+            "worst": max(
+                largest_difference(one.label_logprobs, other) for one, other in zip(answers, alone, strict=True)
+            ),
+            "computed": sum(len(t) - one.cached_tokens for t, one in zip(prompts, answers, strict=True)),
+            "least": sum(map(len, profiles)) + sum(5 + n for n in range(20)) + 830,
+            "with_tail": sum(one.meta["evicted_tokens"] > 0 for one in answers),
+        }
+    return results
+
+
+def one_at_a_time(engine: InProcessScheduler, tokens: list[int]) -> list[float]:
+    engine.flush()
+    return engine.ask(tokens).label_logprobs
+
+
+if __name__ == "__main__":
+    scenarios: dict[str, Callable[..., Any]] = {"order": order, "packing": packing}
+    print(json.dumps(scenarios[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])))

@@ -1,0 +1,77 @@
+"""The policy in SGLang's real scheduler: order, bounds, deadlines, and steps of several requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.children import run_child
+
+# float32: the rows of other requests change the order in which matrix products are summed (see test_memory.py).
+CLOSE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tiny")
+
+
+@pytest.fixture(scope="module")
+def order(folder: Path) -> dict[str, Any]:
+    return run_child("scheduling_child", "order", str(folder))
+
+
+def test_figure_5_runs_in_the_papers_order_with_its_two_hits(order: dict[str, Any]) -> None:
+    """First in, first out and plain SRJF have one (test_srjf.py)."""
+    assert order["figure_5"] == {"order": "ADCB", "hits": {"A": 0, "B": 80, "C": 0, "D": 80}}
+
+
+def test_a_long_request_under_an_endless_stream_runs_as_soon_as_it_is_overdue(order: dict[str, Any]) -> None:
+    """lambda 0 and --max-queue-s 100: 40 steps take short ones, then the clock passes the bound."""
+    assert order["starvation"] == {"short_ones_before": 40}
+
+
+def test_a_clock_that_jumps_backwards_changes_nothing(order: dict[str, Any]) -> None:
+    """By 11 days, between two steps."""
+    assert order["backwards"] == ["SML", "SML"]
+
+
+def test_what_the_first_request_caches_reverses_the_order_of_the_others(order: dict[str, Any]) -> None:
+    """450 tokens, 250 of them cached by now, before 300."""
+    assert order["reversed"] == "first long short"
+
+
+def test_a_cancelled_request_gives_its_place_up_at_once(order: dict[str, Any]) -> None:
+    """It was next; another runs, and nothing of it is in the cache."""
+    assert order["cancelled"] == {"other_ran_first": True, "cached_of_it": 0}
+
+
+def test_deadlines_are_refused_on_arrival_met_or_passed_in_the_queue(order: dict[str, Any]) -> None:
+    """Behind 20 times 1,000 tokens, with the time of 10 of them; nothing is left of the refused ones."""
+    deadlines = order["deadlines"]
+    assert deadlines["refused"]["status_code"] == 429
+    assert "predicted to finish" in deadlines["refused"]["message"]
+    assert deadlines["met"] == "length"
+    assert deadlines["late"]["status_code"] == 504
+    assert deadlines["n_left"] == [0, 0]
+
+
+def test_a_prediction_counts_a_prefix_that_several_wait_for_once(order: dict[str, Any]) -> None:
+    """Five requests of 1,010 tokens that share 1,000: the last is done long before five times the time of one."""
+    assert order["deadlines"]["n_before"] == 4
+    assert 1 < order["deadlines"]["burst_ms_over_one"] < 2.5
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2-moe"])
+def test_packed_requests_get_the_answers_that_they_get_alone(folder: Path, family: str) -> None:
+    """23 requests with two shared profiles: with room for all, nothing is computed twice; with 260 slots, many have tails
+    in scratch, next to each other. Scratch is filled with NaN before every step, and slots are counted after it."""
+    result = run_child("scheduling_child", "packing", str(folder), family)
+    for slots in ("2000", "260"):
+        assert result[slots]["worst"] <= CLOSE, slots
+        assert result[slots]["steps"] < 10
+        assert result[slots]["most"] > 4
+    assert result["2000"]["computed"] == result["2000"]["least"]
+    assert result["260"]["with_tail"] >= 10
