@@ -37,7 +37,7 @@ class PrefillConfig:
         500.0, "credit of a waiting request, in cache-miss tokens per second of waiting; 0: pure shortest job first"
     )
     jct_model: JctModelName = _option(
-        "cache-miss",
+        "fitted",
         "how long a request will take; fitted: milliseconds, measured at start and corrected by observed times;"
         " cache-miss: the number of tokens that are not cached",
         choices=("fitted", "cache-miss"),

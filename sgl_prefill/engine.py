@@ -39,6 +39,7 @@ class Engine(StockEngine):  # type: ignore[misc]
         self.prefill_config = config
         self.init_tokenizer_manager_func = functools.partial(processes.init_tokenizer_manager, config)
         self.run_scheduler_process_func = functools.partial(processes.run_scheduler_process, config)
+        self.run_detokenizer_process_func = functools.partial(processes.run_detokenizer_process, config)
         super().__init__(server_args=server_args)
 
     def score_labels(
@@ -59,6 +60,6 @@ class Engine(StockEngine):  # type: ignore[misc]
 
 
 def sglang_defaults(config: PrefillConfig) -> dict[str, Any]:
+    """SGLang's arguments that this configuration needs, and those that suit this machine."""
     needs = {need.field: need.value for need in preflight.required_for(config)}
-    fraction = preflight.memory_fraction(config)
-    return needs if fraction is None else {**needs, "mem_fraction_static": fraction, "sleep_on_idle": True}
+    return {**needs, **preflight.default_settings(config)}

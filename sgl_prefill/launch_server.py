@@ -70,6 +70,7 @@ def serve(config: PrefillConfig, server_args: ServerArgs) -> None:
             server_args,
             init_tokenizer_manager_func=functools.partial(processes.init_tokenizer_manager, config),
             run_scheduler_process_func=functools.partial(processes.run_scheduler_process, config),
+            run_detokenizer_process_func=functools.partial(processes.run_detokenizer_process, config),
             execute_warmup_func=processes.execute_warmup,
         )
     finally:

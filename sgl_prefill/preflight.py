@@ -90,18 +90,26 @@ def required_flags(config: PrefillConfig) -> list[str]:
     return flags
 
 
-def default_flags(config: PrefillConfig) -> list[str]:
-    """What suits this machine where the user says nothing; put first too."""
+def default_settings(config: PrefillConfig) -> dict[str, Any]:
+    """What suits this machine where the user says nothing, by names of ServerArgs."""
     fraction = memory_fraction(config)
     if fraction is None:
-        return []
+        return {}
     # An idle scheduler that polls without rest takes a core from the tokenizer and the clients on a small machine.
-    flags = ["--mem-fraction-static", f"{fraction:.4f}", "--sleep-on-idle"]
+    settings: dict[str, Any] = {"mem_fraction_static": round(fraction, 4), "sleep_on_idle": True}
     if config.scheduling == "calibrated-srjf" and config.pack_step_tokens != 0 and config.logits_dtype == "float32":
         from sgl_prefill.cpu import lm_head  # late: PyTorch
 
         # A label must not depend on its company: all rows of a packed step get the same logits as a lone one.
-        flags += ["--prefill-max-requests", str(lm_head.MAX_ROWS)]
+        settings["prefill_max_requests"] = lm_head.MAX_ROWS
+    return settings
+
+
+def default_flags(config: PrefillConfig) -> list[str]:
+    """The same as command line; put first too."""
+    flags = []
+    for name, value in default_settings(config).items():
+        flags += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
     return flags
 
 

@@ -2,6 +2,7 @@
 
 HTTP and tokenizer process      init_tokenizer_manager, execute_warmup     (and api.routes)
 scheduler process, one a rank   run_scheduler_process
+detokenizer process             run_detokenizer_process
 """
 
 from __future__ import annotations
@@ -29,24 +30,35 @@ WARM_UP_TIMEOUT_S = 600
 
 
 def run_scheduler_process(config: PrefillConfig, server_args: ServerArgs, *args: Any, **kwargs: Any) -> None:
-    """SGLang's scheduler process with our hooks in place; used as `functools.partial(run_scheduler_process, config)`.
-
-    Where activation fails, nothing is served: the message goes to stderr, the parent gets the signal by which SGLang
-    ends all processes of a failed start, and this process exits with 1.
-    """
+    """SGLang's scheduler process with our hooks in place; used as `functools.partial(run_scheduler_process, config)`."""
     from sglang.srt.managers import scheduler
 
+    _activate_or_end(config, "scheduler")
+    scheduler.run_scheduler_process(server_args, *args, **kwargs)
+
+
+def run_detokenizer_process(config: PrefillConfig, *args: Any, **kwargs: Any) -> None:
+    """The same for SGLang's detokenizer process, in which SGLang itself loads no plugins."""
+    from sglang.srt.managers import detokenizer_manager
+
+    _activate_or_end(config, "detokenizer")
+    detokenizer_manager.run_detokenizer_process(*args, **kwargs)
+
+
+def _activate_or_end(config: PrefillConfig, process: str) -> None:
+    """Where activation fails, nothing is served: the message goes to stderr, the parent gets the signal by which SGLang
+    ends all processes of a failed start, and this process exits with 1.
+    """
     from sgl_prefill.seam import activation
 
     try:
-        activation.activate(config, "scheduler")
+        activation.activate(config, process)
     except SglPrefillError as error:
         print(f"sgl_prefill: {error}", file=sys.stderr, flush=True)
         parent = psutil.Process().parent()
         if parent is not None:
             parent.send_signal(signal.SIGQUIT)
         os._exit(1)
-    scheduler.run_scheduler_process(server_args, *args, **kwargs)
 
 
 def init_tokenizer_manager(config: PrefillConfig, server_args: ServerArgs, port_args: PortArgs) -> Any:

@@ -7,9 +7,11 @@ One process, SGLang's real scheduler, prefix cache and KV pool, a one-layer mode
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -28,6 +30,8 @@ PROMPT_TOKENS, TAIL_TOKENS, PER_PREFIX = 14_000, 150, 50
 CACHED_USERS = 4
 WARM_UP_STEPS, STEPS = 60, 300
 VOCABULARY = 512
+# Names the Python of an environment with sglang==0.5.23.
+NEWER_PYTHON = "SGLANG_0_5_23_PYTHON"
 
 
 def main() -> int:
@@ -40,6 +44,7 @@ def main() -> int:
         for n_waiting in counts:
             rows.append(measure(engine, n_waiting, steps, tokens))
             print(rows[-1], file=sys.stderr)
+    rivals = [measure_rival(python, policy, n, tokens) for python, policy in rivals_here() for n in counts]
     most, fewest = rows[-1], rows[0]
     targets = [
         report.Target.at_most(f"policy cost of a step at {most['waiting']} waiting, p50, ms", most["p50_ms"], 1.0),
@@ -48,8 +53,36 @@ def main() -> int:
             f"p50 at {most['waiting']} waiting / at {fewest['waiting']}", most["p50_ms"] / fewest["p50_ms"], 2.0
         ),
     ]
-    report.finish({"conditions": conditions, "rows": rows}, targets, arguments.json)
+    report.finish({"conditions": conditions, "rows": rows, "rivals": rivals}, targets, arguments.json)
     return 0
+
+
+def rivals_here() -> list[tuple[str, str]]:
+    """(Python, policy): this environment's, and those of another one that holds sglang 0.5.23."""
+    found = [(sys.executable, "lpm"), (sys.executable, "dfs-weight")]
+    newer = os.environ.get(NEWER_PYTHON)
+    if newer is None:
+        print(f"{NEWER_PYTHON} is not set: SGLang 0.5.23 is left out", file=sys.stderr)
+        return found
+    return [*found, (newer, "lpm"), (newer, "shortest-prefill-first")]
+
+
+def measure_rival(python: str, policy: str, n_waiting: int, prompt_tokens: int) -> dict[str, Any]:
+    """Medians of a few steps, or the reason why there are none."""
+    command = [python, str(Path(__file__).with_name("rival.py")), policy, str(n_waiting), str(prompt_tokens)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise report.InvalidRunError(f"{policy}: {done.stderr[-1000:]}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    row = {
+        "policy": policy,
+        "sglang": found["sglang"],
+        "waiting": n_waiting,
+        "as_shipped_ms": statistics.median(found["as_shipped_ms"]),
+        "unlimited_ms": statistics.median(found["unlimited_ms"]),
+    }
+    print(row, file=sys.stderr)
+    return row
 
 
 def start(folder: Path, prompt_tokens: int) -> InProcessScheduler:

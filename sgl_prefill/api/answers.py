@@ -90,7 +90,12 @@ class HttpShield:
             return
 
         async def counting_send(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] in REFUSAL_REASONS:
+            # Health probes get 503 while a server starts.
+            if (
+                scope["method"] in ("POST", "PUT")
+                and message["type"] == "http.response.start"
+                and message["status"] in REFUSAL_REASONS
+            ):
                 self._refused.labels(reason=REFUSAL_REASONS[message["status"]]).inc()
             await send(message)
 

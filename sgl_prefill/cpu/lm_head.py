@@ -3,7 +3,8 @@
 A bfloat16 LM head rounds each logit to 3 significant digits: labels tie, and P(label) is off by up to 0.02. A scoring
 request needs one row of logits, which is bound by reading the weights once; converting them block by block in a small
 buffer keeps it so (vocabulary 49,152 x hidden 576 on 2 cores: 4.2 ms in bfloat16, 5.5 ms here, 46 ms for SGLang's
-`--enable-fp32-lm-head`, which converts the whole weight first).
+`--enable-fp32-lm-head`, which converts the whole weight first). The rows of a packed step are multiplied from the other side:
+16 of them take 9 ms so, and 14 to 40 ms as rows.
 """
 
 from __future__ import annotations
@@ -15,19 +16,22 @@ import torch
 
 # More rows (the log-probabilities of a long tail) are bound by arithmetic, where float32 costs three times as much.
 MAX_ROWS = 16
-BLOCK_VOCAB_ROWS = 4096
+BLOCK_BYTES = 4 << 20
 
 
 def float32_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`hidden @ weight.T` in float32. hidden: [rows, hidden size]; weight: [vocabulary, hidden size]; any float dtype."""
-    hidden = hidden.float()
-    logits = torch.empty(hidden.shape[0], weight.shape[0])
-    block = torch.empty(BLOCK_VOCAB_ROWS, weight.shape[1])
-    for start in range(0, weight.shape[0], BLOCK_VOCAB_ROWS):
-        rows = weight[start : start + BLOCK_VOCAB_ROWS]
-        converted = block[: rows.shape[0]].copy_(rows)
-        logits[:, start : start + rows.shape[0]] = hidden @ converted.T
-    return logits
+    n_rows, (n_vocab, n_hidden) = hidden.shape[0], weight.shape
+    # As columns, and as many as the matrix product is fast with, unless it is one row.
+    n_columns = 1 if n_rows == 1 else -(-n_rows // MAX_ROWS) * MAX_ROWS
+    columns = torch.zeros(n_hidden, n_columns)
+    columns[:, :n_rows] = hidden.T
+    logits = torch.empty(n_vocab, n_columns)
+    block = torch.empty(max(BLOCK_BYTES // (4 * n_hidden), 1), n_hidden)
+    for start in range(0, n_vocab, block.shape[0]):
+        rows = weight[start : start + block.shape[0]]
+        torch.mm(block[: rows.shape[0]].copy_(rows), columns, out=logits[start : start + rows.shape[0]])
+    return logits[:, :n_rows].T.contiguous()
 
 
 def around_compute_lm_head(

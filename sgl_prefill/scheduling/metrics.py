@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,81 +21,65 @@ class PolicyMetrics:
     def __init__(self, labels: dict[str, str]) -> None:
         from prometheus_client import Counter, Gauge, Histogram
 
-        self._labels = labels
         names = list(labels)
-        self._waiting = Gauge(
-            "sglang:prefill_waiting_requests",
-            "Requests that wait for their step.",
-            names,
-            multiprocess_mode="mostrecent",
-        )
-        self._oldest = Gauge(
-            "sglang:prefill_oldest_wait_seconds",
-            "How long the oldest waiting request has waited.",
-            names,
-            multiprocess_mode="mostrecent",
-        )
-        self._p99 = Gauge(
-            "sglang:prefill_p99_wait_seconds",
-            "99th percentile of how long the waiting requests have waited.",
-            names,
-            multiprocess_mode="mostrecent",
-        )
+
+        def gauge(name: str, meaning: str) -> Any:
+            made = Gauge(f"sglang:prefill_{name}", meaning, names, multiprocess_mode="mostrecent")
+            return made.labels(**labels)
+
+        def counter(name: str, meaning: str) -> Any:
+            return Counter(f"sglang:prefill_{name}", meaning, names).labels(**labels)
+
+        def histogram(name: str, meaning: str, buckets: Sequence[float]) -> Any:
+            return Histogram(f"sglang:prefill_{name}", meaning, names, buckets=buckets).labels(**labels)
+
+        self._waiting = gauge("waiting_requests", "Requests that wait for their step.")
+        self._oldest = gauge("oldest_wait_seconds", "How long the oldest waiting request has waited.")
+        self._p99 = gauge("p99_wait_seconds", "99th percentile of how long the waiting requests have waited.")
         self._p99_read_s = -math.inf
-        self._starvation = Gauge(
-            "sglang:prefill_starvation_seconds",
-            "How long the oldest waiting request has waited while a later one was taken.",
-            names,
-            multiprocess_mode="mostrecent",
+        self._starvation = gauge(
+            "starvation_seconds", "How long the oldest waiting request has waited while a later one was taken."
         )
-        self._wait = Histogram(
-            "sglang:prefill_wait_seconds", "Wait of a request until its step began.", names, buckets=_SECONDS
+        self._wait = histogram("wait_seconds", "Wait of a request until its step began.", _SECONDS)
+        self._overhead = histogram(
+            "policy_seconds", "Time that the scheduling policy took of a step.", _OVERHEAD_SECONDS
         )
-        self._overhead = Histogram(
-            "sglang:prefill_policy_seconds",
-            "Time that the scheduling policy took of a step.",
-            names,
-            buckets=_OVERHEAD_SECONDS,
-        )
-        self._error = Histogram(
-            "sglang:prefill_jct_error_ratio",
+        self._error = histogram(
+            "jct_error_ratio",
             "Difference of predicted and actual job completion time over the actual one.",
-            names,
-            buckets=_ERROR_RATIOS,
+            _ERROR_RATIOS,
         )
-        self._cached = Counter("sglang:prefill_cached_tokens", "Input tokens found in the prefix cache.", names)
-        self._kept = Counter("sglang:prefill_kept_tokens", "Input tokens whose KV was kept in the prefix cache.", names)
-        self._evicted = Counter("sglang:prefill_evicted_tokens", "Input tokens whose KV lived for one layer.", names)
+        self._cached = counter("cached_tokens", "Input tokens found in the prefix cache.")
+        self._kept = counter("kept_tokens", "Input tokens whose KV was kept in the prefix cache.")
+        self._evicted = counter("evicted_tokens", "Input tokens whose KV lived for one layer.")
 
     def queue(self, order: SrjfQueue[Any], now_s: float) -> None:
         """What waits after a step; the 99th percentile is looked up once a second, since it costs O(waiting requests)."""
-        self._waiting.labels(**self._labels).set(len(order))
+        self._waiting.set(len(order))
         oldest = order.oldest()
-        self._oldest.labels(**self._labels).set(
-            0.0 if oldest is None else max(now_s - order.waiting(oldest).arrival_s, 0.0)
-        )
+        self._oldest.set(0.0 if oldest is None else max(now_s - order.waiting(oldest).arrival_s, 0.0))
         if now_s - self._p99_read_s >= 1.0:
             self._p99_read_s = now_s
             ages_s = heapq.nlargest(len(order) // 100 + 1, (now_s - order.waiting(req).arrival_s for req in order))
-            self._p99.labels(**self._labels).set(max(ages_s[-1], 0.0) if ages_s else 0.0)
+            self._p99.set(max(ages_s[-1], 0.0) if ages_s else 0.0)
 
     def starvation(self, passed_over_s: float) -> None:
         """Of the request that has waited longest, as a step begins."""
-        self._starvation.labels(**self._labels).set(passed_over_s)
+        self._starvation.set(passed_over_s)
 
     def overhead(self, policy_s: float) -> None:
         """Of the policy in the step that has ended."""
-        self._overhead.labels(**self._labels).observe(policy_s)
+        self._overhead.observe(policy_s)
 
     def request(self, wait_s: float, facts: dict[str, Any], n_cached: int) -> None:
         """A request has run; `facts` are those of its reply."""
-        self._wait.labels(**self._labels).observe(max(wait_s, 0.0))
-        self._cached.labels(**self._labels).inc(n_cached)
+        self._wait.observe(max(wait_s, 0.0))
+        self._cached.inc(n_cached)
         if "kept_tokens" in facts:
-            self._kept.labels(**self._labels).inc(facts["kept_tokens"])
-            self._evicted.labels(**self._labels).inc(facts["evicted_tokens"])
+            self._kept.inc(facts["kept_tokens"])
+            self._evicted.inc(facts["evicted_tokens"])
 
     def prediction(self, predicted_ms: float, actual_ms: float) -> None:
         """Of the request that has just run."""
         if actual_ms > 0:
-            self._error.labels(**self._labels).observe(abs(predicted_ms - actual_ms) / actual_ms)
+            self._error.observe(abs(predicted_ms - actual_ms) / actual_ms)

@@ -11,7 +11,7 @@ class Hook(NamedTuple):
 
     target: str  # dotted path of the hooked function
     kind: Literal["after", "around"]  # as in SGLang's HookRegistry
-    process: Literal["scheduler", "http"]  # where it is applied
+    process: Literal["scheduler", "detokenizer", "http"]  # where it is applied
     feature: str  # the option that asks for it; "always" where every server of ours needs it
     reason: str  # what would go wrong without it
     function: Callable[..., Any]

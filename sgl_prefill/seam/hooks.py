@@ -134,7 +134,15 @@ HOOKS: tuple[Hook, ...] = (
         kind="after",
         process="scheduler",
         feature="always",
-        reason="carry kept_tokens and evicted_tokens to the HTTP process",
+        reason="carry kept_tokens, evicted_tokens and predicted_jct_ms to the HTTP process",
+        function=reply_facts.after_getstate,
+    ),
+    Hook(
+        target="sglang.srt.observability.req_time_stats.SchedulerReqTimeStats.__getstate__",
+        kind="after",
+        process="detokenizer",
+        feature="always",
+        reason="pass them on: the detokenizer stands between the two and writes each reply anew",
         function=reply_facts.after_getstate,
     ),
     Hook(
@@ -142,7 +150,7 @@ HOOKS: tuple[Hook, ...] = (
         kind="after",
         process="http",
         feature="always",
-        reason="show kept_tokens and evicted_tokens in the reply",
+        reason="show them in the reply",
         function=reply_facts.after_convert_to_output_meta_info,
     ),
     Hook(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MISS_TOKENS = (16, 64, 256, 1024, 4096)
+MISS_TOKENS = (4, 16, 64, 256, 1024, 4096)
 CACHED_SHARES = (0.0, 0.125, 0.5, 1.0)  # of what the longest input leaves beside the computed tokens
 ROUNDS = 2
 # No further column of the grid is begun after so many seconds: a slow machine extrapolates from shorter computations.

@@ -10,7 +10,7 @@ import torch
 
 from sgl_prefill.cpu import attention
 from sgl_prefill.cpu.attention import KVRows, attend, merge_by_log_sum_exp, runs_of
-from sgl_prefill.cpu.lm_head import BLOCK_VOCAB_ROWS, float32_logits
+from sgl_prefill.cpu.lm_head import BLOCK_BYTES, float32_logits
 
 SCALE = 0.2
 
@@ -116,10 +116,11 @@ def test_consecutive_slots_are_read_in_place_and_others_gathered_in_order() -> N
         assert torch.equal(whole.between(5, 400)[0], pool[slots[5:400]])
 
 
-def test_float32_logits_tell_apart_what_bfloat16_rounds_together() -> None:
+@pytest.mark.parametrize("n_rows", [1, 2, 16, 17])
+def test_float32_logits_tell_apart_what_bfloat16_rounds_together(n_rows: int) -> None:
     """The blockwise product equals the float32 one, also for a vocabulary that is no multiple of the block."""
     torch.manual_seed(0)
-    hidden, weight = torch.randn(2, 48).bfloat16(), torch.randn(BLOCK_VOCAB_ROWS + 77, 48).bfloat16()
+    hidden, weight = torch.randn(n_rows, 48).bfloat16(), torch.randn(BLOCK_BYTES // (4 * 48) + 77, 48).bfloat16()
     got = float32_logits(hidden, weight)
     torch.testing.assert_close(got, hidden.float() @ weight.float().T, rtol=0, atol=1e-4)
     assert len(set(got[0].tolist())) > 1.5 * len(set((hidden @ weight.T)[0].tolist()))

@@ -53,12 +53,12 @@ def test_hook_targets_take_the_parameters_that_we_use(target: str, parameters: l
 
 
 def test_the_list_is_complete_and_says_why() -> None:
-    """Each hook, route and relied-upon function appears once and carries its reason; features may share a target."""
-    hooks = [(hook.target, hook.feature) for hook in HOOKS]
+    """Each hook, route and relied-upon function appears once and carries its reason; features and processes may share one."""
+    hooks = [(hook.target, hook.process, hook.feature) for hook in HOOKS]
     others = [*(route.stock_endpoint for route in ROUTES), *(relied.target for relied in RELIED_UPON)]
     assert len(set(hooks)) == len(hooks)
     assert len(set(others)) == len(others)
-    assert set(fingerprinted_targets()) == {*(target for target, _ in hooks), *others}
+    assert set(fingerprinted_targets()) == {*(target for target, *_ in hooks), *others}
     assert all([*(h.reason for h in HOOKS), *(r.reason for r in ROUTES), *(r.reason for r in RELIED_UPON)])
 
 
@@ -67,8 +67,12 @@ def test_with_our_features_off_only_what_surrounds_a_forward_pass_is_hooked(monk
     """Each technique has its own switch; with all off, what computes an answer on a GPU is SGLang's."""
     monkeypatch.setattr("sgl_prefill.seam.hooks.has_accelerator", lambda: True)
     off = PrefillConfig(scheduling="stock", logits_dtype="model", hybrid_prefill="off", suffix_kv="keep")
-    left = [hook.target.rsplit(".", 1)[1] for process in ("http", "scheduler") for hook in hooks_for(off, process)]
-    about_times_and_replies = ["__getstate__", "convert_to_output_meta_info", "__getstate__", "get_init_info"]
+    left = [
+        hook.target.rsplit(".", 1)[1]
+        for process in ("http", "detokenizer", "scheduler")
+        for hook in hooks_for(off, process)
+    ]
+    about_times_and_replies = [*(3 * ["__getstate__"]), "convert_to_output_meta_info", "get_init_info"]
     about_memory = [
         "_profile_available_bytes",
         "get_worker_info",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import socket
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
 import requests
 
 from tests.integration.conftest import Server
@@ -83,6 +85,61 @@ def test_the_request_of_a_client_that_left_is_never_computed(server: Server) -> 
         assert blocking.recv(12) == b"HTTP/1.1 200"
     again = server.post("/generate", {"input_ids": victim[:500], **LABELS}).json()
     assert again["meta_info"]["cached_tokens"] == 0, "the abandoned request was computed"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
+@pytest.mark.parametrize("labels", [LABELS, {}])
+def test_a_deadline_that_cannot_be_met_is_refused_at_once_with_the_prediction(
+    server: Server, path: str, labels: dict[str, list[int]]
+) -> None:
+    """7,500 tokens within 50 ms; with and without allowed answers; and the counter of refusals goes up by one."""
+    before = refusals(server, "deadline_unreachable")
+    prompt = prompt_of(7500, salt=41)
+    text = "word " * 7000
+    body: dict[str, Any] = {
+        "/v1/completions": {"model": "demo", "prompt": prompt},
+        "/v1/chat/completions": {"model": "demo", "messages": [{"role": "user", "content": text}]},
+        "/generate": {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1}},
+    }[path]
+    reply = server.post(path, {**body, **labels, "deadline_ms": 50})
+    assert reply.status_code == 429, reply.text
+    assert "deadline_ms is 50, and this request is predicted to finish" in reply.json()["error"]["message"]
+    assert refusals(server, "deadline_unreachable") == before + 1
+
+
+def test_a_request_whose_deadline_passes_in_the_queue_gets_504(server: Server) -> None:
+    """It arrives while a long request runs, which the prediction of 60 ms of work of its own cannot know."""
+    requests.post(server.url + "/flush_cache", timeout=60)
+    with send(server, prompt_of(3000, salt=51)) as blocking:
+        reply = server.post("/generate", {"input_ids": prompt_of(40, salt=52), **LABELS, "deadline_ms": 400})
+        assert reply.status_code == 504, reply.text
+        assert blocking.recv(12) == b"HTTP/1.1 200"
+
+
+def test_a_deadline_that_is_no_time_is_refused(server: Server) -> None:
+    """Each with its value."""
+    for wrong in (0, -5, "soon"):
+        reply = server.post("/v1/completions", {"model": "demo", "prompt": "x", **LABELS, "deadline_ms": wrong})
+        assert reply.status_code == 400
+        assert "deadline_ms" in reply.json()["error"]["message"]
+
+
+def test_the_policys_metrics_are_in_sglangs_endpoint(server: Server) -> None:
+    """Queue, ages, tokens, prediction error, overhead: each with a value, under SGLang's prefix."""
+    server.post("/generate", {"input_ids": prompt_of(100, salt=61), **LABELS})
+    metrics = requests.get(server.url + "/metrics", timeout=60).text
+    for name in (
+        *("waiting_requests", "oldest_wait_seconds", "p99_wait_seconds", "starvation_seconds", "wait_seconds_count"),
+        *("policy_seconds_count", "jct_error_ratio_count"),
+        *("cached_tokens_total", "kept_tokens_total", "evicted_tokens_total"),
+    ):
+        assert f"\nsglang:prefill_{name}{{" in metrics, name
+
+
+def refusals(server: Server, reason: str) -> float:
+    text = requests.get(server.url + "/metrics", timeout=60).text
+    found = re.search(rf'^sglang:prefill_refused_requests_total{{reason="{reason}"}} (\S+)', text, re.MULTILINE)
+    return 0.0 if found is None else float(found.group(1))
 
 
 def send(server: Server, prompt: list[int]) -> socket.socket:

@@ -166,6 +166,16 @@ def test_rerank_orders_documents_with_a_causal_model(server: Server) -> None:
     assert len(server.post("/v1/rerank", {**body, "top_n": 1}).json()) == 1
 
 
+def test_a_reply_says_what_was_kept_and_what_the_request_was_predicted_to_take(server: Server) -> None:
+    """The facts come from the scheduler, through the detokenizer, which once lost them; defaults stood in for them."""
+    prompt = list(range(2000, 2300))
+    reply = server.post("/generate", {"input_ids": prompt, "allowed_token_ids": [5, 6]}).json()["meta_info"]
+    assert (reply["kept_tokens"], reply["evicted_tokens"]) == (300, 0)
+    scores = reply["label_scores"]
+    assert scores["predicted_jct_ms"] == reply["predicted_jct_ms"] > 0
+    assert scores["kept_tokens"] == 300
+
+
 def test_server_info_shows_the_activation_record(server: Server) -> None:
     """What benchmarks look for before they count a run."""
     record = requests.get(server.url + "/server_info", timeout=30).json()["sgl_prefill"]

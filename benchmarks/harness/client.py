@@ -1,0 +1,133 @@
+"""An open-loop client: requests are sent when they are due, whether or not earlier ones have been answered.
+
+A closed loop (so many workers, each waiting for its answer) slows down with the engine and hides what a queue does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import aiohttp
+import orjson
+
+from benchmarks import report
+
+LABEL_IDS = [100, 200, 300]
+TIMEOUT_S = 3600
+
+
+class Due(NamedTuple):
+    """A prompt and when it arrives, in seconds from the start of the run."""
+
+    at_s: float
+    input_ids: list[int]
+
+
+class Outcome(NamedTuple):
+    """Of one request; times in seconds from the start of the run."""
+
+    at_s: float
+    sent_s: float
+    first_byte_s: float
+    finish_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    logprobs: list[float]
+
+    @property
+    def latency_s(self) -> float:
+        """From when it was due: what the client itself lost counts too."""
+        return self.finish_s - self.at_s
+
+
+class Figures(NamedTuple):
+    """Of one run."""
+
+    requests: int
+    mean_s: float
+    p50_s: float
+    p99_s: float
+    longest_s: float
+    requests_per_s: float
+    cached_share: float  # of all prompt tokens
+
+
+def run(url: str, dues: Sequence[Due], name: str) -> list[Outcome]:
+    """Send all and wait for all. Raises InvalidRunError where a request fails: none may be lost."""
+    return asyncio.run(_run(url, dues, name))
+
+
+def figures(outcomes: Sequence[Outcome]) -> Figures:
+    """Percentiles are nearest-rank: the smallest latency that so many do not exceed."""
+    latencies = sorted(one.latency_s for one in outcomes)
+    first, last = min(one.at_s for one in outcomes), max(one.finish_s for one in outcomes)
+    return Figures(
+        requests=len(outcomes),
+        mean_s=sum(latencies) / len(latencies),
+        p50_s=percentile(latencies, 50),
+        p99_s=percentile(latencies, 99),
+        longest_s=latencies[-1],
+        requests_per_s=len(outcomes) / (last - first),
+        cached_share=sum(one.cached_tokens for one in outcomes) / sum(one.prompt_tokens for one in outcomes),
+    )
+
+
+def percentile(ascending: Sequence[float], percent: float) -> float:
+    return ascending[max(math.ceil(len(ascending) * percent / 100) - 1, 0)]
+
+
+async def _run(url: str, dues: Sequence[Due], name: str) -> list[Outcome]:
+    bodies = [_body(due.input_ids) for due in dues]
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+    n_done = 0
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+        started = time.perf_counter()
+
+        async def one(due: Due, body: bytes) -> Outcome:
+            nonlocal n_done
+            await asyncio.sleep(max(started + due.at_s - time.perf_counter(), 0))
+            sent_s = time.perf_counter() - started
+            headers = {"content-type": "application/json"}
+            try:
+                async with session.post(f"{url}/generate", data=body, headers=headers) as reply:
+                    first_byte_s = time.perf_counter() - started
+                    raw = await reply.read()
+            except (TimeoutError, aiohttp.ClientError) as error:
+                raise report.InvalidRunError(f"{name}: no answer to a request ({error!r})") from error
+            finish_s = time.perf_counter() - started
+            if reply.status != 200:
+                raise report.InvalidRunError(f"{name}: a request failed with {reply.status}: {raw[:300]!r}")
+            meta = orjson.loads(raw)["meta_info"]
+            logprobs = [entry[0] for entry in meta["output_token_ids_logprobs"][0]]
+            n_done += 1
+            return Outcome(
+                due.at_s, sent_s, first_byte_s, finish_s, meta["prompt_tokens"], meta["cached_tokens"], logprobs
+            )
+
+        async def show_progress() -> None:
+            while True:
+                await asyncio.sleep(2)
+                left_s = (time.perf_counter() - started) / max(n_done, 1) * (len(dues) - n_done)
+                print(f"\r{name}: {n_done} of {len(dues)}, {left_s:.0f} s left    ", end="", file=sys.stderr)
+
+        progress = asyncio.create_task(show_progress())
+        try:
+            return list(await asyncio.gather(*map(one, dues, bodies)))
+        finally:
+            progress.cancel()
+            print(file=sys.stderr)
+
+
+def _body(input_ids: list[int]) -> bytes:
+    body: dict[str, Any] = {
+        "input_ids": input_ids,
+        "sampling_params": {"max_new_tokens": 0, "temperature": 0},
+        "return_logprob": True,
+        "token_ids_logprob": LABEL_IDS,
+    }
+    return orjson.dumps(body)

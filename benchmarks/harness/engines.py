@@ -1,0 +1,60 @@
+"""The engines that are compared, each a real server of its own, one at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import requests
+
+from benchmarks import report
+from sgl_prefill import local_server
+
+
+class Engine(NamedTuple):
+    """What is started."""
+
+    name: str
+    module: str
+    flags: tuple[str, ...] = ()
+
+    @property
+    def is_ours(self) -> bool:
+        return self.module == "sgl_prefill.launch_server"
+
+
+def ours(name: str, *flags: str) -> Engine:
+    return Engine(name, "sgl_prefill.launch_server", flags)
+
+
+def stock(policy: str, *flags: str) -> Engine:
+    return Engine(f"stock {policy}", "sglang.launch_server", ("--schedule-policy", policy, *flags))
+
+
+class Running(NamedTuple):
+    """A healthy server."""
+
+    url: str
+    command: str
+    record: dict[str, Any] | None  # the activation record of ours, None of others
+
+    def flush_cache(self) -> None:
+        reply = requests.post(f"{self.url}/flush_cache", timeout=60)
+        if reply.status_code != 200:
+            raise report.InvalidRunError(f"the cache was not flushed: {reply.status_code} {reply.text[:300]}")
+
+
+@contextmanager
+def running(
+    engine: Engine, common: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[Running]:
+    """Start an engine with these flags, its own coming last. Raises InvalidRunError where it is not what it should be."""
+    fixed = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"], **(environment or {})}
+    with local_server.running(engine.module, [*common, *engine.flags], log, environment=fixed) as server:
+        record = requests.get(f"{server.url}/server_info", timeout=60).json().get("sgl_prefill")
+        if engine.is_ours != (record is not None):
+            raise report.InvalidRunError(f"{engine.name}: the activation record is {record}")
+        yield Running(server.url, report.portable(server.command), record)

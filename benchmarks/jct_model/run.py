@@ -1,0 +1,144 @@
+"""How well does the fitted JCT model predict, and does it predict better than counting cache-miss tokens?
+
+    python benchmarks/jct_model/run.py [--quick] [--json PATH]
+
+Each model is served by a real server that fits its JCT model at start; then it is asked prompts of random lengths of
+which a random part is cached. See the README beside this file.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import requests
+
+from benchmarks import report, shapes
+from benchmarks.hybrid_overhead.run import record_of
+from sgl_prefill import demo_model, local_server
+
+LONGEST = 8_000
+SHORTEST = 32
+N_POINTS, N_QUICK = 80, 8
+COLD_SHARE = 1 / 3
+OPTIONS = ("--jct-model", "fitted", "--max-input-length", str(LONGEST), "--sleep-on-idle")
+
+
+def main() -> int:
+    arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
+    n_points = N_QUICK if arguments.quick else N_POINTS
+    conditions = {**report.conditions(), "points": n_points, "longest_tokens": LONGEST, "commands": {}}
+    rows: list[dict[str, Any]] = []
+    fitted = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        for model, flags in models(folder).items():
+            print(f"starting {model}", file=sys.stderr)
+            budget = [] if shapes.HAS_CUDA else ["--memory-budget-gb", "4"]
+            # A profile of an earlier start would not be measured by this run.
+            environment = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"], "XDG_CACHE_HOME": str(folder / "cache")}
+            with local_server.running(
+                "sgl_prefill.launch_server", [*flags, *OPTIONS, *budget], folder / "log", environment=environment
+            ) as server:
+                record = record_of(server)
+                if record is None:
+                    raise report.InvalidRunError("the server is not ours")
+                fitted[model] = record["jct_model"]
+                rows += measure(server, model, n_points)
+                conditions["commands"][model] = report.portable(server.command)
+    figures = {model: figures_of([row for row in rows if row["model"] == model]) for model in fitted}
+    report.finish(
+        {"conditions": conditions, "fitted": fitted, "figures": figures, "rows": rows},
+        targets_of(figures),
+        arguments.json,
+    )
+    return 0
+
+
+def models(folder: Path) -> dict[str, list[str]]:
+    """Flags that name each model."""
+    demo = ["--model-path", str(demo_model.ensure("bfloat16"))]
+    name = "llama-3.1-8b" if shapes.HAS_CUDA else "llama-6-layers"
+    return {"SmolLM2-135M-Instruct": demo, name: shapes.dummy_flags(shapes.write(name, folder / "model"))}
+
+
+def measure(server: local_server.LocalServer, model: str, n_points: int) -> list[dict[str, Any]]:
+    """One prompt after the other: lengths uniform in their logarithm, a third cold, of the others a random share cached."""
+    rng = random.Random(1)
+    ask(server, token_ids(rng, 1000))  # warm-up
+    rows = []
+    for number in range(n_points):
+        n_input = round(math.exp(rng.uniform(math.log(SHORTEST), math.log(LONGEST))))
+        n_cached = 0 if rng.random() < COLD_SHARE else round(n_input * rng.uniform(0.1, 0.98))
+        prefix = token_ids(rng, n_cached)
+        if prefix:
+            ask(server, [*prefix, 1])
+        scores = ask(server, [*prefix, *token_ids(rng, n_input - n_cached)])
+        row = {name: scores[name] for name in ("prompt_tokens", "cached_tokens", "predicted_jct_ms", "actual_ms")}
+        if abs(row["cached_tokens"] - n_cached) > 1:
+            raise report.InvalidRunError(f"{n_cached} tokens should have been cached: {row}")
+        rows.append({"model": model, **row})
+        print(f"{(number + 1) / n_points:4.0%}  {row}", file=sys.stderr)
+    return rows
+
+
+def token_ids(rng: random.Random, n_tokens: int) -> list[int]:
+    return [rng.randrange(100, 40_000) for _ in range(n_tokens)]
+
+
+def ask(server: local_server.LocalServer, prompt: list[int]) -> dict[str, Any]:
+    body = {"input_ids": prompt, "allowed_token_ids": [100, 200]}
+    reply = requests.post(f"{server.url}/generate", json=body, timeout=600)
+    if reply.status_code != 200:
+        raise report.InvalidRunError(f"a request failed with {reply.status_code}: {reply.text[:300]}")
+    scores: dict[str, Any] = reply.json()["meta_info"]["label_scores"]
+    return scores
+
+
+def figures_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of both predictions. The proxy's tokens become milliseconds by the factor that suits these very points best."""
+    actual = [row["actual_ms"] for row in rows]
+    misses = [float(row["prompt_tokens"] - row["cached_tokens"]) for row in rows]
+    ms_per_token = statistics.median(ms / tokens for ms, tokens in zip(actual, misses, strict=True))
+    predictions = {
+        "fitted": [row["predicted_jct_ms"] for row in rows],
+        "cache-miss": [tokens * ms_per_token for tokens in misses],
+    }
+    return {
+        name: {
+            "pearson_r": statistics.correlation(predicted, actual),
+            "median_error": statistics.median(abs(p / a - 1) for p, a in zip(predicted, actual, strict=True)),
+            "wrong_pairs": wrong_pairs(predicted, actual),
+        }
+        for name, predicted in predictions.items()
+    }
+
+
+def wrong_pairs(predicted: list[float], actual: list[float]) -> float:
+    """Share of all pairs of requests that the prediction puts in the wrong order: what SRJF suffers from."""
+    pairs = [(i, j) for i in range(len(actual)) for j in range(i)]
+    wrong = sum((predicted[i] - predicted[j]) * (actual[i] - actual[j]) < 0 for i, j in pairs)
+    return wrong / len(pairs)
+
+
+def targets_of(figures: dict[str, Any]) -> list[report.Target]:
+    targets = []
+    for model, of_model in figures.items():
+        targets += [
+            report.Target.at_least(f"{model}: Pearson r, fitted", of_model["fitted"]["pearson_r"], 0.98),
+            report.Target.at_most(f"{model}: median error, fitted", of_model["fitted"]["median_error"], 0.10),
+        ]
+    return targets
+
+
+if __name__ == "__main__":
+    sys.exit(main())

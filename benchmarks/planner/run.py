@@ -1,0 +1,118 @@
+"""What does the policy do to hit rate and latency on the paper's WL1, unscaled, and what does lambda trade?
+
+    python benchmarks/planner/run.py [--quick] [--json PATH]
+
+Replays on a simulated clock, through the engine's own policy, KV plan and prefix tree. See the README beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks import report
+from sgl_prefill import plan
+from sgl_prefill.planner import workloads
+from sgl_prefill.planner.simulate import Setting
+
+# The longest profiles of two users, each with a post.
+REPLAY = argparse.Namespace(durable_tokens=2 * (17_000 + 150), page_tokens=50)
+PROFILE = plan.EXAMPLE_PROFILE
+LAMBDAS = (0.0, 100.0, 500.0, 2000.0)
+DEFAULT_LAMBDA = 500.0
+SEEDS = range(5)
+MANY_USERS = 20_000
+
+
+def main() -> int:
+    arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
+    conditions = {**report.conditions(), "profile": PROFILE._asdict(), "durable_tokens": REPLAY.durable_tokens}
+    seeds, n_users = (range(1), 200) if arguments.quick else (SEEDS, MANY_USERS)
+    saturation = conditions["saturation_requests_per_s"] = saturation_of()
+    rows: list[dict[str, Any]] = []
+    curves: dict[tuple[str, int], plan.Summary] = {}
+    for arrivals, load in (("burst", 4.0), ("single", 2.0)):
+        for seed in seeds:
+            trace = trace_of(arrivals, load * saturation, seed)
+            ceiling = workloads.ceiling_of_saving(trace)
+            for setting in settings():
+                summary = plan.summarize(trace, setting, PROFILE, REPLAY)
+                curves[arrivals, seed] = summary
+                row = {"arrivals": arrivals, "load": load, "seed": seed, "of_ceiling": summary.token_saving / ceiling}
+                rows.append({**row, **summary._replace(latencies_s=[])._asdict()})
+                if arrivals == "single" and seed == 0:
+                    curves[setting.name, seed] = summary
+    million = many(n_users, 0.9 * saturation)
+    if arguments.json is not None:
+        shown = [curves[setting.name, 0] for setting in settings()]
+        plan.plot(shown, arguments.json.with_name("latency_cdf.png"))
+    report.finish({"conditions": conditions, "rows": rows, "million": million}, targets_of(rows), arguments.json)
+    return 0
+
+
+def settings() -> list[Setting]:
+    return [Setting("fifo"), Setting("srjf"), *(Setting("calibrated-srjf", value) for value in LAMBDAS)]
+
+
+def trace_of(arrivals: Any, requests_per_s: float, seed: int, **options: Any) -> list[workloads.Arrival]:
+    return workloads.post_recommendation(random.Random(seed), requests_per_s, arrivals=arrivals, **options)
+
+
+def saturation_of() -> float:
+    """The paper's x: requests a second with all submitted at once, under calibrated SRJF."""
+    trace = trace_of("at-once", 1.0, 0)
+    return plan.summarize(trace, Setting("calibrated-srjf", DEFAULT_LAMBDA), PROFILE, REPLAY).requests_per_s
+
+
+def many(n_users: int, requests_per_s: float) -> dict[str, Any]:
+    """How long a long trace takes to replay."""
+    trace = trace_of("burst", requests_per_s, 0, n_users=n_users)
+    started = time.perf_counter()
+    summary = plan.summarize(trace, Setting("calibrated-srjf", DEFAULT_LAMBDA), PROFILE, REPLAY)
+    return {"requests": summary.n_requests, "seconds": time.perf_counter() - started, "saving": summary.token_saving}
+
+
+def targets_of(rows: list[dict[str, Any]]) -> list[report.Target]:
+    """Means over the seeds."""
+
+    def mean(arrivals: str, name: str, figure: str) -> float:
+        values = [row[figure] for row in rows if (row["arrivals"], row["name"]) == (arrivals, name)]
+        return float(sum(values) / len(values))
+
+    default = Setting("calibrated-srjf", DEFAULT_LAMBDA).name
+    pure, strong = Setting("calibrated-srjf", 0.0).name, Setting("calibrated-srjf", LAMBDAS[-1]).name
+    return [
+        report.Target.at_least(
+            "bursts at 4x, default lambda: tokens saved / ceiling", mean("burst", default, "of_ceiling"), 0.95
+        ),
+        report.Target.at_least(
+            "single arrivals at 2x: mean, FIFO / default lambda",
+            mean("single", "fifo", "mean_s") / mean("single", default, "mean_s"),
+            2.0,
+        ),
+        report.Target.at_most(
+            "single arrivals at 2x: P99, default lambda / FIFO",
+            mean("single", default, "p99_s") / mean("single", "fifo", "p99_s"),
+            1.0,
+        ),
+        report.Target.at_least(
+            "single arrivals at 2x: mean, lambda 2000 / lambda 0",
+            mean("single", strong, "mean_s") / mean("single", pure, "mean_s"),
+            1.0,
+        ),
+        report.Target.at_most(
+            "single arrivals at 2x: P99, lambda 2000 / lambda 0",
+            mean("single", strong, "p99_s") / mean("single", pure, "p99_s"),
+            1.0,
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""What the comparison benchmarks compute from a run, and the runs that they refuse, on made-up outcomes and a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from benchmarks import report
+from benchmarks.harness import client
+from benchmarks.live_policy import run as live_policy
+
+
+def outcome(at_s: float, finish_s: float, cached_tokens: int = 0) -> client.Outcome:
+    return client.Outcome(at_s, at_s, finish_s, finish_s, 100, cached_tokens, [0.0])
+
+
+def test_figures_of_a_run_whose_latencies_are_known() -> None:
+    """Latencies 1 to 100 s, each from when the request was due; a quarter of all tokens cached."""
+    outcomes = [outcome(float(n), 2.0 * n, cached_tokens=25) for n in range(100, 0, -1)]
+    figures = client.figures(outcomes)
+    assert (figures.mean_s, figures.p50_s, figures.p99_s, figures.longest_s) == (50.5, 50.0, 99.0, 100.0)
+    assert figures.requests_per_s == 100 / (200.0 - 1.0)
+    assert figures.cached_share == 0.25
+
+
+@contextmanager
+def fake_engine(answer: Any) -> Iterator[str]:
+    """An HTTP server on a free port of this machine, in a thread; `answer(number)` makes each reply."""
+    loop = asyncio.new_event_loop()
+    urls: list[str] = []
+    is_up = threading.Event()
+    n_seen = 0
+
+    async def generate(request: web.Request) -> web.StreamResponse:
+        nonlocal n_seen
+        n_seen += 1
+        await request.read()
+        reply: web.StreamResponse = await answer(n_seen)
+        return reply
+
+    async def start() -> web.AppRunner:
+        app = web.Application()
+        app.router.add_post("/generate", generate)
+        runner = web.AppRunner(app, shutdown_timeout=0)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        return runner
+
+    def serve() -> None:
+        asyncio.set_event_loop(loop)
+        runner = loop.run_until_complete(start())
+        is_up.set()
+        loop.run_forever()
+        unanswered = asyncio.all_tasks(loop)
+        for task in unanswered:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*unanswered, return_exceptions=True))
+        loop.run_until_complete(runner.cleanup())
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    is_up.wait()
+    try:
+        yield urls[0]
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(timeout=30)
+
+
+def scored(logprob: float = -1.0) -> web.Response:
+    meta = {"prompt_tokens": 3, "cached_tokens": 1, "output_token_ids_logprobs": [[[logprob, 100, None]]]}
+    return web.json_response({"meta_info": meta})
+
+
+def test_arrivals_do_not_wait_for_answers() -> None:
+    """The first answer comes only after the second request has arrived: a closed loop would wait for ever."""
+    both_are_here = asyncio.Event()
+
+    async def answer(number: int) -> web.Response:
+        if number == 2:
+            both_are_here.set()
+        await asyncio.wait_for(both_are_here.wait(), 30)
+        return scored()
+
+    with fake_engine(answer) as url:
+        outcomes = client.run(url, [client.Due(0.0, [1, 2, 3]), client.Due(0.05, [1, 2, 3])], "fake")
+    assert [one.at_s for one in outcomes] == [0.0, 0.05]
+    assert outcomes[1].sent_s >= 0.05
+    assert all(one.sent_s <= one.first_byte_s <= one.finish_s for one in outcomes)
+    assert [one.logprobs for one in outcomes] == [[-1.0], [-1.0]]
+
+
+def test_a_refused_request_fails_the_run() -> None:
+    """It must not count as a fast one."""
+
+    async def answer(number: int) -> web.Response:
+        return scored() if number != 2 else web.json_response({"message": "full"}, status=503)
+
+    with fake_engine(answer) as url, pytest.raises(report.InvalidRunError, match="503"):
+        client.run(url, [client.Due(0.0, [1])] * 3, "fake")
+
+
+def test_a_request_that_is_never_answered_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that hangs."""
+    monkeypatch.setattr(client, "TIMEOUT_S", 0.2)
+
+    async def answer(number: int) -> web.Response:
+        await asyncio.sleep(3600 if number == 1 else 0)
+        return scored()
+
+    with fake_engine(answer) as url, pytest.raises(report.InvalidRunError, match="no answer"):
+        client.run(url, [client.Due(0.0, [1])] * 2, "fake")
+
+
+@pytest.mark.parametrize("wrong", [-3.0, float("nan")])
+def test_engines_that_disagree_fail_the_run(wrong: float) -> None:
+    """The answers to the same prompts are compared one by one."""
+    right = client.Outcome(0, 0, 1, 1, 3, 0, [-1.0, -2.0])
+    answers: dict[str, list[list[float]]] = {}
+    live_policy.check_answers(answers, "1x", [right, right], "first")
+    live_policy.check_answers(answers, "1x", [right, right._replace(logprobs=[-1.1, -2.0])], "second")
+    with pytest.raises(report.InvalidRunError, match="third disagrees"):
+        live_policy.check_answers(answers, "1x", [right, right._replace(logprobs=[-1.0, wrong])], "third")
