@@ -31,10 +31,12 @@ KV_TOKENS = 2 * (17_000 + 150) // SCALE
 VOCABULARY = 49_000
 # All compute the same in bfloat16, in steps of other sizes.
 MAX_LOGPROB_DIFFERENCE = 0.25
+# The paper's lambda is in tokens a second, and all numbers of tokens are divided by 10.
+FAIRNESS = ("--fairness-lambda", str(500 / SCALE))
 REFERENCE, PACKED = "ours, one a step", "ours, packed"
 ENGINES = (
-    engines.ours(REFERENCE, "--pack-step-tokens", "0"),
-    engines.ours(PACKED, "--pack-step-tokens", "auto"),
+    engines.ours(REFERENCE, "--pack-step-tokens", "0", *FAIRNESS),
+    engines.ours(PACKED, "--pack-step-tokens", "auto", *FAIRNESS),
     engines.stock("dfs-weight"),
     engines.stock("lpm"),
     engines.stock("fcfs"),

@@ -18,6 +18,7 @@ from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import SeamError
 from sgl_prefill.scheduling import step
 from sgl_prefill.scheduling.radix_probe import count_cached_tokens
+from sgl_prefill.scheduling.waiting_list import WaitingList
 from sgl_prefill.scheduling.watched_cache import WatchedRadixCache
 from sgl_prefill.seam import record
 
@@ -201,6 +202,33 @@ def test_a_request_that_sglang_takes_from_its_list_leaves_the_policy(how: str) -
     plan = step.around_get_new_batch_prefill(admit_first, scheduler, None)
     assert plan.batch_to_run.reqs[0].name == ("D" if how == "pop and insert" else "B")
     assert plan.batch_to_run.prefill_stats.num_pending_tokens == (50 if how == "pop and insert" else 30)
+
+
+def test_the_list_takes_requests_out_by_identity_and_knows_what_else_happened_to_it() -> None:
+    """Against a plain list, with every kind of change; what is taken out is no change to report."""
+    rng = random.Random(4)
+    followed, expected = WaitingList[Any](), list[Any]()
+    for number in range(2000):
+        kind = rng.random()
+        if kind < 0.5:
+            req = request(str(number), [1])
+            followed.append(req)
+            expected.append(req)
+        elif kind < 0.6 and expected:
+            index = rng.randrange(len(expected))
+            assert followed.pop(index) is expected.pop(index)
+            assert followed.take_changes() is None
+        elif kind < 0.65:
+            req = request(str(number), [1])
+            followed.insert(0, req)
+            expected.insert(0, req)
+        else:
+            followed.take_changes()
+            gone = rng.sample(expected, min(rng.randrange(4), len(expected)))
+            followed.take_out(gone)
+            expected = [req for req in expected if req not in gone]
+            assert followed.take_changes() == []
+        assert followed == expected
 
 
 def test_a_prefix_cache_that_the_probe_cannot_read_is_refused_by_name() -> None:

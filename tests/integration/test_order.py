@@ -96,12 +96,12 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once_with_the_prediction(
     before = refusals(server, "deadline_unreachable")
     prompt = prompt_of(7500, salt=41)
     text = "word " * 7000
-    body: dict[str, Any] = {
+    bodies: dict[str, dict[str, Any]] = {
         "/v1/completions": {"model": "demo", "prompt": prompt},
         "/v1/chat/completions": {"model": "demo", "messages": [{"role": "user", "content": text}]},
         "/generate": {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1}},
-    }[path]
-    reply = server.post(path, {**body, **labels, "deadline_ms": 50})
+    }
+    reply = server.post(path, {**bodies[path], **labels, "deadline_ms": 50})
     assert reply.status_code == 429, reply.text
     assert "deadline_ms is 50, and this request is predicted to finish" in reply.json()["error"]["message"]
     assert refusals(server, "deadline_unreachable") == before + 1
