@@ -49,6 +49,30 @@ def test_all_bad_values_stand_in_one_message() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("fairness_lambda", value) for value in (float("nan"), float("inf"), -1.0)),
+        *(("max_queue_s", value) for value in (float("nan"), -0.5)),
+        ("pack_step_tokens", -1),
+    ],
+)
+def test_a_policy_with_a_number_that_orders_nothing_is_refused(option: str, value: float) -> None:
+    """A NaN would compare false with everything: the order would be arbitrary, silently."""
+    with pytest.raises(ConfigurationError, match=f"--{option.replace('_', '-')} is {value}"):
+        PrefillConfig(**{option: value})  # type: ignore[arg-type]
+
+
+def test_packing_is_for_our_policy_and_frees_the_flag_that_holds_a_step_to_one_request() -> None:
+    """SGLang's own scheduler fills its steps by itself."""
+    with pytest.raises(ConfigurationError, match="--scheduling calibrated-srjf"):
+        PrefillConfig(scheduling="stock", pack_step_tokens=None)
+    argv = ["--prefill-max-requests", "8", "--port", "29999"]
+    (problem,) = preflight.check_argv(PrefillConfig(), argv)
+    assert "--pack-step-tokens auto" in problem
+    assert preflight.check_argv(PrefillConfig(pack_step_tokens=None), argv) == []
+
+
 def test_contradicting_flags_are_all_named_with_the_remedy() -> None:
     """Seen in the bare command line, before SGLang's slow import."""
     argv = ["--chunked-prefill-size", "512", "--schedule-policy=lpm", "--enable-mixed-chunk", "--port", "29999"]
