@@ -12,6 +12,7 @@ from sgl_prefill.errors import ConfigurationError
 Scheduling = Literal["calibrated-srjf", "stock"]
 LogitsDtype = Literal["float32", "model"]
 JctModelName = Literal["fitted", "cache-miss"]
+Sharers = Literal["count", "ignore"]
 HybridPrefill = Literal["auto", "on", "off"]
 SuffixKV = Literal["evict", "keep"]
 
@@ -41,6 +42,12 @@ class PrefillConfig:
         "how long a request will take; fitted: milliseconds, measured at start and corrected by observed times;"
         " cache-miss: the number of tokens that are not cached",
         choices=("fitted", "cache-miss"),
+    )
+    sharers: Sharers = _option(
+        "ignore",
+        "ignore: a request costs what it computes itself, as in the paper; count: one that computes a prefix which others"
+        " wait for costs as much as all of them together, divided by their number",
+        choices=("ignore", "count"),
     )
     max_queue_s: float | None = _option(
         None, "a request that has waited so many seconds runs next, whatever its score and priority (default: no bound)"
@@ -73,7 +80,7 @@ class PrefillConfig:
     skip_parity_gate: bool = _option(False, "serve without the check at start that all paths give the same answers")
     logits_dtype: LogitsDtype = _option(
         "float32",
-        "CPU only: dtype of the logits of up to 16 rows; float32: exact label scores; model: as stock SGLang",
+        "CPU only: dtype of the logits of up to 32 rows; float32: exact label scores; model: as stock SGLang",
         choices=("float32", "model"),
     )
     allow_generation: bool = _option(False, "also serve requests for more than one token")
@@ -88,6 +95,8 @@ class PrefillConfig:
             problems.append(f"--scheduling is {self.scheduling!r}: it must be calibrated-srjf or stock")
         if self.jct_model not in ("fitted", "cache-miss"):
             problems.append(f"--jct-model is {self.jct_model!r}: it must be fitted or cache-miss")
+        if self.sharers not in ("count", "ignore"):
+            problems.append(f"--sharers is {self.sharers!r}: it must be count or ignore")
         if self.logits_dtype not in ("float32", "model"):
             problems.append(f"--logits-dtype is {self.logits_dtype!r}: it must be float32 or model")
         if self.hybrid_prefill not in ("auto", "on", "off"):

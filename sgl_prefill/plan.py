@@ -62,7 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     from sgl_prefill.planner.simulate import Setting
 
     settings = [Setting("fifo"), Setting("srjf", 0.0)]
-    settings += [Setting("calibrated-srjf", value, arguments.max_queue_s) for value in lambdas]
+    counts_sharers = arguments.sharers == "count"
+    settings += [Setting("calibrated-srjf", value, arguments.max_queue_s, counts_sharers) for value in lambdas]
     print(
         f"{len(arrivals)} requests; an unlimited cache would save {100 * workloads.ceiling_of_saving(arrivals):.2f} %"
     )
@@ -149,6 +150,7 @@ def _parser() -> argparse.ArgumentParser:
         "--lambda", dest="fairness_lambda", default="0,100,500,2000", help="values to compare, tokens per second"
     )
     parser.add_argument("--max-queue-s", type=float, help="bound on any wait")
+    parser.add_argument("--sharers", choices=("ignore", "count"), default="ignore", help="as the engine's flag")
     parser.add_argument(
         "--page-tokens", type=int, default=50, help="tokens that the replay counts as one (default: 50)"
     )

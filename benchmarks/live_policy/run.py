@@ -36,7 +36,7 @@ FAIRNESS = ("--fairness-lambda", str(500 / SCALE))
 REFERENCE, PACKED = "ours, one a step", "ours, packed"
 ENGINES = (
     engines.ours(REFERENCE, "--pack-step-tokens", "0", *FAIRNESS),
-    engines.ours(PACKED, "--pack-step-tokens", "auto", *FAIRNESS),
+    engines.ours(PACKED, "--pack-step-tokens", "auto", "--sharers", "count", "--fairness-lambda", "2"),
     engines.stock("dfs-weight"),
     engines.stock("lpm"),
     engines.stock("fcfs"),

@@ -57,7 +57,8 @@ def main() -> int:
 
 
 def settings() -> list[Setting]:
-    return [Setting("fifo"), Setting("srjf"), *(Setting("calibrated-srjf", value) for value in LAMBDAS)]
+    calibrated = [Setting("calibrated-srjf", value) for value in LAMBDAS]
+    return [Setting("fifo"), Setting("srjf"), *calibrated, Setting("calibrated-srjf", 20.0, counts_sharers=True)]
 
 
 def trace_of(arrivals: Any, requests_per_s: float, seed: int, **options: Any) -> list[workloads.Arrival]:

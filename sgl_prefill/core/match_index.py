@@ -33,14 +33,29 @@ class Match(NamedTuple):
         return self.node, self.n_tokens, self.next_key
 
 
+class Group(NamedTuple, Generic[Request]):
+    """Requests that wait for the same page."""
+
+    first: Request  # which came first
+    second: Request | None
+    n_members: int
+
+
+_Key = tuple[int | None, Hashable | None]
+
+
 class MatchIndex(Generic[Request]):
-    """All waiting requests by the place where their match ends. Every method costs O(requests concerned)."""
+    """All waiting requests by the place where their match ends. Every method costs O(requests concerned).
+
+    Requests at one place that go on with the same page are a group: whichever runs first computes that page for all.
+    """
 
     def __init__(self) -> None:
         self._matches: dict[Request, Match] = {}
+        # Of each node, by (tokens from the root where a match ends inside the node, else None; the next page).
         # Dictionaries as sets that remember the order, so that runs are alike.
-        self._at_end: dict[Hashable, dict[Hashable | None, dict[Request, None]]] = {}
-        self._inside: dict[Hashable, dict[Request, None]] = {}
+        self._groups: dict[Hashable, dict[_Key, dict[Request, None]]] = {}
+        self._changed: dict[tuple[Hashable, _Key], None] = {}
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._matches)
@@ -53,59 +68,63 @@ class MatchIndex(Generic[Request]):
         if request in self._matches:
             self.remove(request)
         self._matches[request] = match
-        if match.is_inside:
-            self._inside.setdefault(match.node, {})[request] = None
-        else:
-            self._at_end.setdefault(match.node, {}).setdefault(match.next_key, {})[request] = None
+        key = _key(match)
+        self._groups.setdefault(match.node, {}).setdefault(key, {})[request] = None
+        self._changed[match.node, key] = None
 
     def remove(self, request: Request) -> None:
         """Forget a request: it runs, was cancelled or refused."""
         match = self._matches.pop(request)
-        if match.is_inside:
-            _drop(self._inside, match.node, request)
-            return
-        by_key = self._at_end[match.node]
-        _drop(by_key, match.next_key, request)
-        if not by_key:
-            del self._at_end[match.node]
+        key, groups = _key(match), self._groups[match.node]
+        del groups[key][request]
+        self._changed[match.node, key] = None
+        if not groups[key]:
+            del groups[key]
+        if not groups:
+            del self._groups[match.node]
 
     def is_wanted(self, node: Hashable) -> bool:
         """A waiting request would use this node. Of a node with children only what ends at it itself is looked at."""
-        return node in self._at_end or node in self._inside
+        return node in self._groups
 
-    def wanted_nodes(self) -> set[Any]:
+    def wanted_nodes(self) -> list[Any]:
         """Nodes at which a match ends; their ancestors are wanted too."""
-        return {*self._at_end, *self._inside}
+        return list(self._groups)
 
     def at_place(self, match: Match) -> list[Request]:
         """Requests whose match ends at the same place, and that go on with the same page."""
-        if match.is_inside:
-            return [r for r in self._inside.get(match.node, ()) if self._matches[r].place == match.place]
-        return self.child_added(match.node, match.next_key)
+        return list(self._groups.get(match.node, {}).get(_key(match), ()))
 
     def child_added(self, parent: Hashable, key: Hashable | None) -> list[Request]:
         """Requests that the new child of `parent` under `key` continues: the caller matches them on from there."""
-        return list(self._at_end.get(parent, {}).get(key, ()))
+        return list(self._groups.get(parent, {}).get((None, key), ()))
 
     def split(self, lower: Hashable, upper: Hashable, n_tokens: int) -> None:
         """`upper` took the part of `lower` that ends `n_tokens` from the root. No match gets longer or shorter."""
-        for request in list(self._inside.get(lower, ())):
-            match = self._matches[request]
-            if match.n_tokens <= n_tokens:
-                self.place(request, match._replace(node=upper, is_inside=match.n_tokens < n_tokens))
+        for (inside_tokens, _), group in list(self._groups.get(lower, {}).items()):
+            if inside_tokens is not None and inside_tokens <= n_tokens:
+                for request in list(group):
+                    match = self._matches[request]
+                    self.place(request, match._replace(node=upper, is_inside=inside_tokens < n_tokens))
 
     def leaf_removed(self, leaf: Hashable, parent: Hashable, n_tokens: int, key: Hashable) -> list[Request]:
         """Matches that ended in `leaf` now end with `parent`, `n_tokens` from the root. Returns whose they are."""
-        concerned = [*self._inside.get(leaf, ())]
-        for requests in self._at_end.get(leaf, {}).values():
-            concerned.extend(requests)
+        concerned = [request for group in self._groups.get(leaf, {}).values() for request in group]
         for request in concerned:
             self.place(request, Match(parent, n_tokens, key, is_inside=False))
         return concerned
 
+    def take_changed_groups(self) -> list[Group[Request]]:
+        """Those that gained or lost a member since the last call, and still have one."""
+        changed, self._changed = self._changed, {}
+        found = []
+        for node, key in changed:
+            group = self._groups.get(node, {}).get(key)
+            if group is not None and key[1] is not None:
+                members = iter(group)
+                found.append(Group(next(members), next(members, None), len(group)))
+        return found
 
-def _drop(sets: dict[Any, dict[Request, None]], key: Hashable | None, request: Request) -> None:
-    members = sets[key]
-    del members[request]
-    if not members:
-        del sets[key]
+
+def _key(match: Match) -> _Key:
+    return (match.n_tokens if match.is_inside else None), match.next_key

@@ -26,6 +26,19 @@ class Waiting(NamedTuple):
     n_cached_tokens: int  # longest prefix that the cache holds now, as far as the request may use it
     arrival_s: float  # on one clock for all requests
     rank: float = 0.0  # user-given priority class: a smaller rank always goes first; 0 where priorities are off
+    n_sharers: int = 0  # others that wait for a prefix which this request would compute
+    n_shared_tokens: int = 0  # how long that prefix is
+
+
+def cost_per_request(jct: JctModel, waiting: Waiting) -> float:
+    """What a request costs, and what its sharers cost once it has run, a request (past the paper, which counts the first
+    alone): of two new users with equal profiles, the one whose profile serves more waiting requests goes first.
+    """
+    cost = jct(waiting.n_input_tokens, waiting.n_cached_tokens)
+    if waiting.n_sharers == 0:
+        return cost
+    sharer_cost = jct(waiting.n_input_tokens, waiting.n_shared_tokens)
+    return (cost + waiting.n_sharers * sharer_cost) / (1 + waiting.n_sharers)
 
 
 class SrjfQueue(Generic[Request]):
@@ -55,15 +68,16 @@ class SrjfQueue(Generic[Request]):
     def put(self, request: Request, waiting: Waiting) -> None:
         """Add a request. Ties go to the one that was added first."""
         self._waiting[request] = waiting
-        cost = self._jct(waiting.n_input_tokens, waiting.n_cached_tokens)
-        self._by_score.put(request, (waiting.rank, cost + self._fairness_lambda * waiting.arrival_s))
+        score = cost_per_request(self._jct, waiting) + self._fairness_lambda * waiting.arrival_s
+        self._by_score.put(request, (waiting.rank, score))
         self._by_arrival.put(request, waiting.arrival_s)
 
-    def calibrate(self, request: Request, n_cached_tokens: int) -> None:
-        """The cache now holds so many tokens of a waiting request."""
-        waiting = self._waiting[request]
-        if waiting.n_cached_tokens != n_cached_tokens:
-            self.put(request, waiting._replace(n_cached_tokens=n_cached_tokens))
+    def calibrate(self, request: Request, n_cached_tokens: int, n_sharers: int = 0, n_shared_tokens: int = 0) -> None:
+        """The cache now holds so many tokens of a waiting request, and so many others wait for it to compute more."""
+        known = self._waiting[request]
+        found = known._replace(n_cached_tokens=n_cached_tokens, n_sharers=n_sharers, n_shared_tokens=n_shared_tokens)
+        if found != known:
+            self.put(request, found)
 
     def remove(self, request: Request) -> None:
         """A request runs, or has left."""

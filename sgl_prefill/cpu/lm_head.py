@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 # More rows (the log-probabilities of a long tail) are bound by arithmetic, where float32 costs three times as much.
-MAX_ROWS = 16
+MAX_ROWS = 32
+COLUMNS = 16  # the matrix product is fast with a multiple of these
 BLOCK_BYTES = 4 << 20
 
 
 def float32_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`hidden @ weight.T` in float32. hidden: [rows, hidden size]; weight: [vocabulary, hidden size]; any float dtype."""
     n_rows, (n_vocab, n_hidden) = hidden.shape[0], weight.shape
-    # As columns, and as many as the matrix product is fast with, unless it is one row.
-    n_columns = 1 if n_rows == 1 else -(-n_rows // MAX_ROWS) * MAX_ROWS
+    n_columns = 1 if n_rows == 1 else -(-n_rows // COLUMNS) * COLUMNS
     columns = torch.zeros(n_hidden, n_columns)
     columns[:, :n_rows] = hidden.T
     logits = torch.empty(n_vocab, n_columns)

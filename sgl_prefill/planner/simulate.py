@@ -32,11 +32,13 @@ class Setting(NamedTuple):
     order: Order
     fairness_lambda: float = 0.0  # tokens of credit per second of waiting
     max_queue_s: float | None = None
+    counts_sharers: bool = False
 
     @property
     def name(self) -> str:
         bound = "" if self.max_queue_s is None else f", at most {self.max_queue_s:g} s"
-        return self.order if self.order == "fifo" else f"{self.order}, lambda {self.fairness_lambda:g}{bound}"
+        sharers = ", sharers counted" if self.counts_sharers else ""
+        return self.order if self.order == "fifo" else f"{self.order}, lambda {self.fairness_lambda:g}{sharers}{bound}"
 
 
 class Served(NamedTuple):
@@ -103,7 +105,12 @@ def replay(
     tree = WatchedRadixCache(
         CacheInitParams(disable=False, req_to_token_pool=None, token_to_kv_pool_allocator=slots, page_size=1)
     )
-    queue = CalibratedQueue(tree, *_order(setting, jct_ms, page_tokens), setting.max_queue_s)
+    queue = CalibratedQueue(
+        tree,
+        *_order(setting, jct_ms, page_tokens),
+        setting.max_queue_s,
+        counts_sharers=setting.order == "calibrated-srjf" and setting.counts_sharers,
+    )
     symbols = _Symbols(page_tokens)
     coming = iter(arrivals)
     next_one = next(coming, None)

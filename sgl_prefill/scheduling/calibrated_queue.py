@@ -52,8 +52,10 @@ class CalibratedQueue:
         fairness_lambda: float,
         max_queue_s: float | None = None,
         priority_sign: int = 0,  # 1: low values first, -1: high values first, 0: priorities are off
+        *,
+        counts_sharers: bool = True,
     ) -> None:
-        self._cache, self._priority_sign = cache, priority_sign
+        self._cache, self._priority_sign, self._counts_sharers = cache, priority_sign, counts_sharers
         self._matches: MatchIndex[Req] = MatchIndex()
         self.order: SrjfQueue[Req] = SrjfQueue(jct, fairness_lambda, max_queue_s)
         self.cost = CostMeter()
@@ -73,11 +75,13 @@ class CalibratedQueue:
                 rank=req.priority * self._priority_sign if self._priority_sign else 0,
             ),
         )
+        self._count_sharers()
 
     def remove(self, req: Req) -> None:
         """A request runs, or has left."""
         self._matches.remove(req)
         self.order.remove(req)
+        self._count_sharers()
 
     def pick(self, now_s: float, max_tokens: int, max_requests: int) -> list[Req]:
         """The requests of the next step, which stay; one where `max_tokens` is 0."""
@@ -130,6 +134,7 @@ class CalibratedQueue:
         with self.cost:
             for req in list(self._matches):
                 self._match_on(req, None)
+            self._count_sharers()
 
     def child_added(self, child: TreeNode) -> None:
         with self.cost:
@@ -138,6 +143,7 @@ class CalibratedQueue:
             start = (parent, end_tokens(parent)) if concerned else None
             for req in concerned:
                 self._match_on(req, start)
+            self._count_sharers()
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         with self.cost:
@@ -151,6 +157,7 @@ class CalibratedQueue:
             key = leaf.key.child_key(self._cache.page_size)
             for req in self._matches.leaf_removed(leaf, leaf.parent, n_tokens, key):
                 self._calibrate(req, n_tokens)
+            self._count_sharers()
 
     def _miss_tokens(self, req: Req) -> int:
         """In whole pages: what a step must have room for."""
@@ -191,6 +198,18 @@ class CalibratedQueue:
     def _calibrate(self, req: Req, n_matched: int) -> None:
         n_input = self.order.waiting(req).n_input_tokens
         self.order.calibrate(req, _usable(req, n_input, n_matched))
+
+    def _count_sharers(self) -> None:
+        """The first of each group speaks for all: what it would compute, the others will find."""
+        for first, second, n_members in self._matches.take_changed_groups():
+            if not self._counts_sharers:
+                continue
+            n_input, n_cached, *_, n_sharers, n_shared = self.order.waiting(first)
+            if second is None:
+                n_shared = 0
+            elif n_sharers == 0:  # else it has been first here before, and what two of them share stands for all
+                n_shared = _usable(first, n_input, _shared_prefix(self._cache, first, second))
+            self.order.calibrate(first, n_cached, n_members - 1, n_shared)
 
 
 def _shared_prefix(cache: WatchedRadixCache, one: Req, other: Req) -> int:

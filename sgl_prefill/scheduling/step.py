@@ -47,7 +47,8 @@ def after_init_schedule_policy(result: None, scheduler: Scheduler) -> None:
     if config.jct_model == "fitted":
         jct = jct_ms = scheduler.tp_worker.model_runner.sgl_prefill_jct
         fairness_lambda *= jct_ms(TYPICAL_TOKENS, 0) / TYPICAL_TOKENS
-    queue = CalibratedQueue(cache, jct, fairness_lambda, config.max_queue_s, sign)
+    counts_sharers = config.sharers == "count"
+    queue = CalibratedQueue(cache, jct, fairness_lambda, config.max_queue_s, sign, counts_sharers=counts_sharers)
     collector = getattr(scheduler, "metrics_collector", None)
     metrics = PolicyMetrics(collector.labels) if collector else None
     scheduler.sgl_prefill_policy = Policy(queue, jct_ms, metrics, _step_size(scheduler))

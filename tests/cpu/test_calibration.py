@@ -17,8 +17,9 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sgl_prefill.core.jct import cache_miss_tokens
 from sgl_prefill.core.lazy_heap import LazyHeap
+from sgl_prefill.core.srjf import cost_per_request
 from sgl_prefill.scheduling.calibrated_queue import CalibratedQueue
-from sgl_prefill.scheduling.radix_probe import count_cached_tokens
+from sgl_prefill.scheduling.radix_probe import count_cached_tokens, find_match
 from tests.cpu.test_scheduling_glue import insert, nodes, request, watched_tree
 
 FAIRNESS_LAMBDA = 3.0
@@ -35,10 +36,11 @@ class Calibration(RuleBasedStateMachine):
         self.waiting: list[Any] = []
         self.clock_s = 1.0  # 0 means "not stamped" to SGLang
 
-    @initialize(page_size=st.sampled_from([1, 2]))
-    def start(self, page_size: int) -> None:
+    @initialize(page_size=st.sampled_from([1, 2]), counts_sharers=st.booleans())
+    def start(self, page_size: int, counts_sharers: bool) -> None:
         self.tree = watched_tree(page_size)
-        self.queue = CalibratedQueue(self.tree, cache_miss_tokens, FAIRNESS_LAMBDA)
+        self.counts_sharers = counts_sharers
+        self.queue = CalibratedQueue(self.tree, cache_miss_tokens, FAIRNESS_LAMBDA, counts_sharers=counts_sharers)
 
     @rule(tokens=PROMPTS, salt=SALTS, seconds=st.floats(0, 2))
     def arrive(self, tokens: list[int], salt: str | None, seconds: float) -> None:
@@ -80,10 +82,29 @@ class Calibration(RuleBasedStateMachine):
             n_input = len(req.origin_input_ids)
             n_cached = min(count_cached_tokens(self.tree, req.origin_input_ids, req.extra_key), n_input - 1)
             assert self.queue.order.waiting(req).n_cached_tokens == n_cached
-            return float(n_input - n_cached + FAIRNESS_LAMBDA * req.time_stats.api_server_dispatch_time)
+            cost = cost_per_request(cache_miss_tokens, self.queue.order.waiting(req))
+            assert self.counts_sharers or cost == n_input - n_cached
+            return float(cost + FAIRNESS_LAMBDA * req.time_stats.api_server_dispatch_time)
 
         # `sorted` is stable: ties stay in the order of arrival.
         assert list(self.queue.order.in_order(self.clock_s)) == sorted(self.waiting, key=score)
+
+    @invariant()
+    def one_of_each_group_counts_the_others(self) -> None:
+        """Groups found anew: those that leave the tree at one place and go on with the same page."""
+        if not hasattr(self, "queue"):
+            return
+        groups: dict[Any, list[Any]] = {}
+        for req in self.waiting:
+            match = find_match(self.tree, req.origin_input_ids, req.extra_key)
+            if match.next_key is not None:
+                groups.setdefault(match.place, []).append(req)
+        in_groups = {id(req) for group in groups.values() for req in group}
+        assert all(self.queue.order.waiting(req).n_sharers == 0 for req in self.waiting if id(req) not in in_groups)
+        for group in groups.values():
+            counted = sorted(self.queue.order.waiting(req).n_sharers for req in group)
+            expected = len(group) - 1 if self.counts_sharers else 0
+            assert counted == [0] * (len(group) - 1) + [expected]
 
 
 Calibration.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

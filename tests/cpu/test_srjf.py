@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sgl_prefill.core.jct import JctModel, cache_miss_tokens
-from sgl_prefill.core.srjf import SrjfQueue, Waiting
+from sgl_prefill.core.srjf import SrjfQueue, Waiting, cost_per_request
 
 
 class Job(NamedTuple):
@@ -104,6 +104,20 @@ def test_a_better_rank_goes_first_however_long_it_is() -> None:
     """User priorities come before predicted cost."""
     jobs = [Job("A", 10, "a", rank=0), Job("B", 5000, "b", rank=-1)]
     assert run(jobs, cache_miss_tokens)[0] == "BA"
+
+
+def test_a_prefix_that_serves_more_waiting_requests_is_worth_more() -> None:
+    """100 tokens for one and 9 sharers with 10 each cost 19 a request; a lone 50 costs 50, and a hit of 15 less than both."""
+    queue: SrjfQueue[str] = SrjfQueue(cache_miss_tokens, 0.0)
+    queue.put("leader", Waiting(100, 0, 0.0))
+    queue.put("lone", Waiting(50, 0, 0.0))
+    queue.put("hit", Waiting(100, 85, 0.0))
+    assert list(queue.in_order(0.0)) == ["hit", "lone", "leader"]
+    queue.calibrate("leader", 0, n_sharers=9, n_shared_tokens=90)
+    assert cost_per_request(cache_miss_tokens, queue.waiting("leader")) == 19
+    assert list(queue.in_order(0.0)) == ["hit", "leader", "lone"]
+    queue.calibrate("leader", 0)
+    assert list(queue.in_order(0.0)) == ["hit", "lone", "leader"]
 
 
 def test_equal_requests_keep_their_order_and_an_empty_queue_gives_none() -> None:
