@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from sgl_prefill import preflight
 from sgl_prefill.config import PrefillConfig
+from sgl_prefill.cpu.detect import has_accelerator
 from sgl_prefill.errors import ConfigurationError, SeamError, SglPrefillError
 from sgl_prefill.seam import fingerprints
 
@@ -63,6 +64,9 @@ def serve(config: PrefillConfig, server_args: ServerArgs) -> None:
     from sgl_prefill.api import routes
     from sgl_prefill.seam import activation
 
+    if not has_accelerator():
+        # Threads that spin between matrix products take the cores from this process and the detokenizer.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     activation.activate(config, "http")
     routes.install(http_server.app, config)
     try:
