@@ -13,8 +13,8 @@ import requests
 from benchmarks import report
 from sgl_prefill import local_server
 
-# Threads that spin between matrix products take the cores from the HTTP process: every engine then serves 20 to 37 requests
-# a second from run to run, and 32 to 35 so (2 cores). Our launcher sets it by itself where there is no accelerator.
+# Threads that spin between matrix products take the cores from the HTTP process, and identical runs differ by half. Our
+# launcher sets it by itself where there is no accelerator; here every engine gets it.
 QUIET = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
