@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,11 @@ def write(model: str, folder: Path) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_text((demo_model.ensure() / name).read_text())
     return folder
+
+
+def token_ids(rng: random.Random, n_tokens: int) -> list[int]:
+    """A prompt of random tokens, none of them special."""
+    return [rng.randrange(1000, 49_000) for _ in range(n_tokens)]
 
 
 def dummy_flags(folder: Path) -> list[str]:

@@ -15,6 +15,7 @@ import math
 import random
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,7 +112,7 @@ def summarize(arrivals: list[Any], setting: Any, profile: FittedJct, arguments: 
     )
 
 
-def percentile(sorted_values: list[float], percent: float) -> float:
+def percentile(sorted_values: Sequence[float], percent: float) -> float:
     """The smallest value that `percent` of all values do not exceed."""
     return sorted_values[max(math.ceil(len(sorted_values) * percent / 100) - 1, 0)]
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 
 from sgl_prefill.config import PrefillConfig
+from sgl_prefill.cpu import lm_head
 from sgl_prefill.cpu.detect import has_accelerator
 from sgl_prefill.errors import ConfigurationError
 from sgl_prefill.kv import PREFIX_CACHE_NAME
@@ -97,9 +98,7 @@ def default_settings(config: PrefillConfig) -> dict[str, Any]:
         return {}
     # An idle scheduler that polls without rest takes a core from the tokenizer and the clients on a small machine.
     settings: dict[str, Any] = {"mem_fraction_static": round(fraction, 4), "sleep_on_idle": True}
-    if config.scheduling == "calibrated-srjf" and config.pack_step_tokens != 0 and config.logits_dtype == "float32":
-        from sgl_prefill.cpu import lm_head  # late: PyTorch
-
+    if config.pack_step_tokens != 0 and config.logits_dtype == "float32":
         # A label must not depend on its company: all rows of a packed step get the same logits as a lone one.
         settings["prefill_max_requests"] = lm_head.MAX_ROWS
     return settings

@@ -101,12 +101,12 @@ def check_engines(engines: dict[str, local_server.LocalServer]) -> dict[str, Any
 def measure(engines: dict[str, local_server.LocalServer], lengths: Lengths) -> list[dict[str, Any]]:
     """The engines in turn, request by request, so that a slow minute of the machine hits both."""
     rng = random.Random(0)
-    prefix = token_ids(rng, lengths.prefix)
-    plan = [("cold", token_ids(rng, lengths.cold)) for _ in range(lengths.n_cold)]
+    prefix = shapes.token_ids(rng, lengths.prefix)
+    plan = [("cold", shapes.token_ids(rng, lengths.cold)) for _ in range(lengths.n_cold)]
     plan += [("prefix", prefix)]
-    plan += [("suffix", [*prefix, *token_ids(rng, lengths.suffix)]) for _ in range(lengths.n_suffix)]
+    plan += [("suffix", [*prefix, *shapes.token_ids(rng, lengths.suffix)]) for _ in range(lengths.n_suffix)]
     for engine in engines.values():
-        ask(engine, token_ids(rng, 64))  # warm-up: first-use allocations and kernels
+        ask(engine, shapes.token_ids(rng, 64))  # warm-up: first-use allocations and kernels
     rows = []
     for number, (kind, prompt) in enumerate(plan):
         names = list(engines) if number % 2 == 0 else list(reversed(engines))
@@ -119,10 +119,6 @@ def measure(engines: dict[str, local_server.LocalServer], lengths: Lengths) -> l
                 file=sys.stderr,
             )
     return rows
-
-
-def token_ids(rng: random.Random, n_tokens: int) -> list[int]:
-    return [rng.randrange(1000, 49000) for _ in range(n_tokens)]
 
 
 def ask(engine: local_server.LocalServer, prompt: list[int]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ A closed loop (so many workers, each waiting for its answer) slows down with the
 from __future__ import annotations
 
 import asyncio
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ import aiohttp
 import orjson
 
 from benchmarks import report
+from sgl_prefill.plan import percentile
 
 LABEL_IDS = [100, 200, 300]
 TIMEOUT_S = 3600
@@ -75,10 +75,6 @@ def figures(outcomes: Sequence[Outcome]) -> Figures:
         requests_per_s=len(outcomes) / (last - first),
         cached_share=sum(one.cached_tokens for one in outcomes) / sum(one.prompt_tokens for one in outcomes),
     )
-
-
-def percentile(ascending: Sequence[float], percent: float) -> float:
-    return ascending[max(math.ceil(len(ascending) * percent / 100) - 1, 0)]
 
 
 async def _run(url: str, dues: Sequence[Due], name: str) -> list[Outcome]:

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import requests
 
 from benchmarks import report, shapes
-from benchmarks.cpu_attention.run import MAX_LOGPROB_DIFFERENCE, ask, token_ids
+from benchmarks.cpu_attention.run import MAX_LOGPROB_DIFFERENCE, ask
 from sgl_prefill import local_server
 
 MODEL = "llama-3.1-8b" if shapes.HAS_CUDA else "llama-6-layers"
@@ -76,10 +76,10 @@ def measure(servers: dict[str, local_server.LocalServer], n_tokens: int, n_promp
     """The servers in turn, prompt by prompt, in changing order: a slow minute of the machine hits all."""
     rng = random.Random(0)
     for server in servers.values():
-        ask(server, token_ids(rng, 2000))  # warm-up: longer than a chunk
+        ask(server, shapes.token_ids(rng, 2000))  # warm-up: longer than a chunk
     rows: list[dict[str, Any]] = []
     for number in range(n_prompts):
-        prompt = token_ids(rng, n_tokens)
+        prompt = shapes.token_ids(rng, n_tokens)
         names = list(servers)
         for name in names[number % len(names) :] + names[: number % len(names)]:
             rows.append({"number": number, "engine": name, **ask(servers[name], prompt)})

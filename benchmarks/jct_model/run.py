@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import requests
 
 from benchmarks import report, shapes
-from benchmarks.hybrid_overhead.run import record_of
-from sgl_prefill import demo_model, local_server
+from benchmarks.harness import engines
+from sgl_prefill import demo_model
 
 LONGEST = 8_000
 SHORTEST = 32
@@ -45,16 +45,13 @@ def main() -> int:
             print(f"starting {model}", file=sys.stderr)
             budget = [] if shapes.HAS_CUDA else ["--memory-budget-gb", "4"]
             # A profile of an earlier start would not be measured by this run.
-            environment = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"], "XDG_CACHE_HOME": str(folder / "cache")}
-            with local_server.running(
-                "sgl_prefill.launch_server", [*flags, *OPTIONS, *budget], folder / "log", environment=environment
-            ) as server:
-                record = record_of(server)
-                if record is None:
-                    raise report.InvalidRunError("the server is not ours")
-                fitted[model] = record["jct_model"]
+            environment = {"XDG_CACHE_HOME": str(folder / "cache")}
+            engine = engines.ours(model, *OPTIONS, *budget)
+            with engines.running(engine, flags, folder / "log", environment) as server:
+                assert server.record is not None
+                fitted[model] = server.record["jct_model"]
                 rows += measure(server, model, n_points)
-                conditions["commands"][model] = report.portable(server.command)
+                conditions["commands"][model] = server.command
     figures = {model: figures_of([row for row in rows if row["model"] == model]) for model in fitted}
     report.finish(
         {"conditions": conditions, "fitted": fitted, "figures": figures, "rows": rows},
@@ -71,18 +68,18 @@ def models(folder: Path) -> dict[str, list[str]]:
     return {"SmolLM2-135M-Instruct": demo, name: shapes.dummy_flags(shapes.write(name, folder / "model"))}
 
 
-def measure(server: local_server.LocalServer, model: str, n_points: int) -> list[dict[str, Any]]:
+def measure(server: engines.Running, model: str, n_points: int) -> list[dict[str, Any]]:
     """One prompt after the other: lengths uniform in their logarithm, a third cold, of the others a random share cached."""
     rng = random.Random(1)
-    ask(server, token_ids(rng, 1000))  # warm-up
+    ask(server, shapes.token_ids(rng, 1000))  # warm-up
     rows = []
     for number in range(n_points):
         n_input = round(math.exp(rng.uniform(math.log(SHORTEST), math.log(LONGEST))))
         n_cached = 0 if rng.random() < COLD_SHARE else round(n_input * rng.uniform(0.1, 0.98))
-        prefix = token_ids(rng, n_cached)
+        prefix = shapes.token_ids(rng, n_cached)
         if prefix:
             ask(server, [*prefix, 1])
-        scores = ask(server, [*prefix, *token_ids(rng, n_input - n_cached)])
+        scores = ask(server, [*prefix, *shapes.token_ids(rng, n_input - n_cached)])
         row = {name: scores[name] for name in ("prompt_tokens", "cached_tokens", "predicted_jct_ms", "actual_ms")}
         if abs(row["cached_tokens"] - n_cached) > 1:
             raise report.InvalidRunError(f"{n_cached} tokens should have been cached: {row}")
@@ -91,11 +88,7 @@ def measure(server: local_server.LocalServer, model: str, n_points: int) -> list
     return rows
 
 
-def token_ids(rng: random.Random, n_tokens: int) -> list[int]:
-    return [rng.randrange(100, 40_000) for _ in range(n_tokens)]
-
-
-def ask(server: local_server.LocalServer, prompt: list[int]) -> dict[str, Any]:
+def ask(server: engines.Running, prompt: list[int]) -> dict[str, Any]:
     body = {"input_ids": prompt, "allowed_token_ids": [100, 200]}
     reply = requests.post(f"{server.url}/generate", json=body, timeout=600)
     if reply.status_code != 200:

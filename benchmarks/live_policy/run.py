@@ -28,7 +28,6 @@ USERS, POSTS, QUICK_USERS = 20, 50, 3
 LOADS = (1.0, 2.0, 4.0)  # of the reference's throughput with all submitted at once
 # KV for two users: the longest profiles with a post, and SGLang's own page for padding.
 KV_TOKENS = 2 * (17_000 + 150) // SCALE
-VOCABULARY = 49_000
 # All compute the same in bfloat16, in steps of other sizes.
 MAX_LOGPROB_DIFFERENCE = 0.25
 # The paper's lambda is in tokens a second, and all numbers of tokens are divided by 10.
@@ -99,13 +98,9 @@ def requests_of(n_users: int, requests_per_s: float | None) -> list[client.Due]:
     profiles: dict[str, list[int]] = {}
     dues = []
     for one in arrivals:
-        profile = profiles.setdefault(one.prefix_id, token_ids(rng, one.prefix_tokens))
-        dues.append(client.Due(one.arrival_s, [*profile, *token_ids(rng, one.tail_tokens)]))
+        profile = profiles.setdefault(one.prefix_id, shapes.token_ids(rng, one.prefix_tokens))
+        dues.append(client.Due(one.arrival_s, [*profile, *shapes.token_ids(rng, one.tail_tokens)]))
     return dues
-
-
-def token_ids(rng: random.Random, n_tokens: int) -> list[int]:
-    return [rng.randrange(100, VOCABULARY) for _ in range(n_tokens)]
 
 
 def check_answers(answers: dict[str, list[list[float]]], load: str, outcomes: list[client.Outcome], name: str) -> None:

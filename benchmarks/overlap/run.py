@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import report, shapes
 from benchmarks.harness import client, engines
-from benchmarks.live_policy.run import token_ids
 
 MODEL = "llama-small"
 SHARED_TOKENS, SHARERS = 3_000, 4
@@ -59,17 +58,17 @@ def main() -> int:
 def measure(server: engines.Running, n_hits: int, n_rounds: int) -> dict[str, Any]:
     """Cached tokens of sharers that arrive together, and hits a second where all wait already."""
     rng = random.Random(0)
-    client.run(server.url, [client.Due(0.0, token_ids(rng, 500))], "warm-up")
+    client.run(server.url, [client.Due(0.0, shapes.token_ids(rng, 500))], "warm-up")
     server.flush_cache()
-    shared = token_ids(rng, SHARED_TOKENS)
+    shared = shapes.token_ids(rng, SHARED_TOKENS)
     sharers = client.run(
-        server.url, [client.Due(0.0, [*shared, *token_ids(rng, POST_TOKENS)]) for _ in range(SHARERS)], "sharers"
+        server.url, [client.Due(0.0, [*shared, *shapes.token_ids(rng, POST_TOKENS)]) for _ in range(SHARERS)], "sharers"
     )
-    profile = token_ids(rng, PROFILE_TOKENS)
+    profile = shapes.token_ids(rng, PROFILE_TOKENS)
     client.run(server.url, [client.Due(0.0, [*profile, 1])], "profile")
     rates = []
     for _ in range(n_rounds):
-        hits = [client.Due(0.0, [*profile, *token_ids(rng, POST_TOKENS)]) for _ in range(n_hits)]
+        hits = [client.Due(0.0, [*profile, *shapes.token_ids(rng, POST_TOKENS)]) for _ in range(n_hits)]
         outcomes = client.run(server.url, hits, "hits")
         if min(one.cached_tokens for one in outcomes) < PROFILE_TOKENS:
             raise report.InvalidRunError("a request did not find the profile in the cache")

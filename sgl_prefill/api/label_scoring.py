@@ -93,7 +93,7 @@ class LabelScorer:
         labels = self._resolve(answers, prompts)
         ids = [[label.token_id for label in of_prompt] for of_prompt in labels]
         is_batch = isinstance(obj.text, list) or (obj.input_ids is not None and isinstance(obj.input_ids[0], list))
-        parameters = None if deadline_ms is None else {deadlines.PARAMETER: deadline_ms}
+        parameters = deadlines.custom_params(deadline_ms)
         obj.sampling_params = {"max_new_tokens": 0, "temperature": 0.0, "custom_params": parameters}
         obj.return_logprob, obj.logprob_start_len, obj.top_logprobs_num = True, -1, 0
         obj.token_ids_logprob = ids if is_batch else ids[0]

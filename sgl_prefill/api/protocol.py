@@ -73,8 +73,7 @@ def allowed_answers(request: Any) -> AllowedAnswers | None:
 
 def pass_deadline(request: CompletionRequest | ChatCompletionRequest) -> None:
     """Put the deadline of a request without allowed answers where the scheduler finds it."""
-    if request.deadline_ms is not None:
-        request.custom_params = {**(request.custom_params or {}), deadlines.PARAMETER: request.deadline_ms}
+    request.custom_params = deadlines.custom_params(request.deadline_ms, request.custom_params)
 
 
 def pass_generate_deadline(obj: GenerateReqInput) -> None:
@@ -83,7 +82,7 @@ def pass_generate_deadline(obj: GenerateReqInput) -> None:
         return
     given = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params or {}]
     with_deadline = [
-        {**params, "custom_params": {**(params.get("custom_params") or {}), deadlines.PARAMETER: obj.deadline_ms}}
+        {**params, "custom_params": deadlines.custom_params(obj.deadline_ms, params.get("custom_params"))}
         for params in given
     ]
     obj.sampling_params = with_deadline if isinstance(obj.sampling_params, list) else with_deadline[0]

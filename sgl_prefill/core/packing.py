@@ -6,6 +6,7 @@ machine alone. So a step takes the best request and, in order, others until its 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
 
@@ -33,16 +34,16 @@ def pack(
     picked: list[Request] = []
     pages: set[Hashable] = set()
     n_tokens = 0
-    for n_seen, request in enumerate(in_order, start=1):
-        n_tokens += (n_here := miss_tokens(request))
-        if picked and n_tokens > max_tokens:
+    for request in itertools.islice(in_order, LOOK_AT):
+        n_here = miss_tokens(request)
+        if picked and n_tokens + n_here > max_tokens:
             break
         page = waits_for(request)
         if page is not None and page in pages:
-            n_tokens -= n_here
-        else:
-            pages.add(page)
-            picked.append(request)
-        if len(picked) >= max_requests or n_seen >= LOOK_AT:
+            continue
+        pages.add(page)
+        picked.append(request)
+        n_tokens += n_here
+        if len(picked) >= max_requests:
             break
     return picked

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from sgl_prefill.core.kv_plan import ceil_to
+
 # More rows (the log-probabilities of a long tail) are bound by arithmetic, where float32 costs three times as much.
 MAX_ROWS = 32
 COLUMNS = 16  # the matrix product is fast with a multiple of these
@@ -23,7 +25,7 @@ BLOCK_BYTES = 4 << 20
 def float32_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`hidden @ weight.T` in float32. hidden: [rows, hidden size]; weight: [vocabulary, hidden size]; any float dtype."""
     n_rows, (n_vocab, n_hidden) = hidden.shape[0], weight.shape
-    n_columns = 1 if n_rows == 1 else -(-n_rows // COLUMNS) * COLUMNS
+    n_columns = 1 if n_rows == 1 else ceil_to(n_rows, COLUMNS)
     columns = torch.zeros(n_hidden, n_columns)
     columns[:, :n_rows] = hidden.T
     logits = torch.empty(n_vocab, n_columns)

@@ -53,7 +53,7 @@ class CalibratedQueue:
         max_queue_s: float | None = None,
         priority_sign: int = 0,  # 1: low values first, -1: high values first, 0: priorities are off
         *,
-        counts_sharers: bool = True,
+        counts_sharers: bool = False,
     ) -> None:
         self._cache, self._priority_sign, self._counts_sharers = cache, priority_sign, counts_sharers
         self._matches: MatchIndex[Req] = MatchIndex()

@@ -69,6 +69,11 @@ class Deadlines:
         return expired
 
 
+def custom_params(deadline_ms: float | None, given: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """`custom_params` of SGLang's sampling parameters that carry a deadline to the scheduler, besides those given."""
+    return given if deadline_ms is None else {**(given or {}), PARAMETER: deadline_ms}
+
+
 def deadline_ms_of(req: Req) -> float | None:
     """Counted from the request's arrival."""
     parameters: Any = req.sampling_params.custom_params

@@ -71,9 +71,12 @@ class PolicyMetrics:
         """Of the policy in the step that has ended."""
         self._overhead.observe(policy_s)
 
-    def request(self, wait_s: float, facts: dict[str, Any], n_cached: int) -> None:
-        """A request has run; `facts` are those of its reply."""
+    def wait(self, wait_s: float) -> None:
+        """Of a request that is about to run."""
         self._wait.observe(max(wait_s, 0.0))
+
+    def request(self, facts: dict[str, Any], n_cached: int) -> None:
+        """A request has run; `facts` are those of its reply."""
         self._cached.inc(n_cached)
         if "kept_tokens" in facts:
             self._kept.inc(facts["kept_tokens"])

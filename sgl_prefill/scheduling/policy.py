@@ -31,9 +31,9 @@ class Policy:
     def __init__(
         self,
         queue: CalibratedQueue,
-        jct_ms: FittedJct | None = None,
-        metrics: PolicyMetrics | None = None,
-        step_size: StepSize = StepSize(),  # noqa: B008 (immutable)
+        jct_ms: FittedJct | None,
+        metrics: PolicyMetrics | None,
+        step_size: StepSize,
     ) -> None:
         self.queue = queue
         self.metrics = metrics
@@ -92,7 +92,7 @@ class Policy:
             self.metrics.starvation(self.queue.order.starvation_s(picked[0], now_s))
         return picked
 
-    def start(self, reqs: Sequence[Req]) -> None:
+    def start(self, reqs: Sequence[Req], now_s: float) -> None:
         """These are about to run together: tell their clients how long the model says that it takes."""
         if self.jct_ms is not None and reqs:
             waiting = [self.queue.order.waiting(req) for req in reqs]
@@ -101,6 +101,8 @@ class Policy:
             for req in reqs:
                 reply_facts.add(req.time_stats, predicted_jct_ms=shown_ms)
         for req in reqs:
+            if self.metrics is not None:
+                self.metrics.wait(now_s - arrival_s(req))
             self.leave(req)
 
     def observe(self, reqs: Sequence[Req]) -> None:
@@ -115,8 +117,7 @@ class Policy:
             self.drift.observe(predicted_ms, actual_ms)
         if self.metrics is not None:
             for req in done:
-                wait_s = req.time_stats.forward_entry_time - arrival_s(req)
-                self.metrics.request(wait_s, reply_facts.read(req.time_stats), req.cached_tokens)
+                self.metrics.request(reply_facts.read(req.time_stats), req.cached_tokens)
 
     def end_step(self) -> None:
         """All of a step has been done."""

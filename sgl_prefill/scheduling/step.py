@@ -93,9 +93,9 @@ def around_get_new_batch_prefill(
     finally:
         left = dict.fromkeys(scheduler.waiting_queue)
         with policy.queue.cost:
-            started = {req: None for req in picked if req not in left}
+            started = [req for req in picked if req not in left]
             waiting.take_out(started)
-            policy.start(list(started))
+            policy.start(started, now_s)
         # SGLang itself may queue requests during the call: a grammar that became ready, a preempted generation.
         for req in left:
             if req not in picked:

@@ -20,18 +20,19 @@ class WaitingList(list[Item]):
         super().__init__(items)
         self._appended: list[Item] = list(self)
         self._is_changed = False
-        self._numbers = {item: number for number, item in enumerate(self)}  # ascending along the list
+        self._number_all()
 
     def append(self, item: Item) -> None:
         super().append(item)
         self._appended.append(item)
-        self._numbers[item] = next(reversed(self._numbers.values()), 0) + 1
+        self._numbers[item] = self._next_number
+        self._next_number += 1
 
     def take_changes(self) -> list[Item] | None:
         """Items appended since the last call; None where something else was done, so that all must be compared."""
         appended = None if self._is_changed else self._appended
         if self._is_changed:
-            self._numbers = {item: number for number, item in enumerate(self)}
+            self._number_all()
         self._appended, self._is_changed = [], False
         return appended
 
@@ -42,6 +43,10 @@ class WaitingList(list[Item]):
             assert self[place] is item
             super().__delitem__(place)
             del self._numbers[item]
+
+    def _number_all(self) -> None:
+        self._numbers = {item: number for number, item in enumerate(self)}  # ascending along the list
+        self._next_number = len(self)
 
 
 def _noting_change(name: str) -> Callable[..., Any]:

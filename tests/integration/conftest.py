@@ -38,6 +38,12 @@ def running(module: str, log: Path, *flags: str) -> Iterator[Server]:
         yield Server(server.url, server.process, log)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the child processes of a module keep their models."""
+    return tmp_path_factory.mktemp("tiny")
+
+
 @pytest.fixture(scope="session")
 def demo_folder() -> Path:
     return demo_model.ensure("bfloat16")

@@ -16,11 +16,6 @@ CLOSE = 1e-4
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tiny")
-
-
-@pytest.fixture(scope="module")
 def families(folder: Path) -> dict[str, Any]:
     return run_child("memory_child", "families", str(folder))
 

@@ -110,7 +110,10 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once_with_the_prediction(
 def test_a_request_whose_deadline_passes_in_the_queue_gets_504(server: Server) -> None:
     """It arrives while a long request runs, which the prediction of 60 ms of work of its own cannot know."""
     requests.post(server.url + "/flush_cache", timeout=60)
+    n_started = metric(server, "wait_seconds_count")
     with send(server, prompt_of(3000, salt=51)) as blocking:
+        while metric(server, "wait_seconds_count") == n_started:
+            assert server.process.poll() is None
         reply = server.post("/generate", {"input_ids": prompt_of(40, salt=52), **LABELS, "deadline_ms": 400})
         assert reply.status_code == 504, reply.text
         assert blocking.recv(12) == b"HTTP/1.1 200"
@@ -137,8 +140,13 @@ def test_the_policys_metrics_are_in_sglangs_endpoint(server: Server) -> None:
 
 
 def refusals(server: Server, reason: str) -> float:
+    return metric(server, "refused_requests_total", f'reason="{reason}"')
+
+
+def metric(server: Server, name: str, labels: str = ".*") -> float:
+    """0 where it has no value yet."""
     text = requests.get(server.url + "/metrics", timeout=60).text
-    found = re.search(rf'^sglang:prefill_refused_requests_total{{reason="{reason}"}} (\S+)', text, re.MULTILINE)
+    found = re.search(rf"^sglang:prefill_{name}{{{labels}}} (\S+)", text, re.MULTILINE)
     return 0.0 if found is None else float(found.group(1))
 
 

@@ -90,7 +90,7 @@ class InProcessScheduler:
         params = SamplingParams(
             max_new_tokens=options.pop("max_new_tokens", 0),
             temperature=0,
-            custom_params=None if deadline_ms is None else {deadlines.PARAMETER: deadline_ms},
+            custom_params=deadlines.custom_params(deadline_ms),
         )
         params.normalize(None)
         rid = f"request-{next(self._numbers)}"
