@@ -77,6 +77,16 @@ def figures(outcomes: Sequence[Outcome]) -> Figures:
     )
 
 
+def check_agreement(
+    answers: Sequence[list[float]], others: Sequence[list[float]], max_difference: float, name: str
+) -> None:
+    """Of two engines' log-probabilities for the same prompts. Raises InvalidRunError naming the engine of `answers`."""
+    for ours, theirs in zip(answers, others, strict=True):
+        # NaN is no agreement either.
+        if not all(abs(a - b) <= max_difference for a, b in zip(ours, theirs, strict=True)):
+            raise report.InvalidRunError(f"{name} disagrees with another engine: {ours} and {theirs}")
+
+
 async def _run(url: str, dues: Sequence[Due], name: str) -> list[Outcome]:
     bodies = [_body(due.input_ids) for due in dues]
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)

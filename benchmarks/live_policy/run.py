@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import report, shapes
 from benchmarks.harness import client, engines
+from benchmarks.harness.kept import Kept
 from sgl_prefill.planner import workloads
 
 MODEL = "llama-small"
@@ -47,38 +48,58 @@ def main() -> int:
     arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
     n_users, loads = (QUICK_USERS, LOADS[1:2]) if arguments.quick else (USERS, LOADS)
     conditions = {**report.conditions(), "model": shapes.config(MODEL), "kv_tokens": KV_TOKENS, "users": n_users}
-    conditions |= {"commands": {}, "scaled_by": SCALE}
-    rows: list[Row] = []
-    records: dict[str, Any] = {}
-    answers: dict[str, list[list[float]]] = {}
-    saturation = 0.0
+    conditions["scaled_by"] = SCALE
+    kept = Kept(arguments.json, conditions["commit"])
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         common = [*shapes.dummy_flags(shapes.write(MODEL, folder / "model")), "--context-length", "4096"]
         common += ["--max-total-tokens", str(KV_TOKENS), "--sleep-on-idle", "--max-running-requests", "64"]
         for engine in ENGINES:
-            print(f"starting {engine.name}", file=sys.stderr)
-            memory = ["--memory-budget-gb", "3", "--max-input-length", "2048"]
-            budget = memory if engine.is_ours else ["--mem-fraction-static", "0.3"]
-            with engines.running(engine, [*common, *([] if shapes.HAS_CUDA else budget)], folder / "log") as server:
-                conditions["commands"][engine.name], records[engine.name] = server.command, server.record
-                for load in (None, *loads):
-                    dues = requests_of(n_users, None if load is None else load * saturation)
-                    client.run(server.url, dues[:5], "warm-up")
-                    server.flush_cache()
-                    name = f"{engine.name}, " + ("all at once" if load is None else f"{load:g}x")
-                    outcomes = client.run(server.url, dues, name)
-                    figures = client.figures(outcomes)
-                    if engine.name == REFERENCE and load is None:
-                        saturation = figures.requests_per_s
-                    check_answers(answers, str(load), outcomes, name)
-                    rows.append({"engine": engine.name, "load": load, **figures._asdict()})
-                    print(rows[-1], file=sys.stderr)
-    conditions["saturation_requests_per_s"] = saturation
+            budget = ("--memory-budget-gb", "3") if engine.is_ours else ("--mem-fraction-static", "0.3")
+            flags = [*common, *(("--max-input-length", "2048") if engine.is_ours else ())]
+            measure(engine, [*flags, *(() if shapes.HAS_CUDA else budget)], n_users, loads, kept, folder / "log")
+    runs = [kept[run_name(engine, load)] for engine in ENGINES for load in (None, *loads)]
+    for run in runs:
+        first = next(first for first in runs if first["row"]["load"] == run["row"]["load"])
+        client.check_agreement(run["logprobs"], first["logprobs"], MAX_LOGPROB_DIFFERENCE, run["row"]["engine"])
+    rows = [run["row"] for run in runs]
+    conditions["commands"] = {engine.name: kept[engine.name]["command"] for engine in ENGINES}
+    conditions["saturation_requests_per_s"] = saturation(kept)
+    records = {engine.name: kept[engine.name]["record"] for engine in ENGINES}
     report.finish(
         {"conditions": conditions, "activation_records": records, "rows": rows}, targets_of(rows), arguments.json
     )
+    kept.forget()
     return 0
+
+
+def measure(
+    engine: engines.Engine, flags: list[str], n_users: int, loads: tuple[float, ...], kept: Kept, log: Path
+) -> None:
+    """All loads that have not been measured yet, on one server."""
+    missing = [load for load in (None, *loads) if run_name(engine, load) not in kept]
+    if not missing:
+        return
+    print(f"starting {engine.name}", file=sys.stderr)
+    with engines.running(engine, flags, log) as server:
+        kept[engine.name] = {"command": server.command, "record": server.record}
+        for load in missing:
+            dues = requests_of(n_users, None if load is None else load * saturation(kept))
+            client.run(server.url, dues[:5], "warm-up")
+            server.flush_cache()
+            outcomes = client.run(server.url, dues, run_name(engine, load))
+            row = {"engine": engine.name, "load": load, **client.figures(outcomes)._asdict()}
+            kept[run_name(engine, load)] = {"row": row, "logprobs": [one.logprobs for one in outcomes]}
+            print(row, file=sys.stderr)
+
+
+def run_name(engine: engines.Engine, load: float | None) -> str:
+    return f"{engine.name}, " + ("all at once" if load is None else f"{load:g}x")
+
+
+def saturation(kept: Kept) -> float:
+    """The paper's x: what the reference serves with all submitted at once, requests a second."""
+    return float(kept[run_name(ENGINES[0], None)]["row"]["requests_per_s"])
 
 
 def requests_of(n_users: int, requests_per_s: float | None) -> list[client.Due]:
@@ -101,15 +122,6 @@ def requests_of(n_users: int, requests_per_s: float | None) -> list[client.Due]:
         profile = profiles.setdefault(one.prefix_id, shapes.token_ids(rng, one.prefix_tokens))
         dues.append(client.Due(one.arrival_s, [*profile, *shapes.token_ids(rng, one.tail_tokens)]))
     return dues
-
-
-def check_answers(answers: dict[str, list[list[float]]], load: str, outcomes: list[client.Outcome], name: str) -> None:
-    """The first engine's answers to these prompts, or compared with them. Raises InvalidRunError."""
-    expected = answers.setdefault(load, [one.logprobs for one in outcomes])
-    for ours, theirs in zip((one.logprobs for one in outcomes), expected, strict=True):
-        # NaN is no agreement either.
-        if not all(abs(a - b) <= MAX_LOGPROB_DIFFERENCE for a, b in zip(ours, theirs, strict=True)):
-            raise report.InvalidRunError(f"{name} disagrees with the first engine: {ours} and {theirs}")
 
 
 def targets_of(rows: list[Row]) -> list[report.Target]:

@@ -35,6 +35,13 @@ class Observation(NamedTuple):
     ms: float
 
 
+class Work(NamedTuple):
+    """Predicted milliseconds, apart by what they are spent on: a machine may be wrong about one of the two."""
+
+    steps_ms: float  # beginning and ending forward passes
+    tokens_ms: float  # what the tokens of the requests add
+
+
 class FittedJct(NamedTuple):
     """Milliseconds of one prefill as a sum of what it consists of; every coefficient is >= 0."""
 
@@ -47,9 +54,9 @@ class FittedJct(NamedTuple):
         parts = zip(self, _features(n_input_tokens, n_cached_tokens), strict=True)
         return sum(coefficient * feature for coefficient, feature in parts)
 
-    def of_step(self, requests: Iterable[tuple[int, int]]) -> float:
-        """Milliseconds of one forward pass over several requests, each (n_input_tokens, n_cached_tokens)."""
-        return self.step_ms + sum(self(n_input, n_cached) - self.step_ms for n_input, n_cached in requests)
+    def of_step(self, requests: Iterable[tuple[int, int]]) -> Work:
+        """One forward pass over several requests, each (n_input_tokens, n_cached_tokens)."""
+        return Work(self.step_ms, sum(self(n_input, n_cached) - self.step_ms for n_input, n_cached in requests))
 
     def full_price_tokens(self) -> int | None:
         """Computed tokens from which on one more costs its full price: a step's fixed cost is a tenth of its time there.
@@ -91,25 +98,38 @@ def fit(observations: Sequence[Observation]) -> FittedJct:
 
 
 class Drift:
-    """How much slower than predicted the machine is at present: a factor from the observed times, slow and bounded.
+    """How much slower than the profile the machine is at present: a factor for steps and one for their tokens.
 
-    It multiplies predictions and not the order of requests, which it could not change but for the weight of waiting.
+    A Kalman filter over relative errors (the two factors wander a little with each observation), so that it follows a machine
+    that slows down, and an outlier moves it little. It multiplies predictions and not the order of requests, which it could
+    not change but for the weight of waiting.
     """
 
-    WEIGHT = 0.05  # of one observation
+    NOISE = 0.1  # of one observation, relative
+    WANDER = 0.005  # of a factor between two observations
+    DOUBT = 0.5  # of a factor before the first, and at most: many steps alike say nothing of what else there is
     LARGEST_RATIO = 4.0  # one outlier counts as at most this factor
+    SMALLEST_FACTOR = 0.05
 
     def __init__(self) -> None:
-        self._log_factor = 0.0
+        self._factors = np.ones(2)
+        self._covariance = np.eye(2) * self.DOUBT**2
 
-    @property
-    def factor(self) -> float:
-        return math.exp(self._log_factor)
+    def ms(self, work: Work) -> float:
+        """What the model predicts, corrected."""
+        return float(self._factors @ work)
 
-    def observe(self, predicted_ms: float, actual_ms: float) -> None:
-        """`predicted_ms` is the model's, without this factor. Times of 0 say nothing."""
+    def observe(self, work: Work, actual_ms: float) -> None:
+        """One step has taken so long. Times of 0 say nothing."""
+        predicted_ms = self.ms(work)
         if predicted_ms <= 0 or actual_ms <= 0:
             return
-        limit = math.log(self.LARGEST_RATIO)
-        error = min(max(math.log(actual_ms / predicted_ms) - self._log_factor, -limit), limit)
-        self._log_factor += self.WEIGHT * error
+        shares = np.array(work) / predicted_ms
+        error = min(max(actual_ms / predicted_ms, 1 / self.LARGEST_RATIO), self.LARGEST_RATIO) - 1
+        spread = self._covariance @ shares
+        gain = spread / (shares @ spread + self.NOISE**2)
+        self._factors = np.maximum(self._factors + gain * error, self.SMALLEST_FACTOR)
+        covariance = self._covariance - np.outer(gain, spread) + np.eye(2) * self.WANDER**2
+        # Scaling rows and columns alike keeps it a covariance.
+        scale = np.minimum(self.DOUBT / np.sqrt(covariance.diagonal()), 1.0)
+        self._covariance = covariance * np.outer(scale, scale)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sgl_prefill.core.jct import FittedJct, JctModel
+from sgl_prefill.core.jct import FittedJct, JctModel, Work
 from sgl_prefill.core.kv_plan import available_beside_wanted, ceil_to
 from sgl_prefill.core.match_index import MatchIndex
 from sgl_prefill.core.packing import pack
@@ -90,8 +90,8 @@ class CalibratedQueue:
             return [] if first is None else [first]
         return pack(self.order.in_order(now_s), self._miss_tokens, self._waits_for, max_tokens, max_requests)
 
-    def work_until_done_ms(self, req: Req, jct_ms: FittedJct, pack_tokens: int, max_requests: int) -> tuple[float, int]:
-        """(predicted time until a waiting request has run, were nobody to arrive any more; how many run before it).
+    def work_until_done(self, req: Req, jct_ms: FittedJct, pack_tokens: int, max_requests: int) -> tuple[Work, int]:
+        """(what is to be done until a waiting request has run, were nobody to arrive any more; how many run before it).
 
         A prefix that several of them wait for is counted once. Costs O(waiting requests).
         """
@@ -99,19 +99,19 @@ class CalibratedQueue:
         groups: dict[Hashable, list[Req]] = {}
         for other in [*before, req]:
             groups.setdefault(self._waits_for(other) or other, []).append(other)
-        step_ms, n_tokens = 0.0, 0
+        tokens_ms, n_tokens = 0.0, 0
         for members in groups.values():
             n_shared = _shared_prefix(self._cache, members[0], members[1]) if len(members) > 1 else 0
             for index, member in enumerate(members):
                 n_input, n_cached, *_ = self.order.waiting(member)
                 if index > 0:
                     n_cached = _usable(member, n_input, n_shared)
-                step_ms += jct_ms(n_input, n_cached) - jct_ms.step_ms
+                tokens_ms += jct_ms(n_input, n_cached) - jct_ms.step_ms
                 n_tokens += n_input - n_cached
         n_steps = len(before) + 1
         if pack_tokens > 0:
             n_steps = max(-(-n_tokens // pack_tokens), -(-n_steps // max_requests))
-        return step_ms + n_steps * jct_ms.step_ms, len(before)
+        return Work(n_steps * jct_ms.step_ms, tokens_ms), len(before)
 
     def available_slots(self, req: Req, n_cached: int, n_missing: int, n_free: int) -> int:
         """Durable slots for a request that is about to run: free ones, and cached ones that nobody waits for.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from sgl_prefill.core.jct import Drift, FittedJct
+from sgl_prefill.core.jct import Drift, FittedJct, Work
 from sgl_prefill.scheduling import reply_facts
 from sgl_prefill.scheduling.arrival import arrival_s
 from sgl_prefill.scheduling.calibrated_queue import CalibratedQueue
@@ -44,7 +44,7 @@ class Policy:
         self.n_pending_tokens = 0
         self._deadlines = Deadlines()
         self._arrived: list[Req] = []
-        self._predicted_ms: float | None = None  # of the running step, without drift
+        self._running: Work | None = None  # the step as the model sees it
 
     def follow(self, waiting: list[Req]) -> WaitingList[Req]:
         """Bring the queue up to date with SGLang's list, whatever SGLang did to it; the list to go on with."""
@@ -76,8 +76,8 @@ class Policy:
             deadline_ms = deadline_ms_of(req)
             if deadline_ms is None or req in refused or self.jct_ms is None:
                 continue
-            left_ms, n_before = self.queue.work_until_done_ms(req, self.jct_ms, *self.step_size)
-            finish_ms = 1000 * (now_s - arrival_s(req)) + left_ms * self.drift.factor
+            work, n_before = self.queue.work_until_done(req, self.jct_ms, *self.step_size)
+            finish_ms = 1000 * (now_s - arrival_s(req)) + self.drift.ms(work)
             if finish_ms > deadline_ms:
                 refused[req] = Refusal.unreachable(deadline_ms, finish_ms, n_before)
         self._arrived.clear()
@@ -96,8 +96,8 @@ class Policy:
         """These are about to run together: tell their clients how long the model says that it takes."""
         if self.jct_ms is not None and reqs:
             waiting = [self.queue.order.waiting(req) for req in reqs]
-            self._predicted_ms = self.jct_ms.of_step((one.n_input_tokens, one.n_cached_tokens) for one in waiting)
-            shown_ms = round(self._predicted_ms * self.drift.factor, 3)
+            self._running = self.jct_ms.of_step((one.n_input_tokens, one.n_cached_tokens) for one in waiting)
+            shown_ms = round(self.drift.ms(self._running), 3)
             for req in reqs:
                 reply_facts.add(req.time_stats, predicted_jct_ms=shown_ms)
         for req in reqs:
@@ -107,14 +107,14 @@ class Policy:
 
     def observe(self, reqs: Sequence[Req]) -> None:
         """These have run, and were the whole step."""
-        predicted_ms, self._predicted_ms = self._predicted_ms, None
+        work, self._running = self._running, None
         done = [req for req in reqs if req.time_stats.prefill_finished_time > 0]  # the others failed
-        if done and predicted_ms is not None:
+        if done and work is not None:
             stats = done[0].time_stats
             actual_ms = 1000 * (stats.prefill_finished_time - stats.forward_entry_time)
             if self.metrics is not None:
-                self.metrics.prediction(predicted_ms * self.drift.factor, actual_ms)
-            self.drift.observe(predicted_ms, actual_ms)
+                self.metrics.prediction(self.drift.ms(work), actual_ms)
+            self.drift.observe(work, actual_ms)
         if self.metrics is not None:
             for req in done:
                 self.metrics.request(reply_facts.read(req.time_stats), req.cached_tokens)

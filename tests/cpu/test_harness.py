@@ -6,14 +6,14 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from benchmarks import report
-from benchmarks.harness import client
-from benchmarks.live_policy import run as live_policy
+from benchmarks.harness import client, kept
 
 
 def outcome(at_s: float, finish_s: float, cached_tokens: int = 0) -> client.Outcome:
@@ -123,9 +123,19 @@ def test_a_request_that_is_never_answered_fails_the_run(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("wrong", [-3.0, float("nan")])
 def test_engines_that_disagree_fail_the_run(wrong: float) -> None:
     """The answers to the same prompts are compared one by one."""
-    right = client.Outcome(0, 0, 1, 1, 3, 0, [-1.0, -2.0])
-    answers: dict[str, list[list[float]]] = {}
-    live_policy.check_answers(answers, "1x", [right, right], "first")
-    live_policy.check_answers(answers, "1x", [right, right._replace(logprobs=[-1.1, -2.0])], "second")
+    right = [[-1.0, -2.0], [-0.5, -2.0]]
+    client.check_agreement([[-1.1, -2.0], [-0.5, -2.0]], right, 0.25, "second")
     with pytest.raises(report.InvalidRunError, match="third disagrees"):
-        live_policy.check_answers(answers, "1x", [right, right._replace(logprobs=[-1.0, wrong])], "third")
+        client.check_agreement([[-1.0, -2.0], [-0.5, wrong]], right, 0.25, "third")
+
+
+def test_a_benchmark_that_was_cut_off_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    """What one run kept the next finds, but not at another commit; nothing is left of a run that was completed."""
+    path = tmp_path / "result.json"
+    kept.Kept(path, "a")["ours, 1x"] = {"mean_s": 1.5}
+    again = kept.Kept(path, "a")
+    assert again["ours, 1x"] == {"mean_s": 1.5}
+    assert "ours, 2x" not in again
+    assert "ours, 1x" not in kept.Kept(path, "b")
+    again.forget()
+    assert list(tmp_path.iterdir()) == []

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_prefill.core.jct import Drift, FittedJct, Observation, fit
+from sgl_prefill.core.jct import Drift, FittedJct, Observation, Work, fit
 
 TRUE = FittedJct(step_ms=4.0, miss_token_ms=0.8, pair_ms=3e-5, cached_token_ms=0.001)
 GRID = [
@@ -53,13 +54,35 @@ def test_too_few_observations_are_refused() -> None:
         fit(timed(TRUE)[:3])
 
 
-def test_drift_follows_a_machine_that_slows_down_and_ignores_one_outlier() -> None:
-    """Half the speed is known within 100 requests; one request that took 1,000 times as long moves it by 7 %."""
-    drift = Drift()
+def test_drift_finds_which_part_of_the_profile_is_wrong() -> None:
+    """Steps cost twice what the profile says and tokens 0.8 of it, each time within 5 %."""
+    drift, rng = Drift(), random.Random(0)
     for _ in range(100):
-        drift.observe(10.0, 20.0)
-    assert drift.factor == pytest.approx(2.0, rel=0.01)
-    drift.observe(10.0, 20_000.0)
-    assert drift.factor == pytest.approx(2.0 * 4.0**Drift.WEIGHT, rel=0.01)
-    drift.observe(10.0, 0.0)
-    assert drift.factor == pytest.approx(2.0 * 4.0**Drift.WEIGHT, rel=0.01)
+        work = Work(10.0, math.exp(rng.uniform(0, 7)))
+        drift.observe(work, (2.0 * work.steps_ms + 0.8 * work.tokens_ms) * rng.uniform(0.95, 1.05))
+    assert drift.ms(Work(10.0, 0.0)) == pytest.approx(20.0, rel=0.1)
+    assert drift.ms(Work(0.0, 1000.0)) == pytest.approx(800.0, rel=0.1)
+
+
+def test_drift_follows_a_machine_that_slows_down_and_an_outlier_moves_it_little() -> None:
+    """Twice as slow after 1,000 steps; then one step takes 1,000 times as long, or no time at all."""
+    drift, work = Drift(), Work(2.0, 8.0)
+    for _ in range(1000):
+        drift.observe(work, 10.0)
+    assert drift.ms(work) == pytest.approx(10.0)
+    for _ in range(200):
+        drift.observe(work, 20.0)
+    assert drift.ms(work) == pytest.approx(20.0, rel=0.02)
+    drift.observe(work, 10_000.0)
+    after = drift.ms(work)
+    assert 20.0 < after < 1.3 * 20.0
+    drift.observe(work, 0.0)
+    assert drift.ms(work) == after
+
+
+def test_thousands_of_steps_that_are_alike_do_not_spoil_what_is_known_of_others() -> None:
+    """Hits of one size, with noise; a prefill of 100 times their tokens is still predicted within a third."""
+    drift, rng = Drift(), random.Random(0)
+    for _ in range(5000):
+        drift.observe(Work(2.0, 8.0), 10.0 * rng.uniform(0.9, 1.1))
+    assert drift.ms(Work(2.0, 800.0)) == pytest.approx(802.0, rel=1 / 3)

@@ -68,5 +68,5 @@ def test_a_step_of_several_requests_pays_for_its_start_once() -> None:
     """And a step of one costs what the request costs."""
     model = FittedJct(step_ms=5.0, miss_token_ms=0.1, pair_ms=0.001, cached_token_ms=0.01)
     one, other = (100, 50), (200, 0)
-    assert model.of_step([one]) == model(*one)
-    assert abs(model.of_step([one, other]) - (model(*one) + model(*other) - 5.0)) < 1e-9
+    assert sum(model.of_step([one])) == model(*one)
+    assert abs(sum(model.of_step([one, other])) - (model(*one) + model(*other) - 5.0)) < 1e-9
