@@ -37,3 +37,13 @@ def token_ids(rng: random.Random, n_tokens: int) -> list[int]:
 def dummy_flags(folder: Path) -> list[str]:
     """The flags that load such a folder."""
     return ["--model-path", str(folder), "--load-format", "dummy", "--dtype", "bfloat16"]
+
+
+def budget(gib: float) -> list[str]:
+    """Weights and KV pool of our engine on a host; a device is used whole."""
+    return [] if HAS_CUDA else ["--memory-budget-gb", str(gib)]
+
+
+def stock_budget() -> list[str]:
+    """Of stock SGLang; generous, since `--max-total-tokens` sets the KV pool."""
+    return [] if HAS_CUDA else ["--mem-fraction-static", "0.3"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,8 @@ from sgl_prefill import local_server
 # Threads that spin between matrix products take the cores from the HTTP process, and identical runs differ by half. Our
 # launcher sets it by itself where there is no accelerator; here every engine gets it.
 QUIET = {"OMP_WAIT_POLICY": "PASSIVE"}
+# Names the Python of an environment with sglang==0.5.23 and, without its dependencies, this package (for the CPU platform).
+NEWER_PYTHON = "SGLANG_0_5_23_PYTHON"
 
 
 class Engine(NamedTuple):
@@ -24,10 +27,15 @@ class Engine(NamedTuple):
     name: str
     module: str
     flags: tuple[str, ...] = ()
+    python: str = sys.executable
 
     @property
     def is_ours(self) -> bool:
         return self.module == "sgl_prefill.launch_server"
+
+    @property
+    def is_sglang(self) -> bool:
+        return self.is_ours or self.module == "sglang.launch_server"
 
 
 def ours(name: str, *flags: str) -> Engine:
@@ -38,10 +46,25 @@ def stock(policy: str, *flags: str) -> Engine:
     return Engine(f"stock {policy}", "sglang.launch_server", ("--schedule-policy", policy, *flags))
 
 
+def transformers() -> Engine:
+    """Hugging Face transformers with one prefix kept: what a user without an engine would write."""
+    return Engine("transformers", "benchmarks.outsiders.server", ("transformers",))
+
+
+def newer(policy: str, *flags: str) -> list[Engine]:
+    """SGLang 0.5.23 with one of its policies; none where no environment with it is named."""
+    python = os.environ.get(NEWER_PYTHON)
+    if python is None:
+        print(f"{NEWER_PYTHON} is not set: SGLang 0.5.23 ({policy}) is left out", file=sys.stderr)
+        return []
+    return [Engine(f"0.5.23 {policy}", "sglang.launch_server", ("--schedule-policy", policy, *flags), python)]
+
+
 class Running(NamedTuple):
     """A healthy server."""
 
     url: str
+    pid: int
     command: str
     record: dict[str, Any] | None  # the activation record of ours, None of others
 
@@ -57,8 +80,9 @@ def running(
 ) -> Iterator[Running]:
     """Start an engine with these flags, its own coming last. Raises InvalidRunError where it is not what it should be."""
     fixed = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"], **QUIET, **(environment or {})}
-    with local_server.running(engine.module, [*common, *engine.flags], log, environment=fixed) as server:
+    flags = [*common, *engine.flags]
+    with local_server.running(engine.module, flags, log, python=engine.python, environment=fixed) as server:
         record = requests.get(f"{server.url}/server_info", timeout=60).json().get("sgl_prefill")
         if engine.is_ours != (record is not None):
             raise report.InvalidRunError(f"{engine.name}: the activation record is {record}")
-        yield Running(server.url, report.portable(server.command), record)
+        yield Running(server.url, server.process.pid, report.portable(server.command), record)

@@ -48,9 +48,12 @@ def main() -> int:
                 if arrivals == "single" and seed == 0:
                     shown.append(summary)
     million = many(n_users, 0.9 * saturation)
-    if arguments.json is not None:
-        plan.plot(shown, arguments.json.with_name("latency_cdf.png"))
-    report.finish({"conditions": conditions, "rows": rows, "million": million}, targets_of(rows), arguments.json)
+    curves = {one.name: [plan.percentile(one.latencies_s, percent) for percent in range(1, 101)] for one in shown}
+    report.finish(
+        {"conditions": conditions, "rows": rows, "million": million, "latency_percentiles_s": curves},
+        targets_of(rows),
+        arguments.json,
+    )
     return 0
 
 

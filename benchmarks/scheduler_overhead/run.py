@@ -21,6 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import report
+from benchmarks.harness import engines
 from sgl_prefill.config import PrefillConfig
 from tests.support import tiny_models
 from tests.support.in_process import InProcessScheduler
@@ -30,8 +31,6 @@ PROMPT_TOKENS, TAIL_TOKENS, PER_PREFIX = 14_000, 150, 50
 CACHED_USERS = 4
 WARM_UP_STEPS, STEPS = 60, 300
 VOCABULARY = 512
-# Names the Python of an environment with sglang==0.5.23.
-NEWER_PYTHON = "SGLANG_0_5_23_PYTHON"
 
 
 def main() -> int:
@@ -60,11 +59,8 @@ def main() -> int:
 def rivals_here() -> list[tuple[str, str]]:
     """(Python, policy): this environment's, and those of another one that holds sglang 0.5.23."""
     found = [(sys.executable, "lpm"), (sys.executable, "dfs-weight")]
-    newer = os.environ.get(NEWER_PYTHON)
-    if newer is None:
-        print(f"{NEWER_PYTHON} is not set: SGLang 0.5.23 is left out", file=sys.stderr)
-        return found
-    return [*found, (newer, "lpm"), (newer, "shortest-prefill-first")]
+    newer = [engine.python for engine in engines.newer("lpm")]
+    return found + [(python, policy) for python in newer for policy in ("lpm", "shortest-prefill-first")]
 
 
 def measure_rival(python: str, policy: str, n_waiting: int, prompt_tokens: int) -> dict[str, Any]:

@@ -1,0 +1,65 @@
+"""How many of the paper's WL2 requests, long and sharing nothing, does each engine serve in a second?
+
+    python benchmarks/credit_verification/run.py [--quick] [--json PATH]
+
+Unscaled on a GPU, all lengths divided by 10 without one. See the README beside this file.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks import report, shapes
+from benchmarks.harness import engines, traffic
+from benchmarks.harness.client import Due
+from benchmarks.harness.compare import SATURATION, Comparison, Rate, Served
+
+MODEL, SCALE = ("llama-3.1-8b", 1) if shapes.HAS_CUDA else ("llama-small", 10)
+LONGEST_TOKENS = 61_000 // SCALE
+LOADS = (0.25, 0.5, 1.0, 2.0, 3.0, 4.0)
+QUICK_USERS = 4
+# Long prompts in bfloat16, whole or in chunks.
+MAX_LOGPROB_DIFFERENCE = 0.25
+UNCHUNKED = ("--chunked-prefill-size", "-1")
+OURS = engines.ours("ours")
+ENGINES = (
+    OURS,
+    engines.ours("ours, hybrid off", "--hybrid-prefill", "off"),
+    engines.ours("ours, KV kept", "--suffix-kv", "keep"),
+    engines.stock("fcfs"),
+    engines.stock("fcfs", *UNCHUNKED)._replace(name="stock fcfs, unchunked"),
+)
+
+
+def main() -> int:
+    arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
+    n_users = QUICK_USERS if arguments.quick else 60
+    served = Served(
+        MODEL,
+        ["--context-length", str(2 * LONGEST_TOKENS), "--max-running-requests", "8"],
+        ["--max-input-length", str(LONGEST_TOKENS), *shapes.budget(4)],
+    )
+
+    def requests_of(rate: Rate) -> list[Due]:
+        return traffic.credit_verification(rate, SCALE, n_users=n_users)
+
+    with Comparison(arguments, requests_of, served, MAX_LOGPROB_DIFFERENCE) as comparison:
+        comparison.conditions |= {"scaled_by": SCALE}
+        others = [*ENGINES, *engines.newer("shortest-prefill-first")]
+        chosen = [OURS, engines.stock("fcfs")] if arguments.quick else others
+        at_once = {engine.name: comparison.measure(engine, [SATURATION])[0].figures for engine in chosen}
+        x = comparison.conditions["x_requests_per_s"] = at_once[OURS.name].requests_per_s
+        for engine in (OURS, engines.stock("fcfs")) if not arguments.quick else ():
+            comparison.measure(engine, [load * x for load in LOADS])
+    best = max(figures.requests_per_s for name, figures in at_once.items() if not name.startswith("ours"))
+    comparison.finish([report.Target.at_least("WL2, throughput, ours / the best stock setting", x / best, 1.2)])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

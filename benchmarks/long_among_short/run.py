@@ -1,0 +1,89 @@
+"""One long request under a steady stream of short hits that no engine can keep up with: how long does it wait?
+
+    python benchmarks/long_among_short/run.py [--quick] [--json PATH]
+
+See the README beside this file.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks import report, shapes
+from benchmarks.harness import engines, traffic
+from benchmarks.harness.client import Due
+from benchmarks.harness.compare import SATURATION, Comparison, Rate, Served
+from sgl_prefill.planner.workloads import Arrival
+
+MODEL = "llama-3.1-8b" if shapes.HAS_CUDA else "llama-small"
+PROFILE_TOKENS, POST_TOKENS = 350, 15
+LONG_TOKENS = 20 * (PROFILE_TOKENS + POST_TOKENS)
+LONG_ARRIVES_S, N_AT_ONCE = 5.0, 400
+STREAM_S, QUICK_STREAM_S = 60.0, 12.0
+OVERLOAD = 1.5
+MAX_QUEUE_S = 10.0
+STEP_S = 0.5  # the bound makes a request the next one: a step may be running
+MAX_LOGPROB_DIFFERENCE = 0.25  # bfloat16, in steps of other sizes
+BOUND = ("--max-queue-s", str(MAX_QUEUE_S))
+OURS = (
+    engines.ours("ours, one a step", *BOUND),
+    engines.ours("ours, packed", *BOUND, "--pack-step-tokens", "auto"),
+)
+
+
+def main() -> int:
+    arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
+    stream_s = QUICK_STREAM_S if arguments.quick else STREAM_S
+
+    def requests_of(rate: Rate) -> list[Due]:
+        n_hits = N_AT_ONCE if rate is None else round(rate * stream_s)
+        hits = [Arrival(at_s, "hit", PROFILE_TOKENS, POST_TOKENS) for at_s in traffic.poisson(rate, n_hits)]
+        long = [] if rate is None else [Arrival(LONG_ARRIVES_S, "long", LONG_TOKENS - 1, 1)]
+        return traffic.with_tokens(sorted([*hits, *long], key=lambda one: one.arrival_s))
+
+    served = Served(
+        MODEL,
+        ["--context-length", "10000", "--max-total-tokens", "16000", "--max-running-requests", "64"],
+        ["--max-input-length", str(LONG_TOKENS + 100), *shapes.budget(4)],
+    )
+    with Comparison(arguments, requests_of, served, MAX_LOGPROB_DIFFERENCE) as comparison:
+        comparison.conditions |= {"stream_s": stream_s, "long_tokens": LONG_TOKENS}
+        rivals = [*engines.newer("shortest-prefill-first"), engines.stock("lpm"), engines.stock("fcfs")]
+        chosen = (OURS[0],) if arguments.quick else (*OURS, *rivals)
+        longs = [wait_of_long(comparison, engine) for engine in chosen]
+    targets = [
+        report.Target.at_most(
+            f"the long request's wait, {one['engine']}, s (bound {MAX_QUEUE_S:g})",
+            one["latency_s"] - one["since_the_last_answer_s"],
+            MAX_QUEUE_S + STEP_S,
+        )
+        for one in longs
+        if one["engine"].startswith("ours")
+    ]
+    comparison.finish(targets, long_request=longs)
+    return 0
+
+
+def wait_of_long(comparison: Comparison, engine: engines.Engine) -> dict[str, Any]:
+    """Under 1.5 times what this engine serves of the hits."""
+    (at_once,) = comparison.measure(engine, [SATURATION])
+    (run,) = comparison.measure(engine, [OVERLOAD * at_once.figures.requests_per_s])
+    (long,) = (one for one in run.outcomes if one.prompt_tokens == LONG_TOKENS)
+    finished_before_s = max((one.finish_s for one in run.outcomes if one.finish_s < long.finish_s), default=0.0)
+    return {
+        "engine": engine.name,
+        "latency_s": long.latency_s,
+        "since_the_last_answer_s": long.finish_s - finished_before_s,  # one request a step: its own forward
+        "answered_before_the_stream_ended": long.finish_s < max(one.at_s for one in run.outcomes),
+        "hits_p99_s": run.figures.p99_s,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

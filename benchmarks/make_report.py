@@ -1,0 +1,160 @@
+"""REPORT.md from the committed results: conditions, targets, rows, figures, and a verdict per claim of the paper.
+
+    python benchmarks/make_report.py            # after python benchmarks/figures.py
+
+Reads every benchmarks/*/result.json and README.md; runs nothing, so a committed REPORT.md can be compared with what this writes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).parent
+Result = dict[str, Any]
+NOT_TESTED = "not tested here"
+
+
+class Claim(NamedTuple):
+    """Something that the paper says, and the targets whose numbers bear on it."""
+
+    text: str
+    benchmark: str
+    targets: str  # a pattern over the targets' names
+
+
+CLAIMS = (
+    Claim(
+        "Up to 4 times the load of chunked prefill at one latency (abstract, Figs. 6, 7)",
+        "post_recommendation",
+        "fcfs",
+    ),
+    Claim("Several times longer inputs on the same memory (Table 2)", "mil", "longest input"),
+    Claim("Hybrid prefilling costs next to no throughput (section 4)", "hybrid_overhead", "unchunked"),
+    Claim("Hybrid prefilling beats chunked prefill in throughput (Fig. 10)", "hybrid_overhead", "chunks"),
+    Claim(
+        "Long requests that share nothing: more throughput (WL2, Figs. 6 and 7)", "credit_verification", "throughput"
+    ),
+    Claim("The time of a prefill can be predicted (section 6.3)", "jct_model", "Pearson"),
+    Claim("Calibration keeps the hit rate when the cache is small (Fig. 5, section 6.2)", "planner", "tokens saved"),
+    Claim("Shortest remaining job first lowers the mean latency (section 6)", "live_policy", "fcfs / ours one a step"),
+    Claim("lambda trades mean against P99 (Fig. 11)", "planner", "lambda 2000"),
+)
+
+FIGURES = {
+    "post_recommendation": ("latency", "throughput"),
+    "credit_verification": ("long_latency",),
+    "mil": ("mil",),
+    "planner": ("cdf",),
+    "memory_trace": ("memory",),
+    "jct_model": ("jct",),
+}
+
+
+def text(folder: Path = HERE) -> str:
+    """The whole page."""
+    results = {path.parent.name: json.loads(path.read_text()) for path in sorted(folder.glob("*/result.json"))}
+    missing = sorted(path.parent.name for path in folder.glob("*/run.py") if path.parent.name not in results)
+    parts = [
+        "# What was measured\n",
+        "Written by `python benchmarks/make_report.py` from each `result.json`; nothing is typed by hand.\n",
+        "## The paper's claims\n",
+        "On the machines of this page, at its scale. A claim holds where every target that bears on it is met, and"
+        " partly where the numbers go its way.\n",
+        *_table(["claim", "verdict", "measured"], ([claim.text, *verdict(claim, results)] for claim in CLAIMS)),
+        "\n## Not measured\n",
+        *(f"* `{name}`" for name in missing),
+        *_accelerators(results),
+        "\n## Results\n",
+    ]
+    for name, result in results.items():
+        parts += _section(folder, name, result)
+    return "\n".join(parts) + "\n"
+
+
+def verdict(claim: Claim, results: dict[str, Result]) -> tuple[str, str]:
+    """(verdict, the numbers that it rests on)."""
+    targets = [
+        target
+        for target in results.get(claim.benchmark, {"targets": []})["targets"]
+        if re.search(claim.targets, target["name"])
+    ]
+    if not targets:
+        return NOT_TESTED, f"no result of `{claim.benchmark}`"
+    numbers = "; ".join(
+        f"{target['name']}: {_shown(target['value'])} (target {target['target']:g})" for target in targets
+    )
+    n_met = sum(target["met"] for target in targets)
+    if n_met == len(targets):
+        return "holds", numbers
+    goes_its_way = n_met > 0 or any(target["value"] > 1 < target["target"] for target in targets)
+    return ("holds partly" if goes_its_way else "does not hold"), numbers
+
+
+def _section(folder: Path, name: str, result: Result) -> list[str]:
+    readme = (folder / name / "README.md").read_text()
+    title, question = readme.partition("\n")[0].lstrip("# "), re.search(r"^Question: (.*?)\n\n", readme, re.M | re.S)
+    conditions = result["conditions"]
+    machine, versions = conditions["hardware"], conditions["versions"]
+    lines = [
+        f"### {title}\n",
+        f"`{conditions['command']}`: [conditions and caveats]({name}/README.md), [raw]({name}/result.json)\n",
+    ]
+    if question is not None:
+        lines.append(" ".join(question.group(1).split()) + "\n")
+    accelerator = machine["accelerator"] or "no accelerator"
+    lines.append(
+        f"{machine['processor']}, {machine['cores']} cores, {accelerator}; SGLang {versions['sglang']}, PyTorch"
+        f" {versions['torch']}, commit {conditions['commit'][:10]}, OMP_NUM_THREADS={conditions['OMP_NUM_THREADS']}.\n"
+    )
+    targets = result["targets"]
+    shown = (
+        [one["name"], _shown(one["value"]), f"{one['target']:g}", "met" if one["met"] else "**missed**"]
+        for one in targets
+    )
+    lines += _table(["row", "value", "target", ""], shown)
+    if rows := _runs(result):
+        lines += ["", *_table(list(rows[0]), ([_shown(value) for value in row.values()] for row in rows))]
+    for figure in FIGURES.get(name, ()):
+        if (folder / "figures" / f"{figure}.png").exists():
+            lines.append(f"\n![{title}](figures/{figure}.png)")
+    return [*lines, ""]
+
+
+RUN_COLUMNS = ("engine", "offered_per_s", "requests_per_s", "mean_s", "p50_s", "p99_s", "cached_share")
+
+
+def _runs(result: Result) -> list[dict[str, Any]]:
+    """The rows of a comparison of engines under load; other rows are in the JSON."""
+    rows = [row for row in result.get("rows", []) if set(RUN_COLUMNS) <= set(row)]
+    return [{name: row[name] for name in RUN_COLUMNS} for row in rows]
+
+
+def _accelerators(results: dict[str, Result]) -> list[str]:
+    if any(result["conditions"]["hardware"]["accelerator"] for result in results.values()):
+        return []
+    return ["* anything on a GPU: none was at hand; `scripts/gpu_bench.sh` runs the set on one"]
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "all at once"
+    return f"{value:.3g}" if isinstance(value, float) and abs(value) < 1000 else f"{value}"
+
+
+def _table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+
+
+def main() -> int:
+    (HERE / "REPORT.md").write_text(text())
+    print(HERE / "REPORT.md")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

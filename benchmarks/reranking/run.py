@@ -1,0 +1,105 @@
+"""200 passages scored for one query through /v1/score: how long until all scores are there?
+
+    python benchmarks/reranking/run.py [--quick] [--json PATH]
+
+The demo model and real text. See the README beside this file.
+"""
+
+from __future__ import annotations
+
+import os
+import pydoc_data.topics
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import requests
+
+from benchmarks import report, shapes
+from benchmarks.harness import client, engines
+from sgl_prefill import demo_model
+
+N_PASSAGES, QUICK_PASSAGES = 200, 10
+QUERIES, QUICK_QUERIES = 3, 1
+QUERY_CHARACTERS, PASSAGE_CHARACTERS = 4_000, 240
+MAX_PROBABILITY_DIFFERENCE = 0.05  # bfloat16, in steps of other sizes
+ENGINES = (
+    engines.ours("ours, one a step"),
+    engines.ours("ours, packed", "--pack-step-tokens", "auto"),
+    engines.stock("fcfs"),
+    engines.stock("lpm"),
+)
+
+
+def main() -> int:
+    arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
+    n_queries, n_passages = (QUICK_QUERIES, QUICK_PASSAGES) if arguments.quick else (QUERIES, N_PASSAGES)
+    conditions: dict[str, Any] = {**report.conditions(), "passages": n_passages, "commands": {}}
+    rows: list[dict[str, Any]] = []
+    records, scores = {}, {}
+    chosen = [*ENGINES[: 3 if arguments.quick else None]]
+    with tempfile.TemporaryDirectory() as scratch:
+        model = demo_model.ensure("bfloat16")
+        common = ["--model-path", str(model), "--sleep-on-idle", "--max-running-requests", "64"]
+        common += ["--context-length", "4096", "--max-total-tokens", "20000"]
+        bodies = [body(model, number, n_passages) for number in range(n_queries)]
+        for engine in chosen:
+            budget = ["--max-input-length", "4000", *shapes.budget(3)] if engine.is_ours else shapes.stock_budget()
+            with engines.running(engine, [*common, *budget], Path(scratch) / "log") as server:
+                conditions["commands"][engine.name], records[engine.name] = server.command, server.record
+                client.run(server.url, [client.Due(0.0, [1000] * 500)], "warm-up")
+                for number, one in enumerate(bodies):
+                    server.flush_cache()
+                    seconds, scores[engine.name, number] = score(server.url, one)
+                    rows.append({"engine": engine.name, "query": number, "seconds": seconds})
+                    print(rows[-1], file=sys.stderr)
+    for (name, number), found in scores.items():
+        client.check_agreement(found, scores[ENGINES[0].name, number], MAX_PROBABILITY_DIFFERENCE, name)
+    medians = {
+        engine.name: statistics.median(row["seconds"] for row in rows if row["engine"] == engine.name)
+        for engine in chosen
+    }
+    best = min(seconds for name, seconds in medians.items() if name.startswith("stock"))
+    targets = [
+        report.Target.at_least(f"reranking {n_passages} passages, cold: stock / {name}", best / medians[name], 2.0)
+        for name in medians
+        if name.startswith("ours")
+    ]
+    report.finish({"conditions": conditions, "activation_records": records, "rows": rows}, targets, arguments.json)
+    return 0
+
+
+def body(model: Path, number: int, n_passages: int) -> dict[str, Any]:
+    """A page of Python's documentation as query, cuts of other pages as passages; the answers are Yes and No."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    text = "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
+    page = text[number * QUERY_CHARACTERS :][:QUERY_CHARACTERS]
+    rest = text[QUERIES * QUERY_CHARACTERS :]
+    passages = [rest[index * PASSAGE_CHARACTERS :][:PASSAGE_CHARACTERS] for index in range(n_passages)]
+    labels = [tokenizer.encode(word)[0] for word in (" Yes", " No")]
+    asked = "\n\nDoes the following passage belong to this page? Answer Yes or No.\n\n"
+    return {"model": "demo", "query": page + asked, "items": passages, "label_token_ids": labels, "apply_softmax": True}
+
+
+def score(url: str, one: dict[str, Any]) -> tuple[float, list[list[float]]]:
+    started = time.perf_counter()
+    reply = requests.post(f"{url}/v1/score", json=one, timeout=1800)
+    seconds = time.perf_counter() - started
+    if reply.status_code != 200:
+        raise report.InvalidRunError(f"/v1/score failed with {reply.status_code}: {reply.text[:300]}")
+    found: list[list[float]] = reply.json()["scores"]
+    if len(found) != len(one["items"]):
+        raise report.InvalidRunError(f"{len(one['items'])} passages got {len(found)} scores")
+    return seconds, found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
