@@ -95,7 +95,7 @@ def draw_memory(figure: Any, result: Result) -> None:
     axes = figure.subplots()
     for row in result["rows"]:
         axes.plot(row["seconds"], row["mib"], label=row["engine"])
-    axes.set(xlabel="time since the request was sent, s", ylabel="memory above the idle server, MiB")
+    axes.set(xlabel="time since the request was sent, s", ylabel="memory of the scheduler process, MiB")
     axes.legend()
     axes.grid(alpha=0.3)
 

@@ -13,12 +13,14 @@ import importlib.metadata
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+import torch
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -49,6 +51,8 @@ def arguments(description: str | None, default_json: Path) -> argparse.Namespace
     parser.add_argument("--quick", action="store_true", help="a smoke run on small lengths; proves nothing about speed")
     parser.add_argument("--json", type=Path, help="where to write (default: beside this script; none with --quick)")
     parsed = parser.parse_args()
+    # `timeout` ends a benchmark so: its servers must end with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if parsed.json is None and not parsed.quick:
         parsed.json = default_json
     return parsed
@@ -58,7 +62,10 @@ def conditions() -> dict[str, Any]:
     """Commit, versions and hardware, to be read before the run; the benchmark adds `commands` (see `portable`)."""
     git = ["git", "-C", str(REPOSITORY)]
     commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    dirty = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout.strip()
+    # Results beside the benchmarks are written by runs; they change nothing that another run measures.
+    results = [":(exclude)benchmarks/*/result*", ":(exclude)benchmarks/figures", ":(exclude)benchmarks/REPORT.md"]
+    status = [*git, "status", "--porcelain", "--", str(REPOSITORY), *results]
+    dirty = subprocess.run(status, capture_output=True, text=True, check=True).stdout.strip()
     return {
         "command": " ".join(
             ["python", str(Path(sys.argv[0]).resolve().relative_to(REPOSITORY)), *_without_json(sys.argv[1:])]
@@ -72,7 +79,7 @@ def conditions() -> dict[str, Any]:
             "processor": _processor(),
             "cores": os.cpu_count(),
             "memory_gib": round(psutil.virtual_memory().total / (1 << 30), 1),
-            "accelerator": None,
+            "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         },
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
     }

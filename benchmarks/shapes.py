@@ -1,18 +1,24 @@
-"""The models of the benchmarks: configs in `models/`, random weights from SGLang's dummy loader, the demo tokenizer."""
+"""The models of the benchmarks: configs in `models/`, random weights from SGLang's dummy loader, made-up words."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from sgl_prefill import demo_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 MODELS = Path(__file__).with_name("models")
+INITIALIZER_RANGE = 0.1
 HAS_CUDA = torch.cuda.is_available()
+# On a device these choose another model or attention backend of the same benchmark.
+DEVICE_MODEL = os.environ.get("BENCH_MODEL", "llama-3.1-8b")
+DEVICE_BACKEND = os.environ.get("BENCH_ATTENTION_BACKEND")
 
 
 def config(model: str) -> dict[str, Any]:
@@ -24,9 +30,17 @@ def write(model: str, folder: Path) -> Path:
     """A model folder for `--load-format dummy`; no weights are written. The prompts use ids below 49,000."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config(model)))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_text((demo_model.ensure() / name).read_text())
+    write_tokenizer(folder, config(model)["vocab_size"])
     return folder
+
+
+def write_tokenizer(folder: Path, n_vocabulary: int) -> None:
+    """Made-up words, t0 to tN, so that a machine without a network can serve a model of any shape."""
+    words = Tokenizer(WordLevel({f"t{number}": number for number in range(n_vocabulary)}, unk_token="t0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    words.save(str(folder / "tokenizer.json"))
+    special = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "t0", "bos_token": "t1", "eos_token": "t2"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(special))
 
 
 def token_ids(rng: random.Random, n_tokens: int) -> list[int]:
@@ -34,9 +48,29 @@ def token_ids(rng: random.Random, n_tokens: int) -> list[int]:
     return [rng.randrange(1000, 49_000) for _ in range(n_tokens)]
 
 
+def write_weights(folder: Path) -> None:
+    """Random weights that make answers differ: with SGLang's dummy ones all labels are equally likely, right or wrong.
+
+    Large enough that attention is not a plain average, so that an answer shows whose prefix it was computed with.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = {**json.loads((folder / "config.json").read_text()), "initializer_range": INITIALIZER_RANGE}
+    torch.manual_seed(0)
+    made: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    made.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(settings))
+
+
+def weight_flags(folder: Path) -> list[str]:
+    """The flags that load a folder with weights."""
+    return ["--model-path", str(folder), "--dtype", "bfloat16"]
+
+
 def dummy_flags(folder: Path) -> list[str]:
     """The flags that load such a folder."""
-    return ["--model-path", str(folder), "--load-format", "dummy", "--dtype", "bfloat16"]
+    backend = ["--attention-backend", DEVICE_BACKEND] if HAS_CUDA and DEVICE_BACKEND else []
+    return ["--model-path", str(folder), "--load-format", "dummy", "--dtype", "bfloat16", *backend]
 
 
 def budget(gib: float) -> list[str]:

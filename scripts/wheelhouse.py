@@ -18,7 +18,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-PLATFORMS = ("manylinux_2_34_x86_64", "manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+# pip takes each name as it stands: a wheel for an older one is not found under a newer one.
+PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in (35, 34, 31, 28, 27, 24, 17, 5)), "manylinux2014_x86_64")
+# A server of a machine without a device imports none of these, and a CUDA server or its benchmarks do.
+ALSO = ("sglang", "sglang-kernel", "flashinfer-python", "aiohttp", "requests", "matplotlib", "pytest", "hypothesis")
 IMPORTED = """
 import json, sys
 import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler, sglang.srt.managers.detokenizer_manager
@@ -50,10 +53,11 @@ def main() -> int:
 
 
 def imported_distributions() -> set[str]:
-    """Of a server of this environment, by what its processes import."""
+    """Of a server of this environment, by what its processes import, and what one on a CUDA device needs besides."""
     printed = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True).stdout
     distributions = importlib.metadata.packages_distributions()
-    return {name for module in json.loads(printed.splitlines()[-1]) for name in distributions.get(module, [])}
+    imported = {name for module in json.loads(printed.splitlines()[-1]) for name in distributions.get(module, [])}
+    return imported | {name for name in ALSO if _is_installed(name)}
 
 
 def download(name: str, python: str, folder: Path) -> bool:
@@ -114,6 +118,10 @@ def _cut(file: Path, part_bytes: int) -> list[Path]:
         pieces[-1].write_bytes(raw[start : start + part_bytes])
     file.unlink()
     return pieces
+
+
+def _is_installed(name: str) -> bool:
+    return any(True for _ in importlib.metadata.distributions(name=name))
 
 
 def _plain(name: str) -> str:

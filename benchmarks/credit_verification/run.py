@@ -19,21 +19,19 @@ from benchmarks.harness import engines, traffic
 from benchmarks.harness.client import Due
 from benchmarks.harness.compare import SATURATION, Comparison, Rate, Served
 
-MODEL, SCALE = ("llama-3.1-8b", 1) if shapes.HAS_CUDA else ("llama-small", 10)
+MODEL, SCALE = (shapes.DEVICE_MODEL, 1) if shapes.HAS_CUDA else ("llama-small", 10)
 LONGEST_TOKENS = 61_000 // SCALE
 LOADS = (0.25, 0.5, 1.0, 2.0, 3.0, 4.0)
 QUICK_USERS = 4
 # Long prompts in bfloat16, whole or in chunks.
 MAX_LOGPROB_DIFFERENCE = 0.25
-UNCHUNKED = ("--chunked-prefill-size", "-1")
 OURS = engines.ours("ours")
-ENGINES = (
-    OURS,
+ABLATIONS = (
     engines.ours("ours, hybrid off", "--hybrid-prefill", "off"),
     engines.ours("ours, KV kept", "--suffix-kv", "keep"),
-    engines.stock("fcfs"),
-    engines.stock("fcfs", *UNCHUNKED)._replace(name="stock fcfs, unchunked"),
 )
+DEFAULT = engines.stock("fcfs")
+UNCHUNKED = engines.stock("fcfs", "--chunked-prefill-size", "-1")._replace(name="stock fcfs, unchunked")
 
 
 def main() -> int:
@@ -50,13 +48,16 @@ def main() -> int:
 
     with Comparison(arguments, requests_of, served, MAX_LOGPROB_DIFFERENCE) as comparison:
         comparison.conditions |= {"scaled_by": SCALE}
-        others = [*ENGINES, *engines.newer("shortest-prefill-first")]
-        chosen = [OURS, engines.stock("fcfs")] if arguments.quick else others
-        at_once = {engine.name: comparison.measure(engine, [SATURATION])[0].figures for engine in chosen}
-        x = comparison.conditions["x_requests_per_s"] = at_once[OURS.name].requests_per_s
-        for engine in (OURS, engines.stock("fcfs")) if not arguments.quick else ():
-            comparison.measure(engine, [load * x for load in LOADS])
-    best = max(figures.requests_per_s for name, figures in at_once.items() if not name.startswith("ours"))
+        (ours,) = comparison.measure(OURS, [SATURATION])
+        x = comparison.conditions["x_requests_per_s"] = ours.figures.requests_per_s
+        rates = [] if arguments.quick else [load * x for load in LOADS]
+        comparison.measure(OURS, rates)
+        for engine in () if arguments.quick else ABLATIONS:
+            comparison.measure(engine, [SATURATION])
+        stock = [comparison.measure_rival(DEFAULT, [SATURATION, *rates])]
+        for rival in () if arguments.quick else (UNCHUNKED, *engines.newer("shortest-prefill-first")):
+            stock.append(comparison.measure_rival(rival, [SATURATION]))
+    best = max(runs[0].figures.requests_per_s for runs in stock if runs is not None)
     comparison.finish([report.Target.at_least("WL2, throughput, ours / the best stock setting", x / best, 1.2)])
     return 0
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import pydoc_data.topics
 import random
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from sgl_prefill import demo_model
 
 POLICY_TOKENS, MESSAGE_TOKENS = 1_500, (10, 80)
 N_MESSAGES, QUICK_MESSAGES = 300, 20
+ROUNDS = 3
 LITTLE = 0.2  # of what our engine serves at once
 MAX_LOGPROB_DIFFERENCE = 0.25  # bfloat16, in steps of other sizes
 ONE = engines.ours("ours, one a step")
@@ -47,20 +49,25 @@ def main() -> int:
     with Comparison(arguments, requests_of, served, MAX_LOGPROB_DIFFERENCE) as comparison:
         (at_once,) = comparison.measure(ONE, [SATURATION])
         x = comparison.conditions["x_requests_per_s"] = at_once.figures.requests_per_s
-        rivals = [*RIVALS[: 1 if arguments.quick else None], *engines.newer("shortest-prefill-first")]
-        runs = {engine.name: comparison.measure(engine, [SATURATION, LITTLE * x]) for engine in (ONE, PACKED, *rivals)}
+        rivals = (*RIVALS, *engines.newer("shortest-prefill-first")) if not arguments.quick else RIVALS[:1]
+        # The same rate a hair apart is measured anew: this machine's identical runs differ.
+        little = [LITTLE * x * (1 + number / 1000) for number in range(1 if arguments.quick else ROUNDS)]
+        found = {engine.name: comparison.measure(engine, [SATURATION, *little]) for engine in (ONE, PACKED)}
+        for rival in rivals:
+            if (runs := comparison.measure_rival(rival, [SATURATION, *little])) is not None:
+                found[rival.name] = runs
         if not arguments.quick:
-            comparison.measure(engines.transformers(), [SATURATION])
-    little = {name: of_engine[1].figures for name, of_engine in runs.items()}
-    at_once_s = {name: of_engine[0].figures.requests_per_s for name, of_engine in runs.items()}
-    best_mean = min(little[rival.name].mean_s for rival in rivals)
-    best_rate = max(at_once_s[rival.name] for rival in rivals)
+            comparison.measure_rival(engines.transformers(), [SATURATION])
+    mean_s = {name: statistics.median(run.figures.mean_s for run in runs[1:]) for name, runs in found.items()}
+    rate = {name: runs[0].figures.requests_per_s for name, runs in found.items()}
+    others = [name for name in found if not name.startswith("ours")]
+    best_mean_s, best_rate = min(mean_s[name] for name in others), max(rate[name] for name in others)
     targets = [
         report.Target.at_least(
-            f"guard, {LITTLE:g}x: mean latency, best stock / ours", best_mean / little[ONE.name].mean_s, 0.97
+            f"guard, {LITTLE:g}x: mean latency, best stock / ours", best_mean_s / mean_s[ONE.name], 0.97
         ),
         report.Target.at_least(
-            "guard, all at once: requests a second, packed / best stock", at_once_s[PACKED.name] / best_rate, 1.0
+            "guard, at once: requests a second, packed / best stock", rate[PACKED.name] / best_rate, 1.0
         ),
     ]
     comparison.finish(targets)

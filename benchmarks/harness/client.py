@@ -6,6 +6,7 @@ A closed loop (so many workers, each waiting for its answer) slows down with the
 from __future__ import annotations
 
 import asyncio
+import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -59,6 +60,8 @@ class Figures(NamedTuple):
 
 def run(url: str, dues: Sequence[Due], name: str) -> list[Outcome]:
     """Send all and wait for all. Raises InvalidRunError where a request fails: none may be lost."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection each
     return asyncio.run(_run(url, dues, name))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from benchmarks import report, shapes
 from benchmarks.harness import client, engines
 from benchmarks.harness.kept import Kept
 from sgl_prefill import demo_model
+from sgl_prefill.errors import ServerStartError
 
 Rate = float | None  # requests a second; None: all at once
 SATURATION: Rate = None
@@ -29,6 +31,11 @@ class Run(NamedTuple):
     figures: client.Figures
     outcomes: list[client.Outcome]
 
+    @property
+    def kept_up(self) -> float:
+        """Requests answered in a second over those that came; below 1 by what was still waiting when the last one came."""
+        return 1.0 if self.offered_per_s is None else self.figures.requests_per_s / self.offered_per_s
+
     def row(self) -> dict[str, Any]:
         return {"engine": self.engine, "offered_per_s": self.offered_per_s, **self.figures._asdict()}
 
@@ -43,7 +50,11 @@ class Served(NamedTuple):
     def model_flags(self, folder: Path) -> list[str]:
         if self.model is None:
             return ["--model-path", str(demo_model.ensure("bfloat16"))]
-        return shapes.dummy_flags(shapes.write(self.model, folder / "model"))
+        shapes.write(self.model, folder / "model")
+        if shapes.HAS_CUDA:  # these models are too large to be written
+            return shapes.dummy_flags(folder / "model")
+        shapes.write_weights(folder / "model")
+        return shapes.weight_flags(folder / "model")
 
     def flags(self, engine: engines.Engine) -> list[str]:
         if not engine.is_sglang:
@@ -55,7 +66,8 @@ class Served(NamedTuple):
 class Comparison:
     """Runs of one benchmark; a context manager, which ends the last server.
 
-    Answers to the same prompt must agree within `max_logprob_difference`, whoever gives them and at whatever rate.
+    Answers to the same prompt must agree within `max_logprob_difference`, whoever gives them and at whatever rate, and answers
+    to different prompts must differ by more, or nothing would be shown (on a device the weights are dummies, which cannot).
     """
 
     def __init__(
@@ -67,15 +79,17 @@ class Comparison:
     ) -> None:
         self.conditions: dict[str, Any] = report.conditions()
         self._json: Path | None = arguments.json
-        self._kept = Kept(arguments.json, self.conditions["commit"])
+        self._kept = Kept(arguments.json, f"{self.conditions['commit']}, {self.conditions['command']}")
         self.conditions["model"] = DEMO if served.model is None else shapes.config(served.model)
-        self._requests_of, self._served = requests_of, served
+        self._make_requests, self._served = requests_of, served
         self._max_difference = max_logprob_difference
         self._engines: list[engines.Engine] = []
         self._serving: tuple[engines.Engine, engines.Running] | None = None
         self._stack, self._server = ExitStack(), ExitStack()
+        self._requests: dict[Rate, list[client.Due]] = {}
         self._answers: dict[tuple[int, ...], list[float]] = {}  # by prompt: of who was asked first
         self._runs: dict[str, Run] = {}
+        self.failed: list[dict[str, str]] = []
 
     def __enter__(self) -> Self:
         self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
@@ -92,28 +106,41 @@ class Comparison:
             if _name(engine, rate) not in self._kept:
                 self._measure(engine, rate)
             if _name(engine, rate) not in self._runs:
-                self._check(run := self._read(engine, rate))
+                run = self._read(engine, rate)
+                self._check(run)
                 self._runs[_name(engine, rate)] = run
         if engine not in self._engines:
             self._engines.append(engine)
         return [self._runs[_name(engine, rate)] for rate in rates]
 
+    def measure_rival(self, engine: engines.Engine, rates: Sequence[Rate]) -> list[Run] | None:
+        """None, and a row in `failed`, where the engine cannot be started: that is a result too."""
+        try:
+            return self.measure(engine, rates)
+        except ServerStartError as error:
+            lines = str(error).strip().splitlines()
+            self.failed.append({"engine": engine.name, "failed": lines[-1][-300:]})
+            print(f"{engine.name} failed: {lines[-1]}", file=sys.stderr)
+            self._serving = None
+            return None
+
     def finish(self, targets: list[report.Target], **further: Any) -> None:
-        """Write result.json, and beside it `requests.jsonl` with each run's requests in columns."""
-        kept = [self._kept[engine.name] for engine in self._engines]
-        self.conditions["commands"] = {one.name: each["command"] for one, each in zip(self._engines, kept, strict=True)}
-        records = {one.name: each["record"] for one, each in zip(self._engines, kept, strict=True)}
+        """Write result.json, and beside it `result.requests.jsonl.gz` with each run's requests in columns."""
+        kept = {engine.name: self._kept[engine.name] for engine in self._engines}
+        self.conditions["commands"] = {name: one["command"] for name, one in kept.items()}
+        self.conditions["sglang_of"] = {name: one["version"] for name, one in kept.items()}
+        records = {name: one["record"] for name, one in kept.items()}
         rows = [run.row() for run in self._runs.values()]
-        result = {"conditions": self.conditions, "activation_records": records, "rows": rows, **further}
-        report.finish(result, targets, self._json)
+        result = {"conditions": self.conditions, "activation_records": records, "rows": rows, "failed": self.failed}
+        report.finish({**result, **further}, targets, self._json)
         if self._json is not None:
-            lines = [json.dumps(_columns(run)) for run in self._runs.values()]
-            self._json.with_name("requests.jsonl").write_text("\n".join(lines) + "\n")
+            lines = [json.dumps(_columns(run)) + "\n" for run in self._runs.values()]
+            self._json.with_suffix(".requests.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode(), mtime=0))
         self._kept.forget()
 
     def _measure(self, engine: engines.Engine, rate: Rate) -> None:
         server = self._server_of(engine)
-        dues = self._requests_of(rate)
+        dues = self._requests_at(rate)
         client.run(server.url, dues[:N_WARM_UP], "warm-up")
         server.flush_cache()
         outcomes = client.run(server.url, dues, _name(engine, rate))
@@ -127,16 +154,24 @@ class Comparison:
             print(f"starting {engine.name}", file=sys.stderr)
             flags = [*self._model_flags, *self._served.flags(engine)]
             server = self._server.enter_context(engines.running(engine, flags, self._folder / "log"))
-            self._kept[engine.name] = {"command": server.command, "record": server.record}
+            self._kept[engine.name] = {"command": server.command, "record": server.record, "version": server.version}
             self._serving = engine, server
         return self._serving[1]
+
+    def _requests_at(self, rate: Rate) -> list[client.Due]:
+        if rate not in self._requests:
+            self._requests[rate] = self._make_requests(rate)
+        return self._requests[rate]
 
     def _check(self, run: Run) -> None:
         """Against who answered the same prompts first."""
         answers = [one.logprobs for one in run.outcomes]
-        prompts = [tuple(due.input_ids) for due in self._requests_of(run.offered_per_s)]
+        prompts = [tuple(due.input_ids) for due in self._requests_at(run.offered_per_s)]
         expected = [self._answers.setdefault(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
         client.check_agreement(answers, expected, self._max_difference, run.engine)
+        firsts = [answer[0] for answer in answers]
+        if not shapes.HAS_CUDA and max(firsts) - min(firsts) <= self._max_difference:
+            raise report.InvalidRunError(f"{run.engine} answers all prompts alike: {answers[0]}")
 
     def _read(self, engine: engines.Engine, rate: Rate) -> Run:
         outcomes = [client.Outcome(*fields) for fields in self._kept[_name(engine, rate)]]

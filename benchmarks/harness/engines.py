@@ -67,6 +67,7 @@ class Running(NamedTuple):
     pid: int
     command: str
     record: dict[str, Any] | None  # the activation record of ours, None of others
+    version: str | None  # of SGLang, None of outsiders
 
     def flush_cache(self) -> None:
         reply = requests.post(f"{self.url}/flush_cache", timeout=60)
@@ -79,10 +80,13 @@ def running(
     engine: Engine, common: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[Running]:
     """Start an engine with these flags, its own coming last. Raises InvalidRunError where it is not what it should be."""
-    fixed = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"], **QUIET, **(environment or {})}
+    # An engine may be a module of this repository, wherever the benchmark was started.
+    fixed = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"], "PYTHONPATH": str(report.REPOSITORY), **QUIET}
+    fixed |= environment or {}
     flags = [*common, *engine.flags]
     with local_server.running(engine.module, flags, log, python=engine.python, environment=fixed) as server:
-        record = requests.get(f"{server.url}/server_info", timeout=60).json().get("sgl_prefill")
+        info = requests.get(f"{server.url}/server_info", timeout=60).json()
+        record = info.get("sgl_prefill")
         if engine.is_ours != (record is not None):
             raise report.InvalidRunError(f"{engine.name}: the activation record is {record}")
-        yield Running(server.url, server.process.pid, report.portable(server.command), record)
+        yield Running(server.url, server.process.pid, report.portable(server.command), record, info.get("version"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,10 @@ class Kept:
             lines = [
                 json.dumps({"commit": self._commit, "name": one, "value": what}) for one, what in self._measured.items()
             ]
-            self._path.write_text("\n".join(lines) + "\n")
+            # A run that is killed while it writes must not lose what it had.
+            whole = self._path.with_suffix(".partial.new")
+            whole.write_text("\n".join(lines) + "\n")
+            os.replace(whole, self._path)
 
     def forget(self) -> None:
         """The run is complete."""

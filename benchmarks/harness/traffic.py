@@ -73,7 +73,9 @@ def with_tokens(trace: Iterable[Arrival]) -> list[Due]:
     n_before: Counter[str] = Counter()
     dues = []
     for one in trace:
-        prefix = prefixes.setdefault(one.prefix_id, _tokens(one.prefix_id, one.prefix_tokens))
+        if one.prefix_id not in prefixes:
+            prefixes[one.prefix_id] = _tokens(one.prefix_id, one.prefix_tokens)
+        prefix = prefixes[one.prefix_id]
         tail = _tokens(f"{one.prefix_id}, {n_before[one.prefix_id]}", one.tail_tokens)
         n_before[one.prefix_id] += 1
         dues.append(Due(one.arrival_s, [*prefix, *tail]))

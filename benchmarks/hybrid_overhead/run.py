@@ -26,7 +26,7 @@ from benchmarks import report, shapes
 from benchmarks.cpu_attention.run import MAX_LOGPROB_DIFFERENCE, ask
 from sgl_prefill import local_server
 
-MODEL = "llama-3.1-8b" if shapes.HAS_CUDA else "llama-6-layers"
+MODEL = shapes.DEVICE_MODEL if shapes.HAS_CUDA else "llama-6-layers"
 PROMPT_TOKENS, QUICK_TOKENS = 16_000, 2_000
 N_PROMPTS = 3
 ENGINES = {
@@ -47,12 +47,17 @@ def main() -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         common = shapes.dummy_flags(shapes.write(MODEL, folder / "model"))
         common += ["--disable-overlap-schedule", "--sleep-on-idle", "--max-running-requests", "4"]
-        servers = {}
+        servers: dict[str, local_server.LocalServer] = {}
         for name, (module, flags) in ENGINES.items():
             print(f"starting {name}", file=sys.stderr)
             ours = ["--memory-budget-gb", "6", "--max-input-length", str(n_tokens)]
             budget = ours if module.startswith("sgl_prefill") else ["--mem-fraction-static", "0.3"]
-            budget = [] if shapes.HAS_CUDA else budget
+            # On a device each takes a share of what the others have left.
+            budget = (
+                ["--mem-fraction-static", f"{1 / (len(ENGINES) - len(servers) + 0.5):.2f}"]
+                if shapes.HAS_CUDA
+                else budget
+            )
             options: dict[str, Any] = {"environment": {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]}}
             servers[name] = stack.enter_context(
                 local_server.running(module, [*common, *flags, *budget], folder / f"{name[:6]}.log", **options)

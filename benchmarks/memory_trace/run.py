@@ -57,20 +57,18 @@ def main() -> int:
 
 
 def trace(server: engines.Running, n_tokens: int) -> dict[str, Any]:
-    """Mebibytes above the idle server, from when the request is sent until it is answered."""
+    """Mebibytes of the process, from when the request is sent until it is answered."""
     rng = random.Random(0)
     client.run(server.url, [client.Due(0.0, shapes.token_ids(rng, WARM_UP_TOKENS))], "warm-up")
     server.flush_cache()
     pid = process_memory.scheduler_pid(server.pid)
-    idle_bytes = process_memory.resident_bytes(pid)
     samples: list[tuple[float, float]] = []
     is_done = Event()
 
     def sample() -> None:
         started = time.perf_counter()
         while not is_done.wait(INTERVAL_S):
-            grown = process_memory.resident_bytes(pid) - idle_bytes
-            samples.append((time.perf_counter() - started, grown / (1 << 20)))
+            samples.append((time.perf_counter() - started, process_memory.resident_bytes(pid) / (1 << 20)))
 
     watching = Thread(target=sample)
     watching.start()

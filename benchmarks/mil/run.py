@@ -28,11 +28,7 @@ from benchmarks import process_memory, report, shapes
 from sgl_prefill import local_server
 
 BUDGET_BYTES = 256 << 20
-MODELS = (
-    ("llama-3.1-8b", "qwen-32b-fp8", "llama-3.3-70b-fp8")
-    if shapes.HAS_CUDA
-    else ("llama-3.1-8b-quarter", "llama-3.3-70b-quarter")
-)
+MODELS = (shapes.DEVICE_MODEL,) if shapes.HAS_CUDA else ("llama-3.1-8b-quarter", "llama-3.3-70b-quarter")
 STOCK_CHUNKS = (256, 512)
 STOCK_MEMORY = ["--max-total-tokens", "20000", "--mem-fraction-static", "0.5"]
 FIRST_TOKENS = 2048

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -28,6 +29,7 @@ LAMBDAS = (0.0, 100.0, 500.0, 2000.0)
 DEFAULT_LAMBDA = 500.0
 SEEDS = range(5)
 MANY_USERS = 20_000
+FIGURES = ("token_saving", "requests_per_s", "mean_s", "p50_s", "p99_s", "longest_wait_s")
 
 
 def main() -> int:
@@ -50,7 +52,13 @@ def main() -> int:
     million = many(n_users, 0.9 * saturation)
     curves = {one.name: [plan.percentile(one.latencies_s, percent) for percent in range(1, 101)] for one in shown}
     report.finish(
-        {"conditions": conditions, "rows": rows, "million": million, "latency_percentiles_s": curves},
+        {
+            "conditions": conditions,
+            "means": means_of(rows),
+            "rows": rows,
+            "million": million,
+            "latency_percentiles_s": curves,
+        },
         targets_of(rows),
         arguments.json,
     )
@@ -78,6 +86,20 @@ def many(n_users: int, requests_per_s: float) -> dict[str, Any]:
     started = time.perf_counter()
     summary = plan.summarize(trace, Setting("calibrated-srjf", DEFAULT_LAMBDA), PROFILE, REPLAY)
     return {"requests": summary.n_requests, "seconds": time.perf_counter() - started, "saving": summary.token_saving}
+
+
+def means_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each setting's figures over the seeds."""
+    groups: dict[tuple[str, float, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["arrivals"], row["load"], row["name"]), []).append(row)
+    return [
+        {
+            **dict(zip(("arrivals", "load", "setting"), key, strict=True)),
+            **{name: statistics.fmean(row[name] for row in of_setting) for name in FIGURES},
+        }
+        for key, of_setting in groups.items()
+    ]
 
 
 def targets_of(rows: list[dict[str, Any]]) -> list[report.Target]:

@@ -20,103 +20,106 @@ from benchmarks.harness import engines, traffic
 from benchmarks.harness.client import Due
 from benchmarks.harness.compare import SATURATION, Comparison, Rate, Run, Served
 
-MODEL, SCALE = ("llama-3.1-8b", 1) if shapes.HAS_CUDA else ("llama-small", 10)
-QUICK_USERS = 3
+MODEL, SCALE = (shapes.DEVICE_MODEL, 1) if shapes.HAS_CUDA else ("llama-small", 10)
+USERS, QUICK_USERS = int(os.environ.get("BENCH_USERS", "20")), 3
 KV_TOKENS = 2 * (17_000 + 150) // SCALE  # of two users
-LOADS = (0.25, 0.5, 1.0, 2.0, 3.0, 4.0)
+# A device is lent for minutes.
+LOADS, QUICK_LOADS = (0.5, 1.0, 2.0) if shapes.HAS_CUDA else (0.25, 0.5, 1.0, 2.0, 3.0, 4.0), (1.0,)
 # An engine's latency far beyond what it serves is the length of the run, whatever it is.
 FURTHEST_LOAD = 2.0
-STEPS_OF_CAPACITY = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
+TIMES = (1.0, 1.3, 2.0, 4.0) if shapes.HAS_CUDA else (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
+QUICK_TIMES = (1.0,)
 MAX_LOGPROB_DIFFERENCE = 0.25  # bfloat16, in steps of other sizes
-UNCHUNKED = ("--chunked-prefill-size", "-1")
+CHUNK_TOKENS = 8192 // SCALE  # a usual chunk, divided like the prompts; the default is longer than the scaled prompts
 # lambda counts tokens, which are divided by SCALE too.
 ONE = engines.ours("ours, one a step", "--fairness-lambda", str(500 / SCALE))
 PACKED = engines.ours(
     "ours, packed", "--pack-step-tokens", "auto", "--sharers", "count", "--fairness-lambda", str(20 / SCALE)
 )
 ABLATIONS = (
-    *(
-        engines.ours(f"ours, one a step, {name}", "--fairness-lambda", str(500 / SCALE), *flags)
-        for name, flags in (
-            ("hybrid off", ("--hybrid-prefill", "off")),
-            ("KV kept", ("--suffix-kv", "keep")),
-            ("cache-miss JCT", ("--jct-model", "cache-miss")),
-        )
-    ),
+    ONE._replace(name="ours, hybrid off", flags=(*ONE.flags, "--hybrid-prefill", "off")),
+    ONE._replace(name="ours, KV kept", flags=(*ONE.flags, "--suffix-kv", "keep")),
+    ONE._replace(name="ours, cache-miss JCT", flags=(*ONE.flags, "--jct-model", "cache-miss")),
     engines.ours("ours, stock scheduling", "--scheduling", "stock"),
 )
 DEFAULT = engines.stock("fcfs")
+POLICIES = (engines.stock("dfs-weight"), engines.stock("lpm"))
+# Shown with all submitted at once only.
+CHUNKED = engines.stock("fcfs", "--chunked-prefill-size", str(CHUNK_TOKENS))._replace(name="stock fcfs, scaled chunks")
+UNCHUNKED = engines.stock("dfs-weight", "--chunked-prefill-size", "-1")._replace(name="stock dfs-weight, unchunked")
 AS_SHIPPED = engines.stock("fcfs", "--attention-backend", "torch_native")._replace(name="stock fcfs, torch_native")
 
 
 def main() -> int:
     arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
-    n_users = QUICK_USERS if arguments.quick else 20
+    n_users = QUICK_USERS if arguments.quick else USERS
+    loads, times = (QUICK_LOADS, QUICK_TIMES) if arguments.quick else (LOADS, TIMES)
 
     def requests_of(rate: Rate) -> list[Due]:
         return traffic.post_recommendation(rate, "single", SCALE, n_users=n_users)
 
-    served = Served(
-        MODEL,
-        [
-            *("--context-length", str(40_960 // SCALE)),
-            *("--max-total-tokens", str(KV_TOKENS), "--max-running-requests", "64"),
-        ],
-        ["--max-input-length", str(20_480 // SCALE), *shapes.budget(3)],
-    )
-    with Comparison(arguments, requests_of, served, MAX_LOGPROB_DIFFERENCE) as comparison:
-        comparison.conditions |= {"kv_tokens": KV_TOKENS, "scaled_by": SCALE}
+    with Comparison(arguments, requests_of, SERVED, MAX_LOGPROB_DIFFERENCE) as comparison:
+        comparison.conditions |= {"kv_tokens": KV_TOKENS, "scaled_by": SCALE, "users": n_users}
         (first,) = comparison.measure(ONE, [SATURATION])
         x = comparison.conditions["x_requests_per_s"] = first.figures.requests_per_s
-        rivals = [engines.stock("dfs-weight"), engines.stock("lpm"), *newer()]
-        if arguments.quick:
-            rivals = rivals[:1]
-        carried = {
-            engine.name: curve(comparison, engine, x) for engine in (*([] if arguments.quick else [DEFAULT]), *rivals)
-        }
-        capacities = [
-            {"engine": ours.name, "rival": rival, **capacity(comparison, ours, limit)}
-            for ours in (ONE, PACKED)
-            for rival, limit in carried.items()
-        ]
-        for ours in (ONE, PACKED):
-            comparison.measure(ours, [load * x for load in (LOADS if not arguments.quick else LOADS[2:3])])
-        for engine in () if arguments.quick else (*ABLATIONS, *without_curves()):
-            comparison.measure(engine, [SATURATION])
+        rates = [load * x for load in loads]
+        rivals = POLICIES[:1] if arguments.quick else (*POLICIES, *newer(), DEFAULT)
+        limits = {rival.name: curve(comparison, rival, rates) for rival in rivals}
+        capacities = []
+        for ours in (PACKED, ONE):
+            comparison.measure(ours, [SATURATION, *rates])
+            capacities += [
+                {"engine": ours.name, "rival": rival, **capacity(comparison, ours, limit, times)}
+                for rival, limit in limits.items()
+                if limit is not None
+            ]
+        if not (arguments.quick or shapes.HAS_CUDA):
+            for engine in ABLATIONS:
+                comparison.measure(engine, [SATURATION])
+            for engine in (CHUNKED, UNCHUNKED, AS_SHIPPED):
+                comparison.measure_rival(engine, [SATURATION])
     comparison.finish(targets_of(capacities), capacities=capacities)
     return 0
+
+
+SERVED = Served(
+    MODEL,
+    ["--context-length", str(40_960 // SCALE), "--max-total-tokens", str(KV_TOKENS), "--max-running-requests", "64"],
+    ["--max-input-length", str(20_480 // SCALE), *shapes.budget(3)],
+)
 
 
 def newer() -> list[engines.Engine]:
     return [engine for policy in ("shortest-prefill-first", "hrrn", "lpm") for engine in engines.newer(policy)]
 
 
-def without_curves() -> list[engines.Engine]:
-    """Settings of stock SGLang that are shown with all submitted at once only."""
-    unchunked = [engines.stock(policy, *UNCHUNKED) for policy in ("fcfs", "dfs-weight")]
-    named = [engine._replace(name=f"{engine.name}, unchunked") for engine in unchunked]
-    return [*named, *([] if shapes.HAS_CUDA else [AS_SHIPPED])]
-
-
-def curve(comparison: Comparison, engine: engines.Engine, x: float) -> Run:
+def curve(comparison: Comparison, engine: engines.Engine, rates: list[float]) -> Run | None:
     """Latency against load, up to twice what the engine serves; its run at exactly what it serves is returned."""
-    (at_once,) = comparison.measure(engine, [SATURATION])
-    own = at_once.figures.requests_per_s
-    comparison.measure(engine, [load * x for load in LOADS if load * x <= FURTHEST_LOAD * own])
-    (at_own,) = comparison.measure(engine, [own])
-    return at_own
+    runs = comparison.measure_rival(engine, [SATURATION])
+    if runs is None:
+        return None
+    own = runs[0].figures.requests_per_s
+    comparison.measure(engine, [rate for rate in rates if rate <= FURTHEST_LOAD * own])
+    return comparison.measure(engine, [own])[0]
 
 
-def capacity(comparison: Comparison, engine: engines.Engine, limit: Run) -> dict[str, Any]:
-    """The highest rate at which mean and P99 stay within those of a rival at its own saturation."""
+def capacity(
+    comparison: Comparison, engine: engines.Engine, limit: Run, times: tuple[float, ...]
+) -> dict[str, str | float | None]:
+    """The highest of these multiples of a rival's saturation at which ours keeps the rival's mean, P99 and pace.
+
+    The pace matters because a run has an end: what an engine cannot serve waits no longer than that.
+    """
     assert limit.offered_per_s is not None
     held = None
-    for step in STEPS_OF_CAPACITY:
-        (run,) = comparison.measure(engine, [step * limit.offered_per_s])
-        if run.figures.mean_s > limit.figures.mean_s or run.figures.p99_s > limit.figures.p99_s:
+    for one in times:
+        (run,) = comparison.measure(engine, [one * limit.offered_per_s])
+        is_within = run.figures.mean_s <= limit.figures.mean_s and run.figures.p99_s <= limit.figures.p99_s
+        if not is_within or run.kept_up < limit.kept_up:
             break
-        held = step
-    return {"rival_per_s": limit.offered_per_s, "times": held}
+        held = one
+    shown = "not held" if held is None else f">= {held:g}" if held == times[-1] else f"{held:g}"
+    return {"rival_per_s": limit.offered_per_s, "times": held, "shown": shown}
 
 
 def targets_of(capacities: list[dict[str, Any]]) -> list[report.Target]:
@@ -124,12 +127,12 @@ def targets_of(capacities: list[dict[str, Any]]) -> list[report.Target]:
     targets = []
     for ours in (PACKED.name, ONE.name):
         of_engine = [row for row in capacities if row["engine"] == ours]
-        for rival, target in ((DEFAULT.name, 4.0), (None, 1.3)):
-            rows = [row for row in of_engine if (row["rival"] == rival if rival else row["rival"] != DEFAULT.name)]
+        default = [row for row in of_engine if row["rival"] == DEFAULT.name]
+        policies = [row for row in of_engine if row["rival"] != DEFAULT.name]
+        for rival, rows, target in ((DEFAULT.name, default, 4.0), ("the best policy of either version", policies, 1.3)):
             if rows:
                 times = min(row["times"] or 0.0 for row in rows)
-                shown = rival or "the best policy of either version"
-                targets.append(report.Target.at_least(f"WL1, load carried, {ours} / {shown}", times, target))
+                targets.append(report.Target.at_least(f"WL1, load carried, {ours} / {rival}", times, target))
     return targets
 
 

@@ -108,7 +108,7 @@ class Drift:
     NOISE = 0.1  # of one observation, relative
     WANDER = 0.005  # of a factor between two observations
     DOUBT = 0.5  # of a factor before the first, and at most: many steps alike say nothing of what else there is
-    LARGEST_RATIO = 4.0  # one outlier counts as at most this factor
+    LARGEST_RATIO = 1.5  # one outlier counts as at most this factor
     SMALLEST_FACTOR = 0.05
 
     def __init__(self) -> None:

@@ -2,33 +2,47 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 from matplotlib import pyplot
 
-from benchmarks import figures, make_report, report
+from benchmarks import figures, make_report, report, shapes
 from benchmarks.harness import client, engines, traffic
-from benchmarks.harness.compare import SATURATION, Comparison, Rate, Served
+from benchmarks.harness.compare import SATURATION, Comparison, Rate, Run, Served
 from benchmarks.outsiders import server as outsider
+from benchmarks.post_recommendation import run as post_recommendation
+from sgl_prefill import local_server
+from sgl_prefill.errors import ServerStartError
 
-RIGHT, WRONG = [-1.0, -2.0, -3.0], [-1.0, -2.0, -9.0]
 OURS, RIVAL = engines.ours("ours"), engines.stock("fcfs")
+
+
+def right(first_token: int) -> list[float]:
+    return [-1.0 - first_token / 10_000, -2.0]
+
+
+def wrong(first_token: int) -> list[float]:
+    return [-1.0 - first_token / 10_000, -2.3]
 
 
 class FakeEngines:
     """Stands in for servers and client: each engine answers at once, some of them wrongly."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, answers: dict[str, list[float]]) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, answers: dict[str, Callable[[int], list[float]]]) -> None:
         self.started: list[str] = []
         self.asked: list[str] = []
+        self.cannot_start: set[str] = set()
         self.answers = answers
-        monkeypatch.setattr(report, "conditions", lambda: {"commit": "a"})
+        monkeypatch.setattr(shapes, "write_weights", lambda folder: None)
+        monkeypatch.setattr(report, "conditions", lambda: {"commit": "a", "command": "b"})
         monkeypatch.setattr(engines, "running", self.running)
         monkeypatch.setattr(client, "run", self.run)
         monkeypatch.setattr(engines.Running, "flush_cache", lambda server: None)
@@ -36,12 +50,17 @@ class FakeEngines:
     @contextmanager
     def running(self, engine: engines.Engine, flags: Any, log: Path) -> Iterator[engines.Running]:
         self.started.append(engine.name)
-        yield engines.Running(engine.name, 0, f"serve {engine.name}", {} if engine.is_ours else None)
+        if engine.name in self.cannot_start:
+            raise ServerStartError("started\nout of memory")
+        yield engines.Running(engine.name, 0, f"serve {engine.name}", {} if engine.is_ours else None, "0.5.17")
 
     def run(self, url: str, dues: list[client.Due], name: str) -> list[client.Outcome]:
         if name != "warm-up":
             self.asked.append(name)
-        return [client.Outcome(due.at_s, due.at_s, due.at_s + 1, due.at_s + 1, 3, 0, self.answers[url]) for due in dues]
+        return [
+            client.Outcome(due.at_s, due.at_s, due.at_s + 1, due.at_s + 1, 3, 0, self.answers[url](due.input_ids[0]))
+            for due in dues
+        ]
 
 
 def requests_of(rate: Rate) -> list[client.Due]:
@@ -54,7 +73,7 @@ def comparison(folder: Path) -> Comparison:
 
 def test_an_engine_that_answers_wrongly_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same prompts at another rate by another engine."""
-    FakeEngines(monkeypatch, {OURS.name: RIGHT, RIVAL.name: WRONG})
+    FakeEngines(monkeypatch, {OURS.name: right, RIVAL.name: wrong})
     with comparison(tmp_path) as compared:
         compared.measure(OURS, [SATURATION])
         with pytest.raises(report.InvalidRunError, match="stock fcfs disagrees"):
@@ -65,7 +84,7 @@ def test_a_comparison_that_was_cut_off_starts_only_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One server an engine whatever its rates; the second run starts the rival alone, and writes both."""
-    fake = FakeEngines(monkeypatch, {OURS.name: RIGHT, RIVAL.name: RIGHT})
+    fake = FakeEngines(monkeypatch, {OURS.name: right, RIVAL.name: right})
     with comparison(tmp_path) as compared:
         compared.measure(OURS, [SATURATION, 2.0])
     assert fake.started == ["ours"]
@@ -82,11 +101,91 @@ def test_a_comparison_that_was_cut_off_starts_only_what_is_missing(
         ("stock fcfs", 2.0),
     ]
     assert written["activation_records"] == {"ours": {}, "stock fcfs": None}
+    assert written["conditions"]["sglang_of"] == {"ours": "0.5.17", "stock fcfs": "0.5.17"}
     assert written["conditions"]["commands"] == {"ours": "serve ours", "stock fcfs": "serve stock fcfs"}
-    columns = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
+    requests = gzip.decompress((tmp_path / "result.requests.jsonl.gz").read_bytes())
+    columns = [json.loads(line) for line in requests.splitlines()]
     assert columns[0]["finish_s"] == [1.0, 1.0]
     assert columns[0]["computed_tokens"] == [3, 3]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["requests.jsonl", "result.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["result.json", "result.requests.jsonl.gz"]
+
+
+def test_answers_that_are_all_alike_show_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with SGLang's dummy weights: each label is as likely as any other, whatever was computed."""
+    FakeEngines(monkeypatch, {OURS.name: lambda first_token: [-10.8, -10.8]})
+    with comparison(tmp_path) as compared, pytest.raises(report.InvalidRunError, match="answers all prompts alike"):
+        compared.measure(OURS, [SATURATION])
+
+
+def test_a_rival_that_cannot_start_is_a_row_and_ours_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the last line of its log."""
+    fake = FakeEngines(monkeypatch, {OURS.name: right})
+    fake.cannot_start = {RIVAL.name}
+    with comparison(tmp_path) as compared:
+        compared.measure(OURS, [SATURATION])
+        assert compared.measure_rival(RIVAL, [SATURATION]) is None
+        compared.finish([])
+    written = json.loads((tmp_path / "result.json").read_text())
+    assert written["failed"] == [{"engine": "stock fcfs", "failed": "out of memory"}]
+    fake.cannot_start = {OURS.name}
+    with comparison(tmp_path) as compared, pytest.raises(ServerStartError):
+        compared.measure(OURS, [SATURATION])
+
+
+def test_an_engine_without_its_activation_record_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours without one is stock SGLang; stock with one is ours."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+
+    @contextmanager
+    def healthy(*_: Any, **__: Any) -> Iterator[Any]:
+        yield Namespace(url="", process=Namespace(pid=0), command=[])
+
+    monkeypatch.setattr(local_server, "running", healthy)
+    infos: list[tuple[engines.Engine, dict[str, Any]]] = [(OURS, {}), (RIVAL, {"sgl_prefill": {"config": {}}})]
+    for engine, info in infos:
+        monkeypatch.setattr(requests, "get", lambda *_, info=info, **__: Namespace(json=lambda: info))
+        with pytest.raises(report.InvalidRunError, match="activation record"), engines.running(engine, [], tmp_path):
+            pass
+
+
+class Backlog:
+    """An engine that serves so many requests a second, first come, first served, of which 100 come at the rate asked for."""
+
+    def __init__(self, serves_per_s: float) -> None:
+        self.serves_per_s = serves_per_s
+
+    def measure(self, engine: engines.Engine, rates: Sequence[float]) -> list[Run]:
+        runs = []
+        for rate in rates:
+            done_s, outcomes = 0.0, []
+            for number in range(100):
+                at_s = number / rate
+                done_s = max(done_s, at_s) + 1 / self.serves_per_s
+                outcomes.append(client.Outcome(at_s, at_s, done_s, done_s, 3, 0, [0.0]))
+            runs.append(Run(engine.name, rate, client.figures(outcomes), outcomes))
+        return runs
+
+
+def test_an_engine_carries_as_much_more_load_as_it_is_faster() -> None:
+    """1.6 times as fast as a rival that is asked for what it serves; beyond that its queue ends with the run, and it fails."""
+    (limit,) = Backlog(10.0).measure(RIVAL, [10.0])
+    ours: Any = Backlog(16.0)
+    times = (1.0, 1.3, 1.6, 2.0, 8.0)
+    carried = post_recommendation.capacity(ours, OURS, limit, times)
+    assert (carried["times"], carried["shown"]) == (1.6, "1.6")
+    slower: Any = Backlog(9.0)
+    assert post_recommendation.capacity(slower, OURS, limit, times)["shown"] == "not held"
+
+
+def test_a_queue_that_ends_with_the_run_is_not_carried() -> None:
+    """The rival's own latency may be that of a queue: ours has a shorter one at 8 times the load, and does not keep up."""
+    (limit,) = Backlog(5.0).measure(RIVAL, [10.0])
+    ours: Any = Backlog(10.5)
+    (swamped,) = ours.measure(OURS, [80.0])
+    assert swamped.figures.mean_s < limit.figures.mean_s
+    assert post_recommendation.capacity(ours, OURS, limit, (1.0, 2.0, 8.0))["times"] == 2.0
 
 
 def test_arrivals_are_poisson() -> None:
@@ -149,6 +248,34 @@ def test_a_figure_is_drawn_from_a_result_alone(tmp_path: Path) -> None:
     assert [list(line.get_xydata()[:, 1]) for line in mean.lines] == [[1.5, 1.5], [1.5, 1.5]]
     assert [list(line.get_xydata()[:, 1]) for line in p99.lines] == [[4.0, 4.0], [4.0, 4.0]]
     assert mean.get_xlabel() == "offered load, requests/s"
+    pyplot.close(figure)
+
+
+def plotted(name: str, result: dict[str, Any]) -> list[list[tuple[float, float]]]:
+    """The points of each line."""
+    figure = pyplot.figure()
+    figures.FIGURES[name].draw(figure, result)
+    found = [[(float(x), float(y)) for x, y in line.get_xydata()] for axes in figure.axes for line in axes.lines]
+    pyplot.close(figure)
+    return found
+
+
+def test_the_other_figures_show_what_their_results_hold() -> None:
+    """Axes are not swapped, and no point is lost."""
+    assert plotted("throughput", result_of())[0] == [(1.0, 3.0), (2.0, 3.0)]
+    assert plotted("cdf", {"latency_percentiles_s": {"a": [1.0, 4.0]}}) == [[(1.0, 0.5), (4.0, 1.0)]]
+    memory = {"rows": [{"engine": "plain", "seconds": [0.0, 1.0], "mib": [5.0, 9.0]}]}
+    assert plotted("memory", memory) == [[(0.0, 5.0), (1.0, 9.0)]]
+    point = {"model": "m", "actual_ms": 10.0, "predicted_jct_ms": 12.0}
+    figure = pyplot.figure()
+    figures.draw_jct(figure, {"figures": {"m": {}}, "rows": [point]})
+    assert figure.axes[0].collections[0].get_offsets().tolist() == [[10.0, 12.0]]
+    pyplot.close(figure)
+    figure = pyplot.figure()
+    lengths = [{"engine": engine, "model": "m", "longest_input_tokens": n} for engine, n in (("a", 1234), ("b", None))]
+    figures.draw_mil(figure, {"conditions": {"budget_mib": 256}, "rows": lengths})
+    assert [bar.get_width() for bar in figure.axes[0].patches] == [1234, 0]
+    assert [text.get_text() for text in figure.axes[0].texts] == [" 1,234", " out of memory"]
     pyplot.close(figure)
 
 

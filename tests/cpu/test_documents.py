@@ -79,7 +79,18 @@ def test_every_benchmark_has_a_readme_and_a_full_result(folder: Path) -> None:
     assert result["targets"]
     for target in result["targets"]:
         assert set(target) == {"name", "value", "target", "met"}
-        assert f"{target['value']:.2f}" in README, f"the README does not show {target}"
+
+
+def test_what_the_readme_says_was_measured_is_in_the_results() -> None:
+    """Each row names a target of a benchmark, and shows its value, what was asked for, and whether it was missed."""
+    section = README[README.index("## Measured") :].partition("## The code")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) > 10
+    for what, measured, target, benchmark in rows:
+        result = json.loads((ROOT / "benchmarks" / benchmark.strip("`") / "result.json").read_text())
+        (one,) = (one for one in result["targets"] if one["name"] == what)
+        assert measured == f"{one['value']:.2f}{'' if one['met'] else ' (missed)'}", what
+        assert target == f"{one['target']:g}", what
 
 
 def test_nothing_of_one_machine_is_tracked() -> None:

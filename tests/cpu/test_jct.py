@@ -80,6 +80,19 @@ def test_drift_follows_a_machine_that_slows_down_and_an_outlier_moves_it_little(
     assert drift.ms(work) == after
 
 
+@pytest.mark.parametrize("n_before", [0, 3000])
+def test_an_outlier_among_steps_of_another_kind_is_soon_forgotten(n_before: int) -> None:
+    """A cold prompt takes 50 times too long, as the first request or after thousands of hits; ten more later it is known."""
+    drift, cold = Drift(), Work(2.0, 800.0)
+    for _ in range(n_before):
+        drift.observe(Work(2.0, 8.0), 10.0)
+    drift.observe(cold, 50 * 802.0)
+    assert drift.ms(cold) < 1.6 * 802.0
+    for _ in range(10):
+        drift.observe(cold, 802.0)
+    assert drift.ms(cold) == pytest.approx(802.0, rel=0.12)
+
+
 def test_thousands_of_steps_that_are_alike_do_not_spoil_what_is_known_of_others() -> None:
     """Hits of one size, with noise; a prefill of 100 times their tokens is still predicted within a third."""
     drift, rng = Drift(), random.Random(0)

@@ -1,0 +1,69 @@
+"""The paper's WL1 with a user's 50 requests arriving together: what is left to gain where first come, first served caches well?
+
+    python benchmarks/bursts/run.py [--quick] [--json PATH]
+
+The engines, model and scale of ../post_recommendation. See the README beside this file.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks import report
+from benchmarks.harness import traffic
+from benchmarks.harness.client import Due
+from benchmarks.harness.compare import SATURATION, Comparison, Rate
+from benchmarks.post_recommendation.run import (
+    DEFAULT,
+    KV_TOKENS,
+    MAX_LOGPROB_DIFFERENCE,
+    ONE,
+    PACKED,
+    POLICIES,
+    QUICK_USERS,
+    SCALE,
+    SERVED,
+    USERS,
+)
+
+LOADS = (0.5, 1.0, 2.0)
+
+
+def main() -> int:
+    arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
+    n_users = QUICK_USERS if arguments.quick else USERS
+
+    def requests_of(rate: Rate) -> list[Due]:
+        return traffic.post_recommendation(rate, "burst", SCALE, n_users=n_users)
+
+    with Comparison(arguments, requests_of, SERVED, MAX_LOGPROB_DIFFERENCE) as comparison:
+        comparison.conditions |= {"kv_tokens": KV_TOKENS, "scaled_by": SCALE, "users": n_users}
+        (first,) = comparison.measure(ONE, [SATURATION])
+        x = comparison.conditions["x_requests_per_s"] = first.figures.requests_per_s
+        rates = [load * x for load in (LOADS if not arguments.quick else LOADS[1:2])]
+        ours = {engine.name: comparison.measure(engine, rates) for engine in (ONE, PACKED)}
+        rivals = (DEFAULT, *POLICIES) if not arguments.quick else (DEFAULT,)
+        theirs = [runs for rival in rivals if (runs := comparison.measure_rival(rival, rates)) is not None]
+    targets = []
+    for index, rate in enumerate(rates):
+        best = min((runs[index].figures for runs in theirs), key=lambda figures: figures.mean_s)
+        for name, runs in ours.items():
+            figures = runs[index].figures
+            shown = f"bursts at {rate / x:g}x, {name}"
+            targets += [
+                report.Target.at_least(f"{shown}: mean, best stock policy / ours", best.mean_s / figures.mean_s, 1.0),
+                report.Target.at_most(
+                    f"{shown}: P99, ours / best stock policy by mean", figures.p99_s / best.p99_s, 1.0
+                ),
+            ]
+    comparison.finish(targets)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
