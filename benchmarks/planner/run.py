@@ -67,7 +67,8 @@ def main() -> int:
 
 def settings() -> list[Setting]:
     calibrated = [Setting("calibrated-srjf", value) for value in LAMBDAS]
-    return [Setting("fifo"), Setting("srjf"), *calibrated, Setting("calibrated-srjf", 20.0, counts_sharers=True)]
+    sharing = [Setting("calibrated-srjf", value, counts_sharers=True) for value in LAMBDAS]
+    return [Setting("fifo"), Setting("srjf"), *calibrated, *sharing]
 
 
 def trace_of(arrivals: Any, requests_per_s: float, seed: int, **options: Any) -> list[workloads.Arrival]:

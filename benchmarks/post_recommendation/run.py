@@ -34,7 +34,7 @@ CHUNK_TOKENS = 8192 // SCALE  # a usual chunk, divided like the prompts; the def
 # lambda counts tokens, which are divided by SCALE too.
 ONE = engines.ours("ours, one a step", "--fairness-lambda", str(500 / SCALE))
 PACKED = engines.ours(
-    "ours, packed", "--pack-step-tokens", "auto", "--sharers", "count", "--fairness-lambda", str(20 / SCALE)
+    "ours, packed", "--pack-step-tokens", "auto", "--sharers", "count", "--fairness-lambda", str(100 / SCALE)
 )
 ABLATIONS = (
     ONE._replace(name="ours, hybrid off", flags=(*ONE.flags, "--hybrid-prefill", "off")),

@@ -10,7 +10,8 @@ when `n_cached` does, which the caller reports (`calibrate`; see `match_index`).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+import math
+from collections.abc import Collection, Hashable, Iterator
 from typing import Generic, NamedTuple, TypeVar
 
 from sgl_prefill.core.jct import JctModel
@@ -26,8 +27,14 @@ class Waiting(NamedTuple):
     n_cached_tokens: int  # longest prefix that the cache holds now, as far as the request may use it
     arrival_s: float  # on one clock for all requests
     rank: float = 0.0  # user-given priority class: a smaller rank always goes first; 0 where priorities are off
+    credit_from_s: float = math.inf  # from when its waiting counts, where that is before its arrival
     n_sharers: int = 0  # others that wait for a prefix which this request would compute
     n_shared_tokens: int = 0  # how long that prefix is
+
+    @property
+    def since_s(self) -> float:
+        """From when on its waiting counts."""
+        return min(self.arrival_s, self.credit_from_s)
 
 
 def cost_per_request(jct: JctModel, waiting: Waiting) -> float:
@@ -68,7 +75,7 @@ class SrjfQueue(Generic[Request]):
     def put(self, request: Request, waiting: Waiting) -> None:
         """Add a request. Ties go to the one that was added first."""
         self._waiting[request] = waiting
-        score = cost_per_request(self._jct, waiting) + self._fairness_lambda * waiting.arrival_s
+        score = cost_per_request(self._jct, waiting) + self._fairness_lambda * waiting.since_s
         self._by_score.put(request, (waiting.rank, score))
         self._by_arrival.put(request, waiting.arrival_s)
 
@@ -78,6 +85,16 @@ class SrjfQueue(Generic[Request]):
         found = known._replace(n_cached_tokens=n_cached_tokens, n_sharers=n_sharers, n_shared_tokens=n_shared_tokens)
         if found != known:
             self.put(request, found)
+
+    def credit_together(self, requests: Collection[Request]) -> None:
+        """The prefix that these waited for has been computed: their waiting counts from when the first of them came.
+
+        Else the credit of an older request of another prefix breaks in between two of them, and both prefixes are computed
+        again and again (past the paper; a larger lambda then costs little).
+        """
+        since_s = min((self._waiting[one].since_s for one in requests), default=math.inf)
+        for request in requests:
+            self.put(request, self._waiting[request]._replace(credit_from_s=since_s))
 
     def remove(self, request: Request) -> None:
         """A request runs, or has left."""

@@ -143,6 +143,8 @@ class CalibratedQueue:
             start = (parent, end_tokens(parent)) if concerned else None
             for req in concerned:
                 self._match_on(req, start)
+            if self._counts_sharers:
+                self.order.credit_together(concerned)
             self._count_sharers()
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
@@ -204,10 +206,11 @@ class CalibratedQueue:
         for first, second, n_members in self._matches.take_changed_groups():
             if not self._counts_sharers:
                 continue
-            n_input, n_cached, *_, n_sharers, n_shared = self.order.waiting(first)
+            known = self.order.waiting(first)
+            n_input, n_cached, n_shared = known.n_input_tokens, known.n_cached_tokens, known.n_shared_tokens
             if second is None:
                 n_shared = 0
-            elif n_sharers == 0:  # else it has been first here before, and what two of them share stands for all
+            elif known.n_sharers == 0:  # else it has been first here before, and what two of them share stands for all
                 n_shared = _usable(first, n_input, _shared_prefix(self._cache, first, second))
             self.order.calibrate(first, n_cached, n_members - 1, n_shared)
 

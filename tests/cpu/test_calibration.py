@@ -84,7 +84,10 @@ class Calibration(RuleBasedStateMachine):
             assert self.queue.order.waiting(req).n_cached_tokens == n_cached
             cost = cost_per_request(cache_miss_tokens, self.queue.order.waiting(req))
             assert self.counts_sharers or cost == n_input - n_cached
-            return float(cost + FAIRNESS_LAMBDA * req.time_stats.api_server_dispatch_time)
+            since_s = self.queue.order.waiting(req).since_s
+            assert since_s <= req.time_stats.api_server_dispatch_time
+            assert self.counts_sharers or since_s == req.time_stats.api_server_dispatch_time
+            return float(cost + FAIRNESS_LAMBDA * since_s)
 
         # `sorted` is stable: ties stay in the order of arrival.
         assert list(self.queue.order.in_order(self.clock_s)) == sorted(self.waiting, key=score)

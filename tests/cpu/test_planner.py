@@ -56,6 +56,19 @@ def test_a_cache_of_two_users_saves_what_an_unlimited_one_would_for_bursts() -> 
     assert 0.95 * ceiling < saved <= ceiling
 
 
+def test_a_strong_lambda_costs_no_hits_where_sharers_count_together() -> None:
+    """10 users mixed, a cache for two; without it, older requests of other users break in between two of one user."""
+    arrivals = workloads.post_recommendation(random.Random(0), 1.0, n_users=10, n_posts=20, arrivals="single")
+
+    def saved(counts_sharers: bool) -> float:
+        setting = Setting("calibrated-srjf", 2000.0, counts_sharers=counts_sharers)
+        served = list(replay(arrivals, setting, TOKEN_A_MS, durable_tokens=2 * 17_150))
+        return sum(one.n_cached_tokens for one in served) / sum(one.n_tokens for one in served)
+
+    assert saved(counts_sharers=True) > 0.8
+    assert saved(counts_sharers=False) < 0.6
+
+
 def test_a_bound_on_waiting_holds() -> None:
     """One long request under a stream of short ones that alone fill the machine."""
     arrivals = [Arrival(0.0, "long", 0, 5000), *(Arrival(0.009 * n, f"s{n}", 0, 10) for n in range(2000))]

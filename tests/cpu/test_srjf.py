@@ -124,3 +124,18 @@ def test_equal_requests_keep_their_order_and_an_empty_queue_gives_none() -> None
     """Ties go to the first in the queue."""
     assert run([Job("A", 10, "a"), Job("B", 10, "b")], cache_miss_tokens)[0] == "AB"
     assert SrjfQueue[Job](cache_miss_tokens, 1.0).first(0.0) is None
+
+
+def test_who_waited_for_one_prefix_together_keeps_its_place_once_that_is_computed() -> None:
+    """A younger one of the group is not put behind an older request of another prefix; its own arrival still bounds its wait."""
+    queue: SrjfQueue[str] = SrjfQueue(cache_miss_tokens, fairness_lambda=10.0, max_queue_s=5.0)
+    queue.put("old", Waiting(100, 95, 1.0))
+    queue.put("other", Waiting(100, 90, 2.0))
+    queue.put("young", Waiting(100, 95, 4.0))
+    assert list(queue.in_order(4.0)) == ["old", "other", "young"]
+    queue.credit_together(["old", "young"])
+    assert list(queue.in_order(4.0)) == ["old", "young", "other"]
+    queue.remove("old")
+    queue.credit_together(["young"])
+    assert list(queue.in_order(4.0)) == ["young", "other"]
+    assert queue.first(7.5) == "other"
