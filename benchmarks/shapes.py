@@ -70,7 +70,7 @@ def weight_flags(folder: Path) -> list[str]:
 def dummy_flags(folder: Path) -> list[str]:
     """The flags that load such a folder."""
     backend = ["--attention-backend", DEVICE_BACKEND] if HAS_CUDA and DEVICE_BACKEND else []
-    return ["--model-path", str(folder), "--load-format", "dummy", "--dtype", "bfloat16", *backend]
+    return [*weight_flags(folder), "--load-format", "dummy", *backend]
 
 
 def budget(gib: float) -> list[str]:

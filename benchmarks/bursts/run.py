@@ -15,36 +15,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import report
-from benchmarks.harness import traffic
-from benchmarks.harness.client import Due
-from benchmarks.harness.compare import SATURATION, Comparison, Rate
-from benchmarks.post_recommendation.run import (
-    DEFAULT,
-    KV_TOKENS,
-    MAX_LOGPROB_DIFFERENCE,
-    ONE,
-    PACKED,
-    POLICIES,
-    QUICK_USERS,
-    SCALE,
-    SERVED,
-    USERS,
-)
+from benchmarks.post_recommendation.run import DEFAULT, ONE, PACKED, POLICIES, comparison_of
 
 LOADS = (0.5, 1.0, 2.0)
 
 
 def main() -> int:
     arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
-    n_users = QUICK_USERS if arguments.quick else USERS
-
-    def requests_of(rate: Rate) -> list[Due]:
-        return traffic.post_recommendation(rate, "burst", SCALE, n_users=n_users)
-
-    with Comparison(arguments, requests_of, SERVED, MAX_LOGPROB_DIFFERENCE) as comparison:
-        comparison.conditions |= {"kv_tokens": KV_TOKENS, "scaled_by": SCALE, "users": n_users}
-        (first,) = comparison.measure(ONE, [SATURATION])
-        x = comparison.conditions["x_requests_per_s"] = first.figures.requests_per_s
+    with comparison_of(arguments, "burst") as comparison:
+        x = comparison.saturation_of(ONE)
         rates = [load * x for load in (LOADS if not arguments.quick else LOADS[1:2])]
         ours = {engine.name: comparison.measure(engine, rates) for engine in (ONE, PACKED)}
         rivals = (DEFAULT, *POLICIES) if not arguments.quick else (DEFAULT,)

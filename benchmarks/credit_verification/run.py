@@ -23,8 +23,6 @@ MODEL, SCALE = (shapes.DEVICE_MODEL, 1) if shapes.HAS_CUDA else ("llama-small", 
 LONGEST_TOKENS = 61_000 // SCALE
 LOADS = (0.25, 0.5, 1.0, 2.0, 3.0, 4.0)
 QUICK_USERS = 4
-# Long prompts in bfloat16, whole or in chunks.
-MAX_LOGPROB_DIFFERENCE = 0.25
 OURS = engines.ours("ours")
 ABLATIONS = (
     engines.ours("ours, hybrid off", "--hybrid-prefill", "off"),
@@ -46,10 +44,9 @@ def main() -> int:
     def requests_of(rate: Rate) -> list[Due]:
         return traffic.credit_verification(rate, SCALE, n_users=n_users)
 
-    with Comparison(arguments, requests_of, served, MAX_LOGPROB_DIFFERENCE) as comparison:
+    with Comparison(arguments, requests_of, served) as comparison:
         comparison.conditions |= {"scaled_by": SCALE}
-        (ours,) = comparison.measure(OURS, [SATURATION])
-        x = comparison.conditions["x_requests_per_s"] = ours.figures.requests_per_s
+        x = comparison.saturation_of(OURS)
         rates = [] if arguments.quick else [load * x for load in LOADS]
         comparison.measure(OURS, rates)
         for engine in () if arguments.quick else ABLATIONS:

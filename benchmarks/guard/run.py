@@ -8,7 +8,6 @@ The demo model and real text. See the README beside this file.
 from __future__ import annotations
 
 import os
-import pydoc_data.topics
 import random
 import statistics
 import sys
@@ -28,9 +27,7 @@ POLICY_TOKENS, MESSAGE_TOKENS = 1_500, (10, 80)
 N_MESSAGES, QUICK_MESSAGES = 300, 20
 ROUNDS = 3
 LITTLE = 0.2  # of what our engine serves at once
-MAX_LOGPROB_DIFFERENCE = 0.25  # bfloat16, in steps of other sizes
-ONE = engines.ours("ours, one a step")
-PACKED = engines.ours("ours, packed", "--pack-step-tokens", "auto")
+ONE, PACKED = engines.ONE_A_STEP, engines.PACKED
 RIVALS = (engines.stock("fcfs"), engines.stock("lpm"))
 
 
@@ -46,9 +43,8 @@ def main() -> int:
         ["--context-length", "4096", "--max-total-tokens", "8000", "--max-running-requests", "64"],
         ["--max-input-length", "4000", *shapes.budget(3)],
     )
-    with Comparison(arguments, requests_of, served, MAX_LOGPROB_DIFFERENCE) as comparison:
-        (at_once,) = comparison.measure(ONE, [SATURATION])
-        x = comparison.conditions["x_requests_per_s"] = at_once.figures.requests_per_s
+    with Comparison(arguments, requests_of, served) as comparison:
+        x = comparison.saturation_of(ONE)
         rivals = (*RIVALS, *engines.newer("shortest-prefill-first")) if not arguments.quick else RIVALS[:1]
         # The same rate a hair apart is measured anew: this machine's identical runs differ.
         little = [LITTLE * x * (1 + number / 1000) for number in range(1 if arguments.quick else ROUNDS)]
@@ -79,8 +75,7 @@ def prompts(n_messages: int) -> list[list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(demo_model.ensure("bfloat16"))
-    text = "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
-    ids = tokenizer.encode(text[:400_000])
+    ids = tokenizer.encode(traffic.real_text()[:400_000])
     rng = random.Random(0)
     made = []
     for _ in range(n_messages):

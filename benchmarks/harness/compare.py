@@ -20,6 +20,7 @@ from sgl_prefill.errors import ServerStartError
 Rate = float | None  # requests a second; None: all at once
 SATURATION: Rate = None
 N_WARM_UP = 5
+MAX_LOGPROB_DIFFERENCE = 0.25  # bfloat16, in steps and chunks of other sizes
 DEMO = "the demo model, SmolLM2-135M-Instruct in bfloat16"
 
 
@@ -66,7 +67,7 @@ class Served(NamedTuple):
 class Comparison:
     """Runs of one benchmark; a context manager, which ends the last server.
 
-    Answers to the same prompt must agree within `max_logprob_difference`, whoever gives them and at whatever rate, and answers
+    Answers to the same prompt must agree within MAX_LOGPROB_DIFFERENCE, whoever gives them and at whatever rate, and answers
     to different prompts must differ by more, or nothing would be shown (on a device the weights are dummies, which cannot).
     """
 
@@ -75,14 +76,12 @@ class Comparison:
         arguments: Any,
         requests_of: Callable[[Rate], list[client.Due]],
         served: Served,
-        max_logprob_difference: float,
     ) -> None:
         self.conditions: dict[str, Any] = report.conditions()
         self._json: Path | None = arguments.json
         self._kept = Kept(arguments.json, f"{self.conditions['commit']}, {self.conditions['command']}")
         self.conditions["model"] = DEMO if served.model is None else shapes.config(served.model)
         self._make_requests, self._served = requests_of, served
-        self._max_difference = max_logprob_difference
         self._engines: list[engines.Engine] = []
         self._serving: tuple[engines.Engine, engines.Running] | None = None
         self._stack, self._server = ExitStack(), ExitStack()
@@ -112,6 +111,12 @@ class Comparison:
         if engine not in self._engines:
             self._engines.append(engine)
         return [self._runs[_name(engine, rate)] for rate in rates]
+
+    def saturation_of(self, engine: engines.Engine) -> float:
+        """The paper's x: what the reference serves with all submitted at once, in requests a second."""
+        (run,) = self.measure(engine, [SATURATION])
+        self.conditions["x_requests_per_s"] = run.figures.requests_per_s
+        return run.figures.requests_per_s
 
     def measure_rival(self, engine: engines.Engine, rates: Sequence[Rate]) -> list[Run] | None:
         """None, and a row in `failed`, where the engine cannot be started: that is a result too."""
@@ -168,9 +173,9 @@ class Comparison:
         answers = [one.logprobs for one in run.outcomes]
         prompts = [tuple(due.input_ids) for due in self._requests_at(run.offered_per_s)]
         expected = [self._answers.setdefault(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
-        client.check_agreement(answers, expected, self._max_difference, run.engine)
+        client.check_agreement(answers, expected, MAX_LOGPROB_DIFFERENCE, run.engine)
         firsts = [answer[0] for answer in answers]
-        if not shapes.HAS_CUDA and max(firsts) - min(firsts) <= self._max_difference:
+        if not shapes.HAS_CUDA and max(firsts) - min(firsts) <= MAX_LOGPROB_DIFFERENCE:
             raise report.InvalidRunError(f"{run.engine} answers all prompts alike: {answers[0]}")
 
     def _read(self, engine: engines.Engine, rate: Rate) -> Run:

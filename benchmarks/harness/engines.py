@@ -46,16 +46,27 @@ def stock(policy: str, *flags: str) -> Engine:
     return Engine(f"stock {policy}", "sglang.launch_server", ("--schedule-policy", policy, *flags))
 
 
+ONE_A_STEP = ours("ours, one a step")
+PACKED = ours("ours, packed", "--pack-step-tokens", "auto")
+
+
 def transformers() -> Engine:
     """Hugging Face transformers with one prefix kept: what a user without an engine would write."""
     return Engine("transformers", "benchmarks.outsiders.server", ("transformers",))
 
 
-def newer(policy: str, *flags: str) -> list[Engine]:
-    """SGLang 0.5.23 with one of its policies; none where no environment with it is named."""
+def newer_python() -> str | None:
+    """Of the environment that NEWER_PYTHON names."""
     python = os.environ.get(NEWER_PYTHON)
     if python is None:
-        print(f"{NEWER_PYTHON} is not set: SGLang 0.5.23 ({policy}) is left out", file=sys.stderr)
+        print(f"{NEWER_PYTHON} is not set: SGLang 0.5.23 is left out", file=sys.stderr)
+    return python
+
+
+def newer(policy: str, *flags: str) -> list[Engine]:
+    """SGLang 0.5.23 with one of its policies; none where no environment with it is named."""
+    python = newer_python()
+    if python is None:
         return []
     return [Engine(f"0.5.23 {policy}", "sglang.launch_server", ("--schedule-policy", policy, *flags), python)]
 

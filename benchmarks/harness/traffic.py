@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pydoc_data.topics
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -54,6 +55,11 @@ def alone(n_tokens: Sequence[int], requests_per_s: float | None) -> list[Due]:
     return with_tokens(
         Arrival(at_s, f"{number}", 0, n) for number, (at_s, n) in enumerate(zip(times_s, n_tokens, strict=True))
     )
+
+
+def real_text() -> str:
+    """Python's own documentation, which is on every machine."""
+    return "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
 
 
 def poisson(requests_per_s: float | None, n_requests: int) -> list[float]:

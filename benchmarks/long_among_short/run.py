@@ -30,7 +30,6 @@ OVERLOAD = 1.5
 ALONE: Rate = 0.0  # the long request and one hit
 MAX_QUEUE_S = 10.0
 STEP_S = 0.5  # the bound makes a request the next one: a step may be running
-MAX_LOGPROB_DIFFERENCE = 0.25  # bfloat16, in steps of other sizes
 BOUND = ("--max-queue-s", str(MAX_QUEUE_S))
 OURS = (
     engines.ours("ours, one a step", *BOUND),
@@ -57,7 +56,7 @@ def main() -> int:
         ["--context-length", "10000", "--max-total-tokens", "16000", "--max-running-requests", "64"],
         ["--max-input-length", str(LONG_TOKENS + 100), *shapes.budget(4)],
     )
-    with Comparison(arguments, requests_of, served, MAX_LOGPROB_DIFFERENCE) as comparison:
+    with Comparison(arguments, requests_of, served) as comparison:
         comparison.conditions |= {"stream_s": stream_s, "long_tokens": LONG_TOKENS}
         rivals = [*engines.newer("shortest-prefill-first"), engines.stock("lpm"), engines.stock("fcfs")]
         chosen = (OURS[0],) if arguments.quick else (*OURS, *rivals)

@@ -29,7 +29,6 @@ LOADS, QUICK_LOADS = (0.5, 1.0, 2.0) if shapes.HAS_CUDA else (0.25, 0.5, 1.0, 2.
 FURTHEST_LOAD = 2.0
 TIMES = (1.0, 1.3, 2.0, 4.0) if shapes.HAS_CUDA else (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
 QUICK_TIMES = (1.0,)
-MAX_LOGPROB_DIFFERENCE = 0.25  # bfloat16, in steps of other sizes
 CHUNK_TOKENS = 8192 // SCALE  # a usual chunk, divided like the prompts; the default is longer than the scaled prompts
 # lambda counts tokens, which are divided by SCALE too.
 ONE = engines.ours("ours, one a step", "--fairness-lambda", str(500 / SCALE))
@@ -52,16 +51,10 @@ AS_SHIPPED = engines.stock("fcfs", "--attention-backend", "torch_native")._repla
 
 def main() -> int:
     arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
-    n_users = QUICK_USERS if arguments.quick else USERS
     loads, times = (QUICK_LOADS, QUICK_TIMES) if arguments.quick else (LOADS, TIMES)
 
-    def requests_of(rate: Rate) -> list[Due]:
-        return traffic.post_recommendation(rate, "single", SCALE, n_users=n_users)
-
-    with Comparison(arguments, requests_of, SERVED, MAX_LOGPROB_DIFFERENCE) as comparison:
-        comparison.conditions |= {"kv_tokens": KV_TOKENS, "scaled_by": SCALE, "users": n_users}
-        (first,) = comparison.measure(ONE, [SATURATION])
-        x = comparison.conditions["x_requests_per_s"] = first.figures.requests_per_s
+    with comparison_of(arguments, "single") as comparison:
+        x = comparison.saturation_of(ONE)
         rates = [load * x for load in loads]
         rivals = POLICIES[:1] if arguments.quick else (*POLICIES, *newer(), DEFAULT)
         limits = {rival.name: curve(comparison, rival, rates) for rival in rivals}
@@ -87,6 +80,18 @@ SERVED = Served(
     ["--context-length", str(40_960 // SCALE), "--max-total-tokens", str(KV_TOKENS), "--max-running-requests", "64"],
     ["--max-input-length", str(20_480 // SCALE), *shapes.budget(3)],
 )
+
+
+def comparison_of(arguments: Any, arrivals: traffic.Arrivals) -> Comparison:
+    """Of engines that serve WL1, its requests coming one by one or a user's together."""
+    n_users = QUICK_USERS if arguments.quick else USERS
+
+    def requests_of(rate: Rate) -> list[Due]:
+        return traffic.post_recommendation(rate, arrivals, SCALE, n_users=n_users)
+
+    comparison = Comparison(arguments, requests_of, SERVED)
+    comparison.conditions |= {"kv_tokens": KV_TOKENS, "scaled_by": SCALE, "users": n_users}
+    return comparison
 
 
 def newer() -> list[engines.Engine]:

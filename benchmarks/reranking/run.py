@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import pydoc_data.topics
 import re
 import statistics
 import sys
@@ -22,9 +21,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import requests
+from transformers import AutoTokenizer
 
 from benchmarks import report, shapes
-from benchmarks.harness import client, engines
+from benchmarks.harness import client, engines, traffic
 from benchmarks.outsiders.server import common_prefix
 from sgl_prefill import demo_model
 
@@ -33,8 +33,8 @@ QUERIES, QUICK_QUERIES = 3, 1
 QUERY_CHARACTERS, PASSAGE_CHARACTERS = 4_000, 240
 MAX_PROBABILITY_DIFFERENCE = 0.05  # bfloat16, in steps of other sizes
 ENGINES = (
-    engines.ours("ours, one a step"),
-    engines.ours("ours, packed", "--pack-step-tokens", "auto"),
+    engines.ONE_A_STEP,
+    engines.PACKED,
     engines.stock("fcfs"),
     engines.stock("lpm"),
 )
@@ -49,9 +49,10 @@ def main() -> int:
     chosen = [*ENGINES[: 3 if arguments.quick else None]]
     with tempfile.TemporaryDirectory() as scratch:
         model = demo_model.ensure("bfloat16")
+        tokenizer: Any = AutoTokenizer.from_pretrained(model)
         common = ["--model-path", str(model), "--sleep-on-idle", "--enable-metrics", "--max-running-requests", "64"]
         common += ["--context-length", "4096", "--max-total-tokens", "20000"]
-        bodies = [body(model, number, n_passages) for number in range(n_queries)]
+        bodies = [body(tokenizer, number, n_passages) for number in range(n_queries)]
         for engine in chosen:
             budget = ["--max-input-length", "4000", *shapes.budget(3)] if engine.is_ours else shapes.stock_budget()
             with engines.running(engine, [*common, *budget], Path(scratch) / "log") as server:
@@ -79,29 +80,23 @@ def main() -> int:
         if name.startswith("ours")
     ]
     # Computed once, a query costs its tokens; what a second time costs would be as much again.
-    once = {number: needed_tokens(model, one) for number, one in enumerate(bodies)}
+    once = {number: needed_tokens(tokenizer, one) for number, one in enumerate(bodies)}
     ratios = [row["computed_tokens"] / once[row["query"]] for row in rows if row["engine"].startswith("ours")]
     targets.append(report.Target.at_most("reranking: tokens that ours computed / least that can be", max(ratios), 1.01))
     report.finish({"conditions": conditions, "activation_records": records, "rows": rows}, targets, arguments.json)
     return 0
 
 
-def needed_tokens(model: Path, one: dict[str, Any]) -> int:
+def needed_tokens(tokenizer: Any, one: dict[str, Any]) -> int:
     """Of all prompts together, each distinct beginning once."""
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
     prompts = sorted(tokenizer.encode(one["query"] + passage) for passage in one["items"])
     shared = [common_prefix(a, b) for a, b in itertools.pairwise(prompts)]
     return sum(map(len, prompts)) - sum(shared)
 
 
-def body(model: Path, number: int, n_passages: int) -> dict[str, Any]:
+def body(tokenizer: Any, number: int, n_passages: int) -> dict[str, Any]:
     """A page of Python's documentation as query, cuts of other pages as passages; the answers are Yes and No."""
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    text = "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
+    text = traffic.real_text()
     page = text[number * QUERY_CHARACTERS :][:QUERY_CHARACTERS]
     rest = text[QUERIES * QUERY_CHARACTERS :]
     passages = [rest[index * PASSAGE_CHARACTERS :][:PASSAGE_CHARACTERS] for index in range(n_passages)]

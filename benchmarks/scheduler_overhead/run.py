@@ -59,8 +59,8 @@ def main() -> int:
 def rivals_here() -> list[tuple[str, str]]:
     """(Python, policy): this environment's, and those of another one that holds sglang 0.5.23."""
     found = [(sys.executable, "lpm"), (sys.executable, "dfs-weight")]
-    newer = [engine.python for engine in engines.newer("lpm")]
-    return found + [(python, policy) for python in newer for policy in ("lpm", "shortest-prefill-first")]
+    newer = engines.newer_python()
+    return found if newer is None else [*found, (newer, "lpm"), (newer, "shortest-prefill-first")]
 
 
 def measure_rival(python: str, policy: str, n_waiting: int, prompt_tokens: int) -> dict[str, Any]:

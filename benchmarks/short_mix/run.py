@@ -17,13 +17,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import report, shapes
 from benchmarks.harness import engines, traffic
 from benchmarks.harness.client import Due
-from benchmarks.harness.compare import SATURATION, Comparison, Rate, Served
+from benchmarks.harness.compare import Comparison, Rate, Served
 
 MODEL = shapes.DEVICE_MODEL if shapes.HAS_CUDA else "llama-small"
 N_EACH, QUICK_EACH = 50, 3
-MAX_LOGPROB_DIFFERENCE = 0.25  # bfloat16, in steps of other sizes
-ONE = engines.ours("ours, one a step")
-PACKED = engines.ours("ours, packed", "--pack-step-tokens", "auto")
+ONE, PACKED = engines.ONE_A_STEP, engines.PACKED
 RIVALS = (engines.stock("fcfs"), engines.stock("lpm"))
 
 
@@ -39,9 +37,8 @@ def main() -> int:
     def requests_of(rate: Rate) -> list[Due]:
         return traffic.short_mix(rate, n_each)
 
-    with Comparison(arguments, requests_of, served, MAX_LOGPROB_DIFFERENCE) as comparison:
-        (at_once,) = comparison.measure(ONE, [SATURATION])
-        x = comparison.conditions["x_requests_per_s"] = at_once.figures.requests_per_s
+    with Comparison(arguments, requests_of, served) as comparison:
+        x = comparison.saturation_of(ONE)
         ours = [comparison.measure(engine, [x])[0].figures for engine in (ONE, PACKED)]
         rivals = (*RIVALS, *engines.newer("shortest-prefill-first")) if not arguments.quick else RIVALS[:1]
         found = {rival.name: comparison.measure_rival(rival, [x]) for rival in rivals}

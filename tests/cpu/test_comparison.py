@@ -68,7 +68,7 @@ def requests_of(rate: Rate) -> list[client.Due]:
 
 
 def comparison(folder: Path) -> Comparison:
-    return Comparison(Namespace(json=folder / "result.json"), requests_of, Served("llama-small", [], []), 0.25)
+    return Comparison(Namespace(json=folder / "result.json"), requests_of, Served("llama-small", [], []))
 
 
 def test_an_engine_that_answers_wrongly_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
