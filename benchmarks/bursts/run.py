@@ -25,7 +25,8 @@ def main() -> int:
     with comparison_of(arguments, "burst") as comparison:
         x = comparison.saturation_of(ONE)
         rates = [load * x for load in (LOADS if not arguments.quick else LOADS[1:2])]
-        ours = {engine.name: comparison.measure(engine, rates) for engine in (ONE, PACKED)}
+        chosen = (ONE,) if arguments.quick else (ONE, PACKED)
+        ours = {engine.name: comparison.measure(engine, rates) for engine in chosen}
         rivals = (DEFAULT, *POLICIES) if not arguments.quick else (DEFAULT,)
         theirs = [runs for rival in rivals if (runs := comparison.measure_rival(rival, rates)) is not None]
     targets = []

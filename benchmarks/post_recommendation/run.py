@@ -7,6 +7,7 @@ Unscaled on a GPU, all lengths divided by 10 without one. See the README beside 
 
 from __future__ import annotations
 
+import bisect
 import os
 import sys
 from pathlib import Path
@@ -54,12 +55,13 @@ def main() -> int:
     loads, times = (QUICK_LOADS, QUICK_TIMES) if arguments.quick else (LOADS, TIMES)
 
     with comparison_of(arguments, "single") as comparison:
-        x = comparison.saturation_of(ONE)
+        chosen = (PACKED,) if arguments.quick else (ONE, PACKED)
+        x = comparison.saturation_of(chosen[0])
         rates = [load * x for load in loads]
         rivals = POLICIES[:1] if arguments.quick else (*POLICIES, *newer(), DEFAULT)
         limits = {rival.name: curve(comparison, rival, rates) for rival in rivals}
         capacities = []
-        for ours in (PACKED, ONE):
+        for ours in reversed(chosen):
             comparison.measure(ours, [SATURATION, *rates])
             capacities += [
                 {"engine": ours.name, "rival": rival, **capacity(comparison, ours, limit, times)}
@@ -113,18 +115,21 @@ def capacity(
 ) -> dict[str, str | float | None]:
     """The highest of these multiples of a rival's saturation at which ours keeps the rival's mean, P99 and pace.
 
-    The pace matters because a run has an end: what an engine cannot serve waits no longer than that.
+    The pace matters because a run has an end: what an engine cannot serve waits no longer than that. Found by halving
+    `times` again and again: what is held at one load is taken as held at all lower ones.
     """
     assert limit.offered_per_s is not None
-    held = None
-    for one in times:
-        (run,) = comparison.measure(engine, [one * limit.offered_per_s])
+    rival_per_s = limit.offered_per_s
+
+    def is_beyond(one: float) -> bool:
+        (run,) = comparison.measure(engine, [one * rival_per_s])
         is_within = run.figures.mean_s <= limit.figures.mean_s and run.figures.p99_s <= limit.figures.p99_s
-        if not is_within or run.kept_up < limit.kept_up:
-            break
-        held = one
-    shown = "not held" if held is None else f">= {held:g}" if held == times[-1] else f"{held:g}"
-    return {"rival_per_s": limit.offered_per_s, "times": held, "shown": shown}
+        return not is_within or run.kept_up < limit.kept_up
+
+    n_held = bisect.bisect_left(times, True, key=is_beyond)
+    held = times[n_held - 1] if n_held else None
+    shown = "not held" if held is None else f">= {held:g}" if n_held == len(times) else f"{held:g}"
+    return {"rival_per_s": rival_per_s, "times": held, "shown": shown}
 
 
 def targets_of(capacities: list[dict[str, Any]]) -> list[report.Target]:
