@@ -24,7 +24,7 @@ from benchmarks.harness.compare import SATURATION, Comparison, Rate, Served
 from sgl_prefill import demo_model
 
 POLICY_TOKENS, MESSAGE_TOKENS = 1_500, (10, 80)
-N_MESSAGES, QUICK_MESSAGES = 300, 20
+N_MESSAGES, QUICK_MESSAGES = 150, 20
 ROUNDS = 3
 LITTLE = 0.2  # of what our engine serves at once
 ONE, PACKED = engines.ONE_A_STEP, engines.PACKED
