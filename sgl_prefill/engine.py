@@ -10,7 +10,7 @@ from sglang.srt.entrypoints.engine import Engine as StockEngine
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.plugins import load_plugins
 
-from sgl_prefill import preflight, processes
+from sgl_prefill import preflight, prefork, processes
 from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer, ScoredPrompt
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import SeamError
@@ -37,9 +37,10 @@ class Engine(StockEngine):  # type: ignore[misc]
         preflight.check_server_args(config, server_args, listens=False)
         activation.activate(config, "http")
         self.prefill_config = config
+        environment = prefork.ParentEnvironment()
         self.init_tokenizer_manager_func = functools.partial(processes.init_tokenizer_manager, config)
-        self.run_scheduler_process_func = functools.partial(processes.run_scheduler_process, config)
-        self.run_detokenizer_process_func = functools.partial(processes.run_detokenizer_process, config)
+        self.run_scheduler_process_func = functools.partial(processes.run_scheduler_process, config, environment)
+        self.run_detokenizer_process_func = functools.partial(processes.run_detokenizer_process, config, environment)
         super().__init__(server_args=server_args)
 
     def score_labels(

@@ -12,7 +12,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from sgl_prefill import preflight
+from sgl_prefill import preflight, prefork
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.cpu.detect import has_accelerator
 from sgl_prefill.errors import ConfigurationError, SeamError, SglPrefillError
@@ -33,6 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     except SglPrefillError as error:
         print(f"sgl_prefill: cannot start\n{error}", file=sys.stderr)
         return 2
+    finally:
+        prefork.end()
     return 0
 
 
@@ -50,6 +52,11 @@ def parse(argv: list[str], *, listens: bool = True) -> tuple[PrefillConfig, Serv
     defaults = preflight.default_flags(config)
     if problems := preflight.check_argv(config, for_sglang, listens=listens):
         raise ConfigurationError("\n".join(problems))
+    if listens:
+        if not has_accelerator():
+            # Threads that spin between matrix products take the cores from this process and the detokenizer.
+            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        prefork.begin()
     server_args = _prepare([*preflight.required_flags(config), *defaults, *_model_flags(for_sglang), *for_sglang])
     preflight.check_server_args(config, server_args, listens=listens)
     return config, server_args
@@ -64,17 +71,15 @@ def serve(config: PrefillConfig, server_args: ServerArgs) -> None:
     from sgl_prefill.api import routes
     from sgl_prefill.seam import activation
 
-    if not has_accelerator():
-        # Threads that spin between matrix products take the cores from this process and the detokenizer.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     activation.activate(config, "http")
     routes.install(http_server.app, config)
+    environment = prefork.ParentEnvironment()
     try:
         http_server.launch_server(
             server_args,
             init_tokenizer_manager_func=functools.partial(processes.init_tokenizer_manager, config),
-            run_scheduler_process_func=functools.partial(processes.run_scheduler_process, config),
-            run_detokenizer_process_func=functools.partial(processes.run_detokenizer_process, config),
+            run_scheduler_process_func=functools.partial(processes.run_scheduler_process, config, environment),
+            run_detokenizer_process_func=functools.partial(processes.run_detokenizer_process, config, environment),
             execute_warmup_func=processes.execute_warmup,
         )
     finally:

@@ -20,6 +20,7 @@ import requests
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import SglPrefillError
+from sgl_prefill.prefork import ParentEnvironment
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import PortArgs, ServerArgs
@@ -29,16 +30,23 @@ logger = logging.getLogger(__name__)
 WARM_UP_TIMEOUT_S = 600
 
 
-def run_scheduler_process(config: PrefillConfig, server_args: ServerArgs, *args: Any, **kwargs: Any) -> None:
-    """SGLang's scheduler process with our hooks in place; used as `functools.partial(run_scheduler_process, config)`."""
+def run_scheduler_process(
+    config: PrefillConfig, environment: ParentEnvironment, server_args: ServerArgs, *args: Any, **kwargs: Any
+) -> None:
+    """SGLang's scheduler process with our hooks in place.
+
+    Used as `functools.partial(run_scheduler_process, config, ParentEnvironment())`.
+    """
+    environment.adopt()
     from sglang.srt.managers import scheduler
 
     _activate_or_end(config, "scheduler")
     scheduler.run_scheduler_process(server_args, *args, **kwargs)
 
 
-def run_detokenizer_process(config: PrefillConfig, *args: Any, **kwargs: Any) -> None:
+def run_detokenizer_process(config: PrefillConfig, environment: ParentEnvironment, *args: Any, **kwargs: Any) -> None:
     """The same for SGLang's detokenizer process, in which SGLang itself loads no plugins."""
+    environment.adopt()
     from sglang.srt.managers import detokenizer_manager
 
     _activate_or_end(config, "detokenizer")

@@ -6,6 +6,7 @@ run_scheduler_process_func, execute_warmup_func)`, the platform and the attentio
 
 from __future__ import annotations
 
+from sgl_prefill import prefork
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.cpu import kernels, lm_head
 from sgl_prefill.cpu.detect import has_accelerator
@@ -17,6 +18,14 @@ from sgl_prefill.seam.declare import Hook, Relied, Route
 from sgl_prefill.startup import install as startup
 
 HOOKS: tuple[Hook, ...] = (
+    Hook(
+        target="sglang.srt.entrypoints.engine._set_envs_and_config",
+        kind="after",
+        process="http",
+        feature="always",
+        reason="fork scheduler and detokenizer from a process that has imported SGLang meanwhile, instead of spawning them",
+        function=prefork.after_set_envs_and_config,
+    ),
     Hook(
         target="sglang.srt.observability.req_time_stats.APIServerReqTimeStats.__getstate__",
         kind="after",
