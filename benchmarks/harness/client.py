@@ -39,6 +39,7 @@ class Outcome(NamedTuple):
     prompt_tokens: int
     cached_tokens: int
     logprobs: list[float]
+    queue_s: float | None = None  # from the HTTP process to its forward, by the server's clock; needs --enable-metrics
 
     @property
     def latency_s(self) -> float:
@@ -114,9 +115,8 @@ async def _run(url: str, dues: Sequence[Due], name: str) -> list[Outcome]:
             meta = orjson.loads(raw)["meta_info"]
             logprobs = [entry[0] for entry in meta["output_token_ids_logprobs"][0]]
             n_done += 1
-            return Outcome(
-                due.at_s, sent_s, first_byte_s, finish_s, meta["prompt_tokens"], meta["cached_tokens"], logprobs
-            )
+            times_s = (due.at_s, sent_s, first_byte_s, finish_s)
+            return Outcome(*times_s, meta["prompt_tokens"], meta["cached_tokens"], logprobs, _queue_s(meta))
 
         async def show_progress() -> None:
             while True:
@@ -130,6 +130,12 @@ async def _run(url: str, dues: Sequence[Due], name: str) -> list[Outcome]:
         finally:
             progress.cancel()
             print(file=sys.stderr)
+
+
+def _queue_s(meta: dict[str, Any]) -> float | None:
+    if "forward_entry_time" not in meta or "api_server_dispatch_finish_ts" not in meta:
+        return None
+    return float(meta["forward_entry_time"] - meta["api_server_dispatch_finish_ts"])
 
 
 def _body(input_ids: list[int]) -> bytes:

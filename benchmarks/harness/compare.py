@@ -20,7 +20,6 @@ from sgl_prefill.errors import ServerStartError
 Rate = float | None  # requests a second; None: all at once
 SATURATION: Rate = None
 N_WARM_UP = 5
-MAX_LOGPROB_DIFFERENCE = 0.25  # bfloat16, in steps and chunks of other sizes
 DEMO = "the demo model, SmolLM2-135M-Instruct in bfloat16"
 
 
@@ -67,7 +66,7 @@ class Served(NamedTuple):
 class Comparison:
     """Runs of one benchmark; a context manager, which ends the last server.
 
-    Answers to the same prompt must agree within MAX_LOGPROB_DIFFERENCE, whoever gives them and at whatever rate, and answers
+    Answers to the same prompt must agree within what an engine is allowed, at whatever rate, and answers
     to different prompts must differ by more, or nothing would be shown (on a device the weights are dummies, which cannot).
     """
 
@@ -106,7 +105,7 @@ class Comparison:
                 self._measure(engine, rate)
             if _name(engine, rate) not in self._runs:
                 run = self._read(engine, rate)
-                self._check(run)
+                self._check(run, engine.max_logprob_difference)
                 self._runs[_name(engine, rate)] = run
         if engine not in self._engines:
             self._engines.append(engine)
@@ -168,14 +167,14 @@ class Comparison:
             self._requests[rate] = self._make_requests(rate)
         return self._requests[rate]
 
-    def _check(self, run: Run) -> None:
+    def _check(self, run: Run, max_difference: float) -> None:
         """Against who answered the same prompts first."""
         answers = [one.logprobs for one in run.outcomes]
         prompts = [tuple(due.input_ids) for due in self._requests_at(run.offered_per_s)]
         expected = [self._answers.setdefault(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
-        client.check_agreement(answers, expected, MAX_LOGPROB_DIFFERENCE, run.engine)
+        client.check_agreement(answers, expected, max_difference, run.engine)
         firsts = [answer[0] for answer in answers]
-        if not shapes.HAS_CUDA and max(firsts) - min(firsts) <= MAX_LOGPROB_DIFFERENCE:
+        if not shapes.HAS_CUDA and max(firsts) - min(firsts) <= max_difference:
             raise report.InvalidRunError(f"{run.engine} answers all prompts alike: {answers[0]}")
 
     def _read(self, engine: engines.Engine, rate: Rate) -> Run:

@@ -19,6 +19,9 @@ from sgl_prefill import local_server
 QUIET = {"OMP_WAIT_POLICY": "PASSIVE"}
 # Names the Python of an environment with sglang==0.5.23 and, without its dependencies, this package (for the CPU platform).
 NEWER_PYTHON = "SGLANG_0_5_23_PYTHON"
+# Names the Python of an environment with llama-cpp-python, fastapi and uvicorn.
+LLAMA_CPP_PYTHON = "LLAMA_CPP_PYTHON"
+MAX_LOGPROB_DIFFERENCE = 0.25  # bfloat16, in steps and chunks of other sizes
 
 
 class Engine(NamedTuple):
@@ -28,6 +31,7 @@ class Engine(NamedTuple):
     module: str
     flags: tuple[str, ...] = ()
     python: str = sys.executable
+    max_logprob_difference: float = MAX_LOGPROB_DIFFERENCE  # from the engine that was asked first
 
     @property
     def is_ours(self) -> bool:
@@ -55,11 +59,24 @@ def transformers() -> Engine:
     return Engine("transformers", "benchmarks.outsiders.server", ("transformers",))
 
 
+def llama_cpp(gguf_file: Path) -> list[Engine]:
+    """llama.cpp on these 4-bit weights, which it multiplies with activations of 8 bits; none without an environment for it."""
+    python = _python_of(LLAMA_CPP_PYTHON, "llama.cpp")
+    if python is None:
+        return []
+    flags = ("llama_cpp", "--model-path", str(gguf_file))
+    return [Engine("llama.cpp", "benchmarks.outsiders.server", flags, python, max_logprob_difference=2.0)]
+
+
 def newer_python() -> str | None:
     """Of the environment that NEWER_PYTHON names."""
-    python = os.environ.get(NEWER_PYTHON)
+    return _python_of(NEWER_PYTHON, "SGLang 0.5.23")
+
+
+def _python_of(variable: str, what: str) -> str | None:
+    python = os.environ.get(variable)
     if python is None:
-        print(f"{NEWER_PYTHON} is not set: SGLang 0.5.23 is left out", file=sys.stderr)
+        print(f"{variable} is not set: {what} is left out", file=sys.stderr)
     return python
 
 

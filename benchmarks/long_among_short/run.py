@@ -53,7 +53,15 @@ def main() -> int:
 
     served = Served(
         MODEL,
-        ["--context-length", "10000", "--max-total-tokens", "16000", "--max-running-requests", "64"],
+        [
+            "--context-length",
+            "10000",
+            "--max-total-tokens",
+            "16000",
+            "--max-running-requests",
+            "64",
+            "--enable-metrics",
+        ],
         ["--max-input-length", str(LONG_TOKENS + 100), *shapes.budget(4)],
     )
     with Comparison(arguments, requests_of, served) as comparison:
@@ -63,7 +71,9 @@ def main() -> int:
         longs = [one for engine in chosen if (one := wait_of_long(comparison, engine)) is not None]
     targets = [
         report.Target.at_most(
-            f"the long request's wait, {one['engine']}, s (bound {MAX_QUEUE_S:g})", one["wait_s"], MAX_QUEUE_S + STEP_S
+            f"the long request's time in the queue, {one['engine']}, s (bound {MAX_QUEUE_S:g})",
+            one["queue_s"],
+            MAX_QUEUE_S + STEP_S,
         )
         for one in longs
         if one["engine"].startswith("ours")
@@ -84,7 +94,7 @@ def wait_of_long(comparison: Comparison, engine: engines.Engine) -> dict[str, An
         "engine": engine.name,
         "latency_s": long.latency_s,
         "alone_s": alone_s,
-        "wait_s": long.latency_s - alone_s,
+        "queue_s": long.queue_s,
         "answered_before_the_stream_ended": long.finish_s < max(one.at_s for one in run.outcomes),
         "hits_p99_s": run.figures.p99_s,
     }

@@ -1,19 +1,21 @@
 """One request after the other, first come, first served: python -m benchmarks.outsiders.server BACKEND --model-path FOLDER
 
-BACKEND: `transformers` (Hugging Face, with the KV of the last prompt kept for the next one's prefix). `--port`, `--host` as
-SGLang's.
+BACKEND: `transformers` (Hugging Face) on a model folder or `llama_cpp` on a GGUF file, both with the KV of the last prompt
+kept for the next one's prefix. `--port`, `--host` as SGLang's.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import fastapi
+import numpy as np
 import uvicorn
 
 
@@ -70,7 +72,27 @@ class Transformers:
         return logprobs
 
 
-BACKENDS = {"transformers": Transformers}
+class LlamaCpp:
+    """llama.cpp through its Python package."""
+
+    def __init__(self, file: Path) -> None:
+        import llama_cpp
+
+        n_threads = int(os.environ["OMP_NUM_THREADS"])
+        self._model: Any = llama_cpp.Llama(
+            str(file), n_ctx=8192, n_batch=2048, n_threads=n_threads, n_threads_batch=n_threads, verbose=False
+        )
+
+    def log_probabilities(self, ids: Sequence[int], n_kept: int) -> Sequence[float]:
+        self._model.n_tokens = n_kept  # `eval` goes on from here and forgets what was behind
+        self._model.eval(ids[n_kept:])
+        row = self._model._ctx.get_logits_ith(-1)
+        logits = np.ctypeslib.as_array(row, shape=(self._model.n_vocab(),)).astype(np.float64)
+        logprobs: Sequence[float] = (logits - np.logaddexp.reduce(logits)).tolist()
+        return logprobs
+
+
+BACKENDS: dict[str, type[Transformers] | type[LlamaCpp]] = {"transformers": Transformers, "llama_cpp": LlamaCpp}
 
 
 def app_of(slot: Slot) -> fastapi.FastAPI:

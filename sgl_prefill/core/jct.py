@@ -51,8 +51,8 @@ class FittedJct(NamedTuple):
     cached_token_ms: float  # lookups: for each token that is not computed
 
     def __call__(self, n_input_tokens: int, n_cached_tokens: int) -> float:
-        parts = zip(self, _features(n_input_tokens, n_cached_tokens), strict=True)
-        return sum(coefficient * feature for coefficient, feature in parts)
+        _, n_miss, n_pairs, n_cached = _features(n_input_tokens, n_cached_tokens)
+        return self.step_ms + self.miss_token_ms * n_miss + self.pair_ms * n_pairs + self.cached_token_ms * n_cached
 
     def of_step(self, requests: Iterable[tuple[int, int]]) -> Work:
         """One forward pass over several requests, each (n_input_tokens, n_cached_tokens)."""

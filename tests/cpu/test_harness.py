@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from benchmarks import report
-from benchmarks.harness import client, kept
+from benchmarks.harness import client, kept, profile
 
 
 def outcome(at_s: float, finish_s: float, cached_tokens: int = 0) -> client.Outcome:
@@ -93,7 +93,7 @@ def test_arrivals_do_not_wait_for_answers() -> None:
     with fake_engine(answer) as url:
         outcomes = client.run(url, [client.Due(0.0, [1, 2, 3]), client.Due(0.05, [1, 2, 3])], "fake")
     assert [one.at_s for one in outcomes] == [0.0, 0.05]
-    assert outcomes[1].sent_s >= 0.05
+    assert outcomes[1].sent_s > 0.045  # timers may fire a clock tick early
     assert all(one.sent_s <= one.first_byte_s <= one.finish_s for one in outcomes)
     assert [one.logprobs for one in outcomes] == [[-1.0], [-1.0]]
 
@@ -139,3 +139,23 @@ def test_a_benchmark_that_was_cut_off_goes_on_where_it_stopped(tmp_path: Path) -
     assert "ours, 1x" not in kept.Kept(path, "b")
     again.forget()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_time_of_an_operator_is_its_own() -> None:
+    """Without what it calls, in each thread for itself; what is no operator does not count."""
+
+    def event(name: str, ts: float, dur: float, tid: int = 1, cat: str = "cpu_op") -> dict[str, Any]:
+        return {"name": name, "cat": cat, "ts": ts * 1e6, "dur": dur * 1e6, "pid": 1, "tid": tid}
+
+    found = profile.by_group(
+        [
+            event("step", 0, 100, cat="user_annotation"),
+            event("aten::linear", 1, 10),
+            event("aten::matmul", 2, 8),
+            event("aten::mm", 3, 6),
+            event("aten::add", 11, 2),
+            event("aten::_scaled_dot_product_flash_attention_for_cpu", 20, 5),
+            event("aten::mm", 12, 3, tid=2),
+        ]
+    )
+    assert found == pytest.approx({"matrix products": 9, "attention": 5, "other operators": 2 + 2 + 2})

@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import pickle
 import signal
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -29,7 +31,19 @@ def test_a_process_gets_the_environment_of_the_moment_it_is_started(monkeypatch:
     assert "EARLIER" not in os.environ
 
 
-def test_without_the_forking_process_sglang_spawns_as_ever() -> None:
+@pytest.mark.parametrize(
+    ("begun", "dp_size", "n_detokenizers", "expected"),
+    [(True, 1, 1, "forkserver"), (False, 1, 1, "spawn"), (True, 2, 1, "spawn"), (True, 1, 2, "spawn")],
+)
+def test_only_processes_that_adopt_the_environment_are_forked(
+    monkeypatch: pytest.MonkeyPatch, begun: bool, dp_size: int, n_detokenizers: int, expected: str
+) -> None:
+    monkeypatch.setattr(prefork, "_begun", begun)
     before = multiprocessing.get_start_method(allow_none=True)
-    prefork.after_set_envs_and_config(None)
-    assert multiprocessing.get_start_method(allow_none=True) == before
+    server_args: Any = SimpleNamespace(dp_size=dp_size, detokenizer_worker_num=n_detokenizers)
+    try:
+        multiprocessing.set_start_method("spawn", force=True)
+        prefork.after_set_envs_and_config(None, server_args)
+        assert multiprocessing.get_start_method() == expected
+    finally:
+        multiprocessing.set_start_method(before, force=True)
