@@ -65,7 +65,7 @@ def llama_cpp(gguf_file: Path) -> list[Engine]:
     if python is None:
         return []
     flags = ("llama_cpp", "--model-path", str(gguf_file))
-    return [Engine("llama.cpp", "benchmarks.outsiders.server", flags, python, max_logprob_difference=2.0)]
+    return [Engine("llama.cpp", "benchmarks.outsiders.server", flags, python, max_logprob_difference=1.0)]
 
 
 def newer_python() -> str | None:
