@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
@@ -63,6 +64,13 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
     def get_default_attention_backend(self) -> str:
         return NAME_WITHOUT_TRITON
+
+    def get_torch_profiler_activity_str(self) -> str:
+        """What `/start_profile` records as the device's work; without these two, a request for a profile ends the scheduler."""
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
 
     def get_dispatch_key_name(self) -> str:
         return "native"
