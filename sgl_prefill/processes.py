@@ -96,7 +96,7 @@ def execute_warmup(server_args: ServerArgs) -> bool:
         body = {**prompt, "sampling_params": {"max_new_tokens": 0, "temperature": 0}}
         reply = session.post(server_args.url() + route, json=body, timeout=WARM_UP_TIMEOUT_S)
         reply.raise_for_status()
-        # From now on full garbage collections pass over what has been loaded: each took 0.7 s in this process on two cores.
+        # From now on full garbage collections pass over what has been loaded; each would stop all requests for that long.
         session.post(server_args.url() + "/freeze_gc", timeout=WARM_UP_TIMEOUT_S).raise_for_status()
     except requests.RequestException as error:
         logger.error("the warm-up request failed: %s", error)

@@ -100,8 +100,8 @@ async def _run(url: str, dues: Sequence[Due], name: str) -> list[Outcome]:
 
         async def one(due: Due, body: bytes) -> Outcome:
             nonlocal n_done
-            await asyncio.sleep(max(started + due.at_s - time.perf_counter(), 0))
-            sent_s = time.perf_counter() - started
+            while (sent_s := time.perf_counter() - started) < due.at_s:  # a timer may fire a clock tick early
+                await asyncio.sleep(due.at_s - sent_s)
             headers = {"content-type": "application/json"}
             try:
                 async with session.post(f"{url}/generate", data=body, headers=headers) as reply:

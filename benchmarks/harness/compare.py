@@ -66,7 +66,7 @@ class Served(NamedTuple):
 class Comparison:
     """Runs of one benchmark; a context manager, which ends the last server.
 
-    Answers to the same prompt must agree within what an engine is allowed, at whatever rate, and answers
+    Answers to the same prompt must agree within `Engine.max_logprob_difference`, at whatever rate, and answers
     to different prompts must differ by more, or nothing would be shown (on a device the weights are dummies, which cannot).
     """
 

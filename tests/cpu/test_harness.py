@@ -93,7 +93,7 @@ def test_arrivals_do_not_wait_for_answers() -> None:
     with fake_engine(answer) as url:
         outcomes = client.run(url, [client.Due(0.0, [1, 2, 3]), client.Due(0.05, [1, 2, 3])], "fake")
     assert [one.at_s for one in outcomes] == [0.0, 0.05]
-    assert outcomes[1].sent_s > 0.045  # timers may fire a clock tick early
+    assert outcomes[1].sent_s >= 0.05
     assert all(one.sent_s <= one.first_byte_s <= one.finish_s for one in outcomes)
     assert [one.logprobs for one in outcomes] == [[-1.0], [-1.0]]
 
