@@ -23,21 +23,21 @@ MODEL = shapes.DEVICE_MODEL if shapes.HAS_CUDA else "llama-small"
 N_EACH, QUICK_EACH = 50, 3
 ONE, PACKED = engines.ONE_A_STEP, engines.PACKED
 RIVALS = (engines.stock("fcfs"), engines.stock("lpm"))
+SERVED = Served(
+    MODEL,
+    ["--context-length", "10000", "--max-total-tokens", "40000", "--max-running-requests", "64"],
+    ["--max-input-length", "8300", *shapes.budget(4)],
+)
 
 
 def main() -> int:
     arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
     n_each = QUICK_EACH if arguments.quick else N_EACH
-    served = Served(
-        MODEL,
-        ["--context-length", "10000", "--max-total-tokens", "40000", "--max-running-requests", "64"],
-        ["--max-input-length", "8300", *shapes.budget(4)],
-    )
 
     def requests_of(rate: Rate) -> list[Due]:
         return traffic.short_mix(rate, n_each)
 
-    with Comparison(arguments, requests_of, served) as comparison:
+    with Comparison(arguments, requests_of, SERVED) as comparison:
         x = comparison.saturation_of(ONE)
         chosen = {"one a step": ONE} if arguments.quick else {"one a step": ONE, "packed": PACKED}
         ours = {name: comparison.measure(engine, [x])[0].figures for name, engine in chosen.items()}

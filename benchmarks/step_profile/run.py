@@ -24,10 +24,12 @@ from benchmarks.harness import client, engines, profile, traffic
 from benchmarks.harness.compare import Served
 from benchmarks.post_recommendation import run as post_recommendation
 from benchmarks.reranking import run as reranking
+from benchmarks.short_mix import run as short_mix
 
 N_PASSAGES, QUICK_PASSAGES = 200, 10
 N_MESSAGES, QUICK_MESSAGES = 100, 10
 N_USERS, QUICK_USERS = 5, 1
+N_EACH_LENGTH, QUICK_EACH_LENGTH = 10, 1
 DEMO = Served(
     None,
     ["--context-length", "4096", "--max-total-tokens", "20000", "--max-running-requests", "64"],
@@ -48,6 +50,7 @@ class Work(NamedTuple):
 def main() -> int:
     arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
     conditions: dict[str, Any] = {**report.conditions(), "commands": {}}
+    records: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     for work in works(arguments.quick):
         with tempfile.TemporaryDirectory() as scratch:
@@ -56,17 +59,20 @@ def main() -> int:
             for engine in work.chosen[: 1 if arguments.quick else None]:
                 flags = [*model_flags, *work.served.flags(engine)]
                 with engines.running(engine, flags, folder / "log") as server:
-                    conditions["commands"][f"{work.name}: {engine.name}"] = server.command
+                    name = f"{work.name}: {engine.name}"
+                    conditions["commands"][name], records[name] = server.command, server.record
                     rows.append({"work": work.name, "engine": engine.name, **measure(work, server, folder / "trace")})
                     print(rows[-1], file=sys.stderr)
-    report.finish({"conditions": conditions, "rows": rows}, [], arguments.json)
+    report.finish({"conditions": conditions, "activation_records": records, "rows": rows}, [], arguments.json)
     return 0
 
 
 def works(is_quick: bool) -> list[Work]:
-    """Reranking and a guard model's messages (hits of a long prefix), and WL1 (misses and short hits)."""
-    n_passages, n_messages, n_users = (
-        (QUICK_PASSAGES, QUICK_MESSAGES, QUICK_USERS) if is_quick else (N_PASSAGES, N_MESSAGES, N_USERS)
+    """Reranking and a guard model's messages (hits of a long prefix), WL1 (misses and short hits), the short mix (misses)."""
+    n_passages, n_messages, n_users, n_each_length = (
+        (QUICK_PASSAGES, QUICK_MESSAGES, QUICK_USERS, QUICK_EACH_LENGTH)
+        if is_quick
+        else (N_PASSAGES, N_MESSAGES, N_USERS, N_EACH_LENGTH)
     )
     from transformers import AutoTokenizer
 
@@ -76,6 +82,7 @@ def works(is_quick: bool) -> list[Work]:
     body = reranking.body(tokenizer, 0, n_passages)
     messages = [client.Due(0.0, ids) for ids in guard.prompts(n_messages)]
     posts = traffic.post_recommendation(None, "single", post_recommendation.SCALE, n_users=n_users)
+    lengths = traffic.short_mix(None, n_each_length)
     ours = (engines.PACKED, engines.ONE_A_STEP)
     return [
         Work("reranking", DEMO, (*ours, engines.stock("lpm")), n_passages, lambda url: reranking.score(url, body)),
@@ -86,6 +93,13 @@ def works(is_quick: bool) -> list[Work]:
             (post_recommendation.PACKED, post_recommendation.ONE, engines.stock("dfs-weight")),
             len(posts),
             lambda url: client.run(url, posts, "WL1"),
+        ),
+        Work(
+            "short mix",
+            short_mix.SERVED,
+            (engines.ONE_A_STEP, engines.stock("fcfs")),
+            len(lengths),
+            lambda url: client.run(url, lengths, "short mix"),
         ),
     ]
 

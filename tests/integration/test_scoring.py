@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -187,3 +189,14 @@ def test_server_info_shows_the_activation_record(server: Server) -> None:
 def test_health_generate_is_answered_without_generation(server: Server) -> None:
     """SGLang's health probe asks for one token by default; here it is a prefill."""
     assert requests.get(server.url + "/health_generate", timeout=60).status_code == 200
+
+
+def test_a_profile_of_the_server_shows_its_operators(server: Server, tmp_path: Path) -> None:
+    """/start_profile as SGLang has it, with its default activities; on our platform it once ended the scheduler."""
+    assert server.post("/start_profile", {"output_dir": str(tmp_path)}).status_code == 200
+    server.scores(FRANCE, allowed_tokens=CITIES)
+    assert server.post("/stop_profile", {}).status_code == 200
+    (trace,) = tmp_path.glob("*.trace.json.gz")
+    with gzip.open(trace) as file:
+        operators = {event["name"] for event in json.load(file)["traceEvents"] if event.get("cat") == "cpu_op"}
+    assert any("scaled_dot_product" in name for name in operators)
