@@ -25,6 +25,7 @@ from benchmarks.harness.compare import SATURATION, Comparison, Rate, Served
 from sgl_prefill import demo_model
 
 POLICY_TOKENS, MESSAGE_TOKENS = 1_500, (10, 80)
+QUESTION, LABELS = "\n\nIs this about the same subject? Answer yes or no:", (" yes", " no")
 N_MESSAGES, QUICK_MESSAGES = 150, 20
 ROUNDS = 3
 LITTLE = 0.2  # of what our engine serves at once
@@ -37,7 +38,8 @@ def main() -> int:
     messages = prompts(QUICK_MESSAGES if arguments.quick else N_MESSAGES)
 
     def requests_of(rate: Rate) -> list[Due]:
-        return [Due(at_s, ids) for at_s, ids in zip(traffic.poisson(rate, len(messages)), messages, strict=True)]
+        times_s = traffic.poisson(rate, len(messages))
+        return [due._replace(at_s=at_s) for at_s, due in zip(times_s, messages, strict=True)]
 
     served = Served(
         None,
@@ -78,17 +80,18 @@ def main() -> int:
     return 0
 
 
-def prompts(n_messages: int) -> list[list[int]]:
-    """A policy and messages cut from Python's own documentation, which is on every machine."""
+def prompts(n_messages: int) -> list[Due]:
+    """A policy, messages cut from Python's own documentation, which is on every machine, and a question; all due at once."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(demo_model.ensure("bfloat16"))
-    ids = tokenizer.encode(traffic.real_text()[:400_000])
+    ids, question = tokenizer.encode(traffic.real_text()[:400_000]), tokenizer.encode(QUESTION)
+    labels = [tokenizer.encode(label)[0] for label in LABELS]
     rng = random.Random(0)
     made = []
     for _ in range(n_messages):
         start, n_tokens = rng.randrange(POLICY_TOKENS, len(ids) - MESSAGE_TOKENS[1]), rng.randint(*MESSAGE_TOKENS)
-        made.append([*ids[:POLICY_TOKENS], *ids[start : start + n_tokens]])
+        made.append(Due(0.0, [*ids[:POLICY_TOKENS], *ids[start : start + n_tokens], *question], labels))
     return made
 
 

@@ -18,15 +18,16 @@ import orjson
 from benchmarks import report
 from sgl_prefill.plan import percentile
 
-LABEL_IDS = [100, 200, 300]
+LABEL_IDS = (100, 200, 300)
 TIMEOUT_S = 3600
 
 
 class Due(NamedTuple):
-    """A prompt and when it arrives, in seconds from the start of the run."""
+    """A prompt, when it arrives, in seconds from the start of the run, and the labels that are asked for."""
 
     at_s: float
     input_ids: list[int]
+    label_ids: Sequence[int] = LABEL_IDS
 
 
 class Outcome(NamedTuple):
@@ -92,7 +93,7 @@ def check_agreement(
 
 
 async def _run(url: str, dues: Sequence[Due], name: str) -> list[Outcome]:
-    bodies = [_body(due.input_ids) for due in dues]
+    bodies = [_body(due) for due in dues]
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     n_done = 0
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
@@ -138,11 +139,11 @@ def _queue_s(meta: dict[str, Any]) -> float | None:
     return float(meta["forward_entry_time"] - meta["api_server_dispatch_finish_ts"])
 
 
-def _body(input_ids: list[int]) -> bytes:
+def _body(due: Due) -> bytes:
     body: dict[str, Any] = {
-        "input_ids": input_ids,
+        "input_ids": due.input_ids,
         "sampling_params": {"max_new_tokens": 0, "temperature": 0},
         "return_logprob": True,
-        "token_ids_logprob": LABEL_IDS,
+        "token_ids_logprob": due.label_ids,
     }
     return orjson.dumps(body)

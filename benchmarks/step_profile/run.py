@@ -80,7 +80,7 @@ def works(is_quick: bool) -> list[Work]:
 
     tokenizer: Any = AutoTokenizer.from_pretrained(demo_model.ensure("bfloat16"))
     body = reranking.body(tokenizer, 0, n_passages)
-    messages = [client.Due(0.0, ids) for ids in guard.prompts(n_messages)]
+    messages = guard.prompts(n_messages)
     posts = traffic.post_recommendation(None, "single", post_recommendation.SCALE, n_users=n_users)
     lengths = traffic.short_mix(None, n_each_length)
     ours = (engines.PACKED, engines.ONE_A_STEP)
