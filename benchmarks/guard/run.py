@@ -27,7 +27,7 @@ from sgl_prefill import demo_model
 POLICY_TOKENS, MESSAGE_TOKENS = 1_500, (10, 80)
 QUESTION, LABELS = "\n\nIs this about the same subject? Answer yes or no:", (" yes", " no")
 N_MESSAGES, QUICK_MESSAGES = 150, 20
-ROUNDS = 3
+N_WHEN_LITTLE, ROUNDS = 40, 3
 LITTLE = 0.2  # of what our engine serves at once
 ONE, PACKED = engines.ONE_A_STEP, engines.PACKED
 RIVALS = (engines.stock("fcfs"), engines.stock("lpm"))
@@ -38,8 +38,8 @@ def main() -> int:
     messages = prompts(QUICK_MESSAGES if arguments.quick else N_MESSAGES)
 
     def requests_of(rate: Rate) -> list[Due]:
-        times_s = traffic.poisson(rate, len(messages))
-        return [due._replace(at_s=at_s) for at_s, due in zip(times_s, messages, strict=True)]
+        sent = messages if rate is SATURATION else messages[:N_WHEN_LITTLE]
+        return [due._replace(at_s=at_s) for at_s, due in zip(traffic.poisson(rate, len(sent)), sent, strict=True)]
 
     served = Served(
         None,
