@@ -67,7 +67,7 @@ def test_the_changelog_starts_with_the_version_of_the_package() -> None:
     "folder", sorted(path.parent for path in ROOT.glob("benchmarks/*/run.py")), ids=lambda p: p.name
 )
 def test_every_benchmark_has_a_readme_and_a_full_result(folder: Path) -> None:
-    """The committed JSON names its command and holds targets with values."""
+    """The committed JSON names its command and holds targets with values, or rows that explain those of others."""
     text = (folder / "README.md").read_text()
     is_measured = (folder / "result.json").exists()
     assert is_measured != ("Not measured yet." in text), "a benchmark without a result says so"
@@ -76,7 +76,7 @@ def test_every_benchmark_has_a_readme_and_a_full_result(folder: Path) -> None:
     result = json.loads((folder / "result.json").read_text())
     assert result["conditions"]["command"] == f"python benchmarks/{folder.name}/run.py"
     assert result["conditions"]["commit"]
-    assert result["targets"]
+    assert result["targets"] or (folder.name == "step_profile" and result["rows"])
     for target in result["targets"]:
         assert set(target) == {"name", "value", "target", "met"}
 
