@@ -69,6 +69,8 @@ def text(folder: Path = HERE) -> str:
         "On the machines of this page, at its scale. A claim holds where every target that bears on it is met, and"
         " partly where the numbers go its way.\n",
         *_table(["claim", "verdict", "measured"], ([claim.text, *verdict(claim, results)] for claim in CLAIMS)),
+        "\n## Lost or wrong answers\n",
+        lost_or_wrong(results),
         "\n## Not measured\n",
         *(f"* `{name}`" for name in missing),
         *_accelerators(results),
@@ -97,6 +99,16 @@ def verdict(claim: Claim, results: dict[str, Result]) -> tuple[str, str]:
     # All that can be missed and still go its way are ratios of at least 1: better, but by less than was asked for.
     goes_its_way = n_met > 0 or any(1 < target["value"] < target["target"] for target in targets)
     return ("holds partly" if goes_its_way else "does not hold"), numbers
+
+
+def lost_or_wrong(results: dict[str, Result]) -> str:
+    """Over the comparisons of engines under load, which have rows only where every answer came and was right."""
+    compared = [result["rows"] for result in results.values() if {"requests", "p99_s"} <= result["rows"][0].keys()]
+    n_requests = sum(row["requests"] for rows in compared for row in rows)
+    return (
+        f"0 of {n_requests:,} requests in {len(compared)} comparisons (target 0). A comparison in which a request is lost, or in"
+        " which two engines' log-probabilities differ by more than it allows, ends with an error and writes no result."
+    )
 
 
 def _section(folder: Path, name: str, result: Result) -> list[str]:

@@ -291,6 +291,13 @@ def test_the_verdict_on_a_claim_follows_from_its_targets(value: float | None, ex
     assert make_report.verdict(claim, results)[0] == expected
 
 
+def test_the_report_counts_the_answers_of_comparisons_alone() -> None:
+    """Results without latencies under load do not check answers against another engine's."""
+    compared, profiled = {"requests": 1500, "p99_s": 1.0}, {"requests": 10, "request_ms": 3.0}
+    results = {"a": {"rows": [compared, compared]}, "b": {"rows": [compared]}, "c": {"rows": [profiled]}}
+    assert make_report.lost_or_wrong(results).startswith("0 of 4,500 requests in 2 comparisons")
+
+
 def test_the_committed_report_is_what_the_results_say() -> None:
     """`python benchmarks/make_report.py` changes nothing."""
     assert (make_report.HERE / "REPORT.md").read_text() == make_report.text()
