@@ -5,6 +5,7 @@ Serves the demo, the tests and the benchmarks, for our launcher and for stock SG
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -63,15 +64,12 @@ def start(
             env={**os.environ, **(environment or {})},
         )
     server = LocalServer(f"http://127.0.0.1:{port}", command, process, log)
-    started = time.monotonic()
-    while (elapsed_s := time.monotonic() - started) < START_TIMEOUT_S:
-        on_wait(elapsed_s)
-        if _ended_within(process, POLL_S):
-            raise ServerStartError(f"{' '.join(command)} ended with status {process.returncode}:\n{_tail(log)}")
-        if _is_healthy(server.url):
-            return server
-    server.stop()
-    raise ServerStartError(f"{' '.join(command)} was not healthy after {START_TIMEOUT_S} s:\n{_tail(log)}")
+    try:
+        _await_health(server, on_wait)
+    except BaseException:  # also where the caller is ended while it waits: nobody else knows of the server
+        _kill(process)
+        raise
+    return server
 
 
 @contextmanager
@@ -82,6 +80,27 @@ def running(module: str, flags: Sequence[str], log: Path, **options: object) -> 
         yield server
     finally:
         server.stop()
+
+
+def _await_health(server: LocalServer, on_wait: Callable[[float], None]) -> None:
+    started = time.monotonic()
+    while (elapsed_s := time.monotonic() - started) < START_TIMEOUT_S:
+        on_wait(elapsed_s)
+        if _ended_within(server.process, POLL_S):
+            status = server.process.returncode
+            raise ServerStartError(f"{' '.join(server.command)} ended with status {status}:\n{_tail(server.log)}")
+        if _is_healthy(server.url):
+            return
+    raise ServerStartError(
+        f"{' '.join(server.command)} was not healthy after {START_TIMEOUT_S} s:\n{_tail(server.log)}"
+    )
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """With all of its session, at once."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _ended_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
