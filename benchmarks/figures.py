@@ -19,6 +19,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
+from matplotlib.ticker import LogLocator, NullFormatter
 
 HERE = Path(__file__).parent
 Result = dict[str, Any]
@@ -40,6 +41,10 @@ def draw_latency(figure: Any, result: Result) -> None:
             xlabel="offered load, requests/s", ylabel=f"{title} latency, s", xscale="log", yscale="log", title=title
         )
         axes.grid(alpha=0.3)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter(NullFormatter())
     axes.legend(fontsize="x-small")
 
 
@@ -86,7 +91,11 @@ def draw_mil(figure: Any, result: Result) -> None:
     for place, (row, length) in enumerate(zip(result["rows"], lengths, strict=True)):
         shown = "out of memory" if row["longest_input_tokens"] is None else f"{length:,}"
         axes.text(length, place, f" {shown}", va="center", fontsize="x-small")
-    axes.set(xlabel=f"longest input in {result['conditions']['budget_mib']} MiB beside the weights, tokens")
+    conditions = result["conditions"]
+    memory = (
+        f"{conditions['budget_mib']} MiB beside the weights" if "budget_mib" in conditions else "the paper's devices"
+    )
+    axes.set(xlabel=f"longest input in {memory}, tokens")
     axes.tick_params(axis="y", labelsize="x-small")
     axes.margins(x=0.15)
 
@@ -133,8 +142,8 @@ def draw(name: str, folder: Path = HERE) -> Path | None:
     chosen.draw(figure, result)
     conditions = result["conditions"]
     figure.suptitle(
-        f"{conditions['command']}, {conditions['hardware']['processor']}, {conditions['hardware']['cores']} cores,"
-        f" commit {conditions['commit'][:10]}",
+        f"{conditions['command']}, {machine_of(conditions['hardware'])}, commit {conditions['commit'][:10]}"
+        + (f", lengths divided by {conditions['scaled_by']}" if conditions.get("scaled_by", 1) != 1 else ""),
         fontsize="xx-small",
     )
     drawn = folder / "figures" / f"{name}.png"
@@ -142,6 +151,11 @@ def draw(name: str, folder: Path = HERE) -> Path | None:
     figure.savefig(drawn, dpi=130, metadata={"Software": None})
     pyplot.close(figure)
     return drawn
+
+
+def machine_of(hardware: dict[str, Any]) -> str:
+    """The accelerator, where there is one."""
+    return hardware["accelerator"] or f"{hardware['processor']}, {hardware['cores']} cores"
 
 
 def main() -> int:

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import re
+import statistics
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).parent
 Result = dict[str, Any]
 NOT_TESTED = "not tested here"
-LEAST_GAIN = 1.1  # a ratio of less is within what identical runs of one engine differ by
+LEAST_GAIN = 1.1  # a ratio of less is within what the throughputs of identical runs differ by
 
 
 class Claim(NamedTuple):
@@ -108,16 +109,28 @@ def verdict(claim: Claim, results: dict[str, Result]) -> tuple[str, str]:
 
 
 def lost_or_wrong(results: dict[str, Result]) -> str:
-    """Over the comparisons of engines under load, which have rows only where every answer came and was right."""
-    counts = [
-        sum(row["requests"] for row in result.get("rows", []) if {"requests", "p99_s"} <= row.keys())
+    """Over the comparisons of engines under load, which have rows only where every answer came and was right.
+
+    Those with SGLang's dummy weights are left out: they answer all prompts alike.
+    """
+    compared = [
+        [row for row in result.get("rows", []) if {"requests", "p99_s"} <= row.keys()]
         for result in results.values()
+        if "--load-format dummy" not in str(result["conditions"].get("commands"))
     ]
-    return (
-        f"0 of {sum(counts):,} requests in {sum(map(bool, counts))} comparisons (target 0). A comparison in which a"
-        " request is lost, or in which two engines' log-probabilities differ by more than it allows, ends with an error"
-        " and writes no result."
+    text = (
+        f"0 of {sum(row['requests'] for rows in compared for row in rows):,} requests in {sum(map(bool, compared))}"
+        " comparisons (target 0). A comparison in which a request is lost, or in which two engines' log-probabilities"
+        " differ by more than it allows, ends with an error and writes no result."
     )
+    shares = [(row["told_apart"], row["engine"]) for rows in compared for row in rows if "told_apart" in row]
+    if shares:
+        share, engine = min(shares)
+        text += (
+            " Of answers that were those of the request before, it would find"
+            f" {statistics.median(share for share, _ in shares):.0%} in the median run, and {share:.0%} at least ({engine})."
+        )
+    return text
 
 
 def _section(folder: Path, name: str, result: Result) -> list[str]:
@@ -132,9 +145,11 @@ def _section(folder: Path, name: str, result: Result) -> list[str]:
     if question is not None:
         lines.append(" ".join(question.group(1).split()) + "\n")
     accelerator = machine["accelerator"] or "no accelerator"
+    sglangs = dict.fromkeys([versions["sglang"], *filter(None, conditions.get("sglang_of", {}).values())])
     lines.append(
-        f"{machine['processor']}, {machine['cores']} cores, {accelerator}; SGLang {versions['sglang']}, PyTorch"
-        f" {versions['torch']}, commit {_commit(conditions)}, OMP_NUM_THREADS={conditions['OMP_NUM_THREADS']}.\n"
+        f"{machine['processor']}, {machine['cores']} cores, {accelerator}; SGLang {' and '.join(sglangs)}, PyTorch"
+        f" {versions['torch']}, commit {_commit(conditions)}, OMP_NUM_THREADS={conditions['OMP_NUM_THREADS']}."
+        f"{_setting(conditions)}\n"
     )
     targets = result["targets"]
     shown = (
@@ -144,7 +159,7 @@ def _section(folder: Path, name: str, result: Result) -> list[str]:
     if targets:
         lines += _table(["row", "value", "target", ""], shown)
     for paragraph in re.findall(
-        r"^(?:What this does not show|Conditions? that flatter).*?(?=\n\n|\Z)", readme, re.M | re.S
+        r"^(?:Missed|What this does not show|Conditions? that (?:flatter|mislead)).*?(?=\n\n|\Z)", readme, re.M | re.S
     ):
         lines.append("\n" + " ".join(paragraph.split()))
     for rows in _tables_of(name, result):
@@ -165,19 +180,42 @@ def _tables_of(name: str, result: Result) -> list[list[dict[str, Any]]]:
     """Runs under load by their most important columns, other rows by those that hold one value each."""
     tables = []
     for key in TABLES:
-        rows: list[dict[str, Any]] = result.get(key, [])
+        rows: list[dict[str, Any]] = [_flat(row) for row in result.get(key, [])]
         if not rows or (key == "rows" and name in WITHOUT_ROWS):
             continue
         columns = [key for key in rows[0] if all(not isinstance(row.get(key), list | dict) for row in rows)]
         if set(RUN_COLUMNS) <= set(columns):
             columns = list(RUN_COLUMNS)
-        shown = [{key: row.get(key) for key in columns if key != "commit"} for row in rows]
+        shown = [{key: row.get(key) for key in columns} for row in rows]
         for row in shown:
             if row.get("offered_per_s", 0) is None:
                 row["offered_per_s"] = "all at once"
             row.update({what: "not measured" for what, value in row.items() if value is None})
         tables.append(shown)
     return tables
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """With what tells how a longest input was served, and the commit as it is shown."""
+    served = {key: row["served"][key] for key in ("peak_mib", "answered")} if row.get("served") else {}
+    return {**row, **served, **({"commit": _commit(row)} if "commit" in row else {})}
+
+
+def _setting(conditions: dict[str, Any]) -> str:
+    """The model, and the numbers that the benchmark adds to the conditions of all."""
+    said = []
+    if isinstance(model := conditions.get("model"), dict):
+        said.append(
+            f"a model of {model['num_hidden_layers']} layers, hidden size {model['hidden_size']}, random weights"
+        )
+    elif model is not None:
+        said.append(f"model {model}")
+    said += [
+        f"{name.replace('_', ' ')} {_shown(value)}"
+        for name, value in conditions.items()
+        if name != "model" and isinstance(value, int | float)
+    ]
+    return f" Here: {', '.join(said)}." if said else ""
 
 
 def _link(folder: Path, name: str) -> str:

@@ -60,17 +60,11 @@ def arguments(description: str | None, default_json: Path) -> argparse.Namespace
 
 def conditions() -> dict[str, Any]:
     """Commit, versions and hardware, to be read before the run; the benchmark adds `commands` (see `portable`)."""
-    git = ["git", "-C", str(REPOSITORY)]
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    # Results beside the benchmarks are written by runs; they change nothing that another run measures.
-    results = [":(exclude)benchmarks/*/result*", ":(exclude)benchmarks/figures", ":(exclude)benchmarks/REPORT.md"]
-    status = [*git, "status", "--porcelain", "--", str(REPOSITORY), *results]
-    dirty = subprocess.run(status, capture_output=True, text=True, check=True).stdout.strip()
     return {
         "command": " ".join(
             ["python", str(Path(sys.argv[0]).resolve().relative_to(REPOSITORY)), *_without_json(sys.argv[1:])]
         ),
-        "commit": commit + (" with uncommitted changes" if dirty else ""),
+        "commit": _commit(),
         "versions": {
             name: importlib.metadata.version(name) for name in ("sgl-prefill", "sglang", "torch", "transformers")
         },
@@ -83,6 +77,20 @@ def conditions() -> dict[str, Any]:
         },
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
     }
+
+
+def _commit() -> str:
+    """`unknown` where the tree was copied to a machine without its repository."""
+    git = ["git", "-C", str(REPOSITORY)]
+    # Results beside the benchmarks are written by runs; they change nothing that another run measures.
+    results = [":(exclude)benchmarks/*/result*", ":(exclude)benchmarks/figures", ":(exclude)benchmarks/REPORT.md"]
+    status = [*git, "status", "--porcelain", "--", str(REPOSITORY), *results]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        dirty = subprocess.run(status, capture_output=True, text=True, check=True).stdout.strip()
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit + (" with uncommitted changes" if dirty else "")
 
 
 def portable(command: list[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -19,6 +20,23 @@ HAS_CUDA = torch.cuda.is_available()
 # On a device these choose another model or attention backend of the same benchmark.
 DEVICE_MODEL = os.environ.get("BENCH_MODEL", "llama-3.1-8b")
 DEVICE_BACKEND = os.environ.get("BENCH_ATTENTION_BACKEND")
+
+
+def attention_backends() -> list[str]:
+    """Those of SGLang that this device and environment have, the fastest first."""
+    if not HAS_CUDA:
+        return []
+    is_hopper = torch.cuda.get_device_capability()[0] == 9
+    needs = {"fa3": "sgl_kernel.flash_attn" if is_hopper else None, "flashinfer": "flashinfer", "triton": "triton"}
+    return [backend for backend, module in needs.items() if module is not None and _can_import(module)]
+
+
+def _can_import(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True
 
 
 def config(model: str) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
     python scripts/wheelhouse.py --out wheelhouse --python 3.12 --part-mib 60 --have torch triton numpy
 
-Takes what a server of this environment imports, downloads it for the other machine's Python, and deals the files into folders
-`part-0`, `part-1` ...; a wheel that is larger than a part is cut into pieces. There, with all parts in one place:
+Takes what a server of this environment imports, downloads it for the other machine's Python, builds this package's own wheel,
+and deals the files into folders `part-0`, `part-1` ...; a wheel that is larger than a part is cut into pieces. There, with all
+parts in one place:
 
     python scripts/wheelhouse.py --join wheelhouse && pip install --no-index --no-deps wheelhouse/whole/*.whl
 """
@@ -27,6 +28,7 @@ import json, sys
 import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler, sglang.srt.managers.detokenizer_manager
 print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
 """
+OWN, REPOSITORY = "sgl-prefill", Path(__file__).resolve().parents[1]
 PIECE = re.compile(r"(.*)\.piece-(\d+)-of-(\d+)$")
 
 
@@ -46,6 +48,7 @@ def main() -> int:
     wheels = arguments.out / "wheels"
     missing = sorted(name for name in imported_distributions() if _plain(name) not in map(_plain, arguments.have))
     failed = [name for name in missing if not download(name, arguments.python, wheels)]
+    build_own(wheels)
     deal(sorted(wheels.glob("*.whl")), arguments.out, arguments.part_mib << 20)
     if failed:
         print(f"no wheel for Python {arguments.python}: {', '.join(failed)}", file=sys.stderr)
@@ -57,7 +60,7 @@ def imported_distributions() -> set[str]:
     printed = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True).stdout
     distributions = importlib.metadata.packages_distributions()
     imported = {name for module in json.loads(printed.splitlines()[-1]) for name in distributions.get(module, [])}
-    return imported | {name for name in ALSO if _is_installed(name)}
+    return {name for name in imported if _plain(name) != OWN} | {name for name in ALSO if _is_installed(name)}
 
 
 def download(name: str, python: str, folder: Path) -> bool:
@@ -67,6 +70,12 @@ def download(name: str, python: str, folder: Path) -> bool:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--python-version", python]
     done = subprocess.run([*command, *platforms, "--dest", str(folder), f"{name}=={version}"], check=False)
     return done.returncode == 0
+
+
+def build_own(folder: Path) -> None:
+    """This package's wheel, which no registry has. Raises CalledProcessError."""
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(folder), str(REPOSITORY)]
+    subprocess.run(command, check=True)
 
 
 def deal(files: list[Path], out: Path, part_bytes: int) -> list[Path]:

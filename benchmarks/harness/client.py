@@ -6,6 +6,7 @@ A closed loop (so many workers, each waiting for its answer) slows down with the
 from __future__ import annotations
 
 import asyncio
+import itertools
 import resource
 import sys
 import time
@@ -90,6 +91,15 @@ def check_agreement(
         # NaN is no agreement either.
         if not all(abs(a - b) <= max_difference for a, b in zip(ours, theirs, strict=True)):
             raise report.InvalidRunError(f"{name} disagrees with another engine: {ours} and {theirs}")
+
+
+def told_apart(answers: Sequence[list[float]], max_difference: float) -> float:
+    """The share of answers that `check_agreement` would take for wrong if they were those of the request before."""
+    differ = [
+        any(abs(a - b) > max_difference for a, b in zip(one, before, strict=True))
+        for before, one in itertools.pairwise(answers)
+    ]
+    return sum(differ) / max(len(differ), 1)
 
 
 async def _run(url: str, dues: Sequence[Due], name: str) -> list[Outcome]:

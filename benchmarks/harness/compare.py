@@ -30,6 +30,9 @@ class Run(NamedTuple):
     offered_per_s: Rate
     figures: client.Figures
     outcomes: list[client.Outcome]
+    told_apart: float = (
+        1.0  # the share of answers that would be found to be wrong if they were those of the request before
+    )
 
     @property
     def kept_up(self) -> float:
@@ -37,7 +40,12 @@ class Run(NamedTuple):
         return 1.0 if self.offered_per_s is None else self.figures.requests_per_s / self.offered_per_s
 
     def row(self) -> dict[str, Any]:
-        return {"engine": self.engine, "offered_per_s": self.offered_per_s, **self.figures._asdict()}
+        return {
+            "engine": self.engine,
+            "offered_per_s": self.offered_per_s,
+            **self.figures._asdict(),
+            "told_apart": self.told_apart,
+        }
 
 
 class Served(NamedTuple):
@@ -66,8 +74,11 @@ class Served(NamedTuple):
 class Comparison:
     """Runs of one benchmark; a context manager, which ends the last server.
 
-    Answers to the same prompt must agree within `Engine.max_logprob_difference`, at whatever rate, and answers
-    to different prompts must differ by more, or nothing would be shown (on a device the weights are dummies, which cannot).
+    A run that `timeout` cuts off writes the rows that it has, without targets, where no result is yet, and may be resumed.
+
+    Answers to the same prompt must agree within `Engine.max_logprob_difference`, at whatever rate, and some answers to
+    different prompts must differ by more, or nothing would be shown (on a device the weights are dummies, which cannot);
+    how many do is in the rows, as `told_apart`.
     """
 
     def __init__(
@@ -94,9 +105,12 @@ class Comparison:
         self._model_flags = self._served.model_flags(self._folder)
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: Any, _: Any) -> None:
         self._server.close()
         self._stack.close()
+        if kind is SystemExit and self._json is not None and not self._json.exists():
+            self.failed.append({"engine": "all others", "failed": "the run was cut off"})
+            self._write([], {})
 
     def measure(self, engine: engines.Engine, rates: Sequence[Rate]) -> list[Run]:
         """Raises InvalidRunError where the engine is not the one asked for, a request is lost, or an answer differs."""
@@ -107,8 +121,8 @@ class Comparison:
                 run = self._read(engine, rate)
                 self._check(run, engine.max_logprob_difference)
                 self._runs[_name(engine, rate)] = run
-        if engine not in self._engines:
-            self._engines.append(engine)
+            if engine not in self._engines:
+                self._engines.append(engine)
         return [self._runs[_name(engine, rate)] for rate in rates]
 
     def saturation_of(self, engine: engines.Engine) -> float:
@@ -118,18 +132,27 @@ class Comparison:
         return run.figures.requests_per_s
 
     def measure_rival(self, engine: engines.Engine, rates: Sequence[Rate]) -> list[Run] | None:
-        """None, and a row in `failed`, where the engine cannot be started: that is a result too."""
+        """None, and a row in `failed`, where the engine cannot be started, or ends under the load: that is a result too."""
         try:
             return self.measure(engine, rates)
         except ServerStartError as error:
-            lines = str(error).strip().splitlines()
-            self.failed.append({"engine": engine.name, "failed": lines[-1][-300:]})
-            print(f"{engine.name} failed: {lines[-1]}", file=sys.stderr)
-            self._serving = None
-            return None
+            why = str(error)
+        except report.InvalidRunError as error:
+            if self._serving is None or not self._serving[1].has_ended():
+                raise
+            why = f"ended under the load: {error}"
+        last_line = why.strip().splitlines()[-1][-300:]
+        self.failed.append({"engine": engine.name, "failed": last_line})
+        print(f"{engine.name} failed: {last_line}", file=sys.stderr)
+        self._serving = None
+        return None
 
     def finish(self, targets: list[report.Target], **further: Any) -> None:
         """Write result.json, and beside it `result.requests.jsonl.gz` with each run's requests in columns."""
+        self._write(targets, further)
+        self._kept.forget()
+
+    def _write(self, targets: list[report.Target], further: dict[str, Any]) -> None:
         kept = {engine.name: self._kept[engine.name] for engine in self._engines}
         self.conditions["commands"] = {name: one["command"] for name, one in kept.items()}
         self.conditions["sglang_of"] = {name: one["version"] for name, one in kept.items()}
@@ -140,7 +163,6 @@ class Comparison:
         if self._json is not None:
             lines = [json.dumps(_columns(run)) + "\n" for run in self._runs.values()]
             self._json.with_suffix(".requests.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode(), mtime=0))
-        self._kept.forget()
 
     def _measure(self, engine: engines.Engine, rate: Rate) -> None:
         server = self._server_of(engine)
@@ -179,7 +201,8 @@ class Comparison:
 
     def _read(self, engine: engines.Engine, rate: Rate) -> Run:
         outcomes = [client.Outcome(*fields) for fields in self._kept[_name(engine, rate)]]
-        return Run(engine.name, rate, client.figures(outcomes), outcomes)
+        told_apart = client.told_apart([one.logprobs for one in outcomes], engine.max_logprob_difference)
+        return Run(engine.name, rate, client.figures(outcomes), outcomes, told_apart)
 
 
 def _name(engine: engines.Engine, rate: Rate) -> str:

@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import requests
 
 from benchmarks import report
 from sgl_prefill import local_server
+from sgl_prefill.errors import ServerStartError
 
 # Threads that spin between matrix products take the cores from the HTTP process, and identical runs differ by half. Our
 # launcher sets it by itself where there is no accelerator; here every engine gets it.
@@ -21,6 +23,7 @@ QUIET = {"OMP_WAIT_POLICY": "PASSIVE"}
 NEWER_PYTHON = "SGLANG_0_5_23_PYTHON"
 # Names the Python of an environment with llama-cpp-python, fastapi and uvicorn.
 LLAMA_CPP_PYTHON = "LLAMA_CPP_PYTHON"
+END_S = 30
 MAX_LOGPROB_DIFFERENCE = 0.25  # bfloat16, in steps and chunks of other sizes
 
 
@@ -30,7 +33,7 @@ class Engine(NamedTuple):
     name: str
     module: str
     flags: tuple[str, ...] = ()
-    python: str = sys.executable
+    python_variable: str | None = None  # of the environment, naming the Python that it runs in; None: this one
     max_logprob_difference: float = MAX_LOGPROB_DIFFERENCE  # from the engine that was asked first
 
     @property
@@ -59,33 +62,15 @@ def transformers() -> Engine:
     return Engine("transformers", "benchmarks.outsiders.server", ("transformers",))
 
 
-def llama_cpp(gguf_file: Path) -> list[Engine]:
-    """llama.cpp on these 4-bit weights, which it multiplies with activations of 8 bits; none without an environment for it."""
-    python = _python_of(LLAMA_CPP_PYTHON, "llama.cpp")
-    if python is None:
-        return []
+def llama_cpp(gguf_file: Path) -> Engine:
+    """llama.cpp on these 4-bit weights, which it multiplies with activations of 8 bits."""
     flags = ("llama_cpp", "--model-path", str(gguf_file))
-    return [Engine("llama.cpp", "benchmarks.outsiders.server", flags, python, max_logprob_difference=1.0)]
+    return Engine("llama.cpp", "benchmarks.outsiders.server", flags, LLAMA_CPP_PYTHON, max_logprob_difference=1.0)
 
 
-def newer_python() -> str | None:
-    """Of the environment that NEWER_PYTHON names."""
-    return _python_of(NEWER_PYTHON, "SGLang 0.5.23")
-
-
-def _python_of(variable: str, what: str) -> str | None:
-    python = os.environ.get(variable)
-    if python is None:
-        print(f"{variable} is not set: {what} is left out", file=sys.stderr)
-    return python
-
-
-def newer(policy: str, *flags: str) -> list[Engine]:
-    """SGLang 0.5.23 with one of its policies; none where no environment with it is named."""
-    python = newer_python()
-    if python is None:
-        return []
-    return [Engine(f"0.5.23 {policy}", "sglang.launch_server", ("--schedule-policy", policy, *flags), python)]
+def newer(policy: str, *flags: str) -> Engine:
+    """SGLang 0.5.23 with one of its policies."""
+    return Engine(f"0.5.23 {policy}", "sglang.launch_server", ("--schedule-policy", policy, *flags), NEWER_PYTHON)
 
 
 class Running(NamedTuple):
@@ -97,8 +82,19 @@ class Running(NamedTuple):
     record: dict[str, Any] | None  # the activation record of ours, None of others
     version: str | None  # of SGLang, None of outsiders
 
+    def has_ended(self) -> bool:
+        """Waits a little: SGLang's processes end each other one by one."""
+        try:
+            psutil.Process(self.pid).wait(timeout=END_S)
+        except psutil.TimeoutExpired:
+            return False
+        except psutil.NoSuchProcess:
+            pass
+        return True
+
     def flush_cache(self) -> None:
-        reply = requests.post(f"{self.url}/flush_cache", timeout=60)
+        # The last answer may be here before the scheduler has put its batch away: it waits until then.
+        reply = requests.post(f"{self.url}/flush_cache", params={"timeout": END_S}, timeout=2 * END_S)
         if reply.status_code != 200:
             raise report.InvalidRunError(f"the cache was not flushed: {reply.status_code} {reply.text[:300]}")
 
@@ -107,12 +103,18 @@ class Running(NamedTuple):
 def running(
     engine: Engine, common: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[Running]:
-    """Start an engine with these flags, its own coming last. Raises InvalidRunError where it is not what it should be."""
+    """Start an engine with these flags, its own coming last.
+
+    Raises ServerStartError, also where no environment for it is named, and InvalidRunError where it is not what it should be.
+    """
+    python = sys.executable if engine.python_variable is None else os.environ.get(engine.python_variable)
+    if python is None:
+        raise ServerStartError(f"not measured: {engine.python_variable} names no environment for {engine.name}")
     # An engine may be a module of this repository, wherever the benchmark was started.
     fixed = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"], "PYTHONPATH": str(report.REPOSITORY), **QUIET}
     fixed |= environment or {}
     flags = [*common, *engine.flags]
-    with local_server.running(engine.module, flags, log, python=engine.python, environment=fixed) as server:
+    with local_server.running(engine.module, flags, log, python=python, environment=fixed) as server:
         info = requests.get(f"{server.url}/server_info", timeout=60).json()
         record = info.get("sgl_prefill")
         if engine.is_ours != (record is not None):

@@ -13,7 +13,7 @@ import random
 import statistics
 import sys
 import tempfile
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import requests
 
 from benchmarks import report, shapes
 from benchmarks.cpu_attention.run import MAX_LOGPROB_DIFFERENCE, ask
+from benchmarks.harness import engines
 from sgl_prefill import local_server
 
 MODEL = shapes.DEVICE_MODEL if shapes.HAS_CUDA else "llama-6-layers"
@@ -43,33 +44,40 @@ def main() -> int:
     arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
     n_tokens, n_prompts = (QUICK_TOKENS, 1) if arguments.quick else (PROMPT_TOKENS, N_PROMPTS)
     conditions = {**report.conditions(), "model": MODEL, "prompt_tokens": n_tokens, "prompts": n_prompts}
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        common = shapes.dummy_flags(shapes.write(MODEL, folder / "model"))
-        common += ["--disable-overlap-schedule", "--sleep-on-idle", "--max-running-requests", "4"]
-        servers: dict[str, local_server.LocalServer] = {}
-        for name, (module, flags) in ENGINES.items():
-            print(f"starting {name}", file=sys.stderr)
-            ours = ["--memory-budget-gb", "6", "--max-input-length", str(n_tokens)]
-            budget = ours if module.startswith("sgl_prefill") else ["--mem-fraction-static", "0.3"]
-            # On a device each takes a share of what the others have left.
-            budget = (
-                ["--mem-fraction-static", f"{1 / (len(ENGINES) - len(servers) + 0.5):.2f}"]
-                if shapes.HAS_CUDA
-                else budget
-            )
-            options: dict[str, Any] = {"environment": {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]}}
-            servers[name] = stack.enter_context(
-                local_server.running(module, [*common, *flags, *budget], folder / f"{name[:6]}.log", **options)
-            )
-        records = {name: record_of(server) for name, server in servers.items()}
-        rows = measure(servers, n_tokens, n_prompts)
-        conditions["commands"] = {name: report.portable(server.command) for name, server in servers.items()}
+    rows: list[dict[str, Any]] = []
+    records: dict[str, dict[str, Any] | None] = {}
+    conditions["commands"] = {}
+    with tempfile.TemporaryDirectory() as name:
+        model_flags = shapes.dummy_flags(shapes.write(MODEL, Path(name) / "model"))
+        # A device may hold the weights once only: there one engine comes after the other.
+        for together in [[one] for one in ENGINES] if shapes.HAS_CUDA else [list(ENGINES)]:
+            with ExitStack() as stack:
+                servers = {
+                    one: stack.enter_context(serving(one, model_flags, n_tokens, Path(name))) for one in together
+                }
+                records |= {one: record_of(server) for one, server in servers.items()}
+                rows += measure(servers, n_tokens, n_prompts)
+                conditions["commands"] |= {one: report.portable(server.command) for one, server in servers.items()}
     check(rows, records)
     report.finish(
         {"conditions": conditions, "activation_records": records, "rows": rows}, targets_of(rows), arguments.json
     )
     return 0
+
+
+def serving(
+    name: str, model_flags: list[str], n_tokens: int, folder: Path
+) -> AbstractContextManager[local_server.LocalServer]:
+    module, flags = ENGINES[name]
+    print(f"starting {name}", file=sys.stderr)
+    common = [*model_flags, "--disable-overlap-schedule", "--sleep-on-idle", "--max-running-requests", "4"]
+    budget = ["--max-input-length", str(n_tokens), *shapes.budget(6)]
+    if not module.startswith("sgl_prefill"):
+        budget = shapes.stock_budget()
+    # As the comparisons do it (harness/engines.py): threads that spin take the cores from the HTTP process.
+    environment = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"], **engines.QUIET}
+    log = folder / f"{name[:6]}.log"
+    return local_server.running(module, [*common, *flags, *budget], log, environment=environment)
 
 
 def record_of(server: local_server.LocalServer) -> dict[str, Any] | None:
@@ -79,9 +87,9 @@ def record_of(server: local_server.LocalServer) -> dict[str, Any] | None:
 
 def measure(servers: dict[str, local_server.LocalServer], n_tokens: int, n_prompts: int) -> list[dict[str, Any]]:
     """The servers in turn, prompt by prompt, in changing order: a slow minute of the machine hits all."""
-    rng = random.Random(0)
     for server in servers.values():
-        ask(server, shapes.token_ids(rng, 2000))  # warm-up: longer than a chunk
+        ask(server, shapes.token_ids(random.Random(1), 2000))  # warm-up: longer than a chunk
+    rng = random.Random(0)
     rows: list[dict[str, Any]] = []
     for number in range(n_prompts):
         prompt = shapes.token_ids(rng, n_tokens)

@@ -66,7 +66,7 @@ def main() -> int:
     )
     with Comparison(arguments, requests_of, served) as comparison:
         comparison.conditions |= {"stream_s": stream_s, "long_tokens": LONG_TOKENS}
-        rivals = [*engines.newer("shortest-prefill-first"), engines.stock("lpm"), engines.stock("fcfs")]
+        rivals = [engines.newer("shortest-prefill-first"), engines.stock("lpm"), engines.stock("fcfs")]
         chosen = (OURS[0],) if arguments.quick else (*OURS, *rivals)
         longs = [one for engine in chosen if (one := wait_of_long(comparison, engine)) is not None]
     targets = [

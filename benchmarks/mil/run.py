@@ -1,4 +1,4 @@
-"""How long an input can each engine serve in 256 MiB beyond the weights?
+"""How long an input can each engine serve in 256 MiB beyond the weights? On a GPU: in the memory of the paper's devices?
 
     python benchmarks/mil/run.py [--quick] [--json PATH]
 
@@ -13,8 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,13 +23,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import psutil
 import requests
+import torch
 
 from benchmarks import process_memory, report, shapes
+from benchmarks.harness.kept import Kept
 from sgl_prefill import local_server
+from sgl_prefill.errors import ServerStartError
 
 BUDGET_BYTES = 256 << 20
 MODELS = (shapes.DEVICE_MODEL,) if shapes.HAS_CUDA else ("llama-3.1-8b-quarter", "llama-3.3-70b-quarter")
-STOCK_CHUNKS = (256, 512)
+# The paper's devices for these models: L4, A100 40 GB, H100 80 GB (its Table 2).
+DEVICE_GIB = {"llama-3.1-8b": 24, "qwen-32b-fp8": 40, "llama-3.3-70b-fp8": 80}
+DEVICE_POSITIONS = 1 << 20  # a larger rotary table than the models have: memory is to be the limit, not they
+DEVICE_FRACTION = ("--mem-fraction-static", "0.88")  # SGLang's default depends on the size of the whole device
+DEVICE_TRIES, DEVICE_STEP = 4, 0.75
+MARGIN_TOKENS = 16
+# A server that does not start, refuses, ends, or leaves no memory for the input.
+FAILURES = (ServerStartError, report.InvalidRunError, requests.RequestException)
+STOCK_CHUNKS = (512,) if shapes.HAS_CUDA else (256, 512)
 STOCK_MEMORY = ["--max-total-tokens", "20000", "--mem-fraction-static", "0.5"]
 FIRST_TOKENS = 2048
 CLOSE_ENOUGH = 0.05  # of the budget, from above or below; equal lengths on two servers differ by some per cent
@@ -40,7 +51,7 @@ QUICK_TOKENS = 1000
 WATCH_S = 120.0
 CHUNK_TOKENS = 256  # ours
 # The ablation, and the search for stock's best chunk size, are made on the first model alone.
-RATIO_ENGINES = ("stock, chunks of 256", "stock, unchunked", "ours, both")
+RATIO_ENGINES = (f"stock, chunks of {STOCK_CHUNKS[0]}", "stock, unchunked", "ours, both")
 
 
 class Engine(NamedTuple):
@@ -71,34 +82,51 @@ def engines() -> list[Engine]:
 
 def main() -> int:
     arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
-    conditions = {**report.conditions(), "budget_mib": BUDGET_BYTES >> 20}
-    rows = _kept(arguments.json)
-    for model in MODELS[: 1 if arguments.quick else None]:
-        for engine in engines():
-            is_ablation = engine.name not in RATIO_ENGINES
-            if is_ablation and (arguments.quick or model != MODELS[0]):
-                continue
-            if any((row["model"], row["engine"]) == (model, engine.name) for row in rows):
-                continue
-            started = time.monotonic()
-            measured = measure(model, engine, arguments.quick)
-            rows.append({"model": model, "engine": engine.name, "commit": conditions["commit"], **measured})
-            print(f"{json.dumps(rows[-1])}\n{time.monotonic() - started:.0f} s", file=sys.stderr)
-            _keep(rows, arguments.json)
+    conditions = {**report.conditions()}
+    if shapes.HAS_CUDA:
+        conditions["device_gib"] = {model: DEVICE_GIB.get(model) for model in MODELS}
+    else:
+        conditions["budget_mib"] = BUDGET_BYTES >> 20
+    kept = Kept(arguments.json, f"{conditions['commit']}, {conditions['command']}")  # a run takes most of an hour
+    rows: list[dict[str, Any]] = []
+    try:
+        for model in MODELS[: 1 if arguments.quick else None]:
+            for engine in engines():
+                # On a device, which is lent for minutes, there is no ablation.
+                is_ablation = engine.name not in RATIO_ENGINES
+                if is_ablation and (arguments.quick or shapes.HAS_CUDA or model != MODELS[0]):
+                    continue
+                name, started = f"{model}, {engine.name}", time.monotonic()
+                if name not in kept:
+                    kept[name] = (
+                        measure_on_device(model, engine) if shapes.HAS_CUDA else measure(model, engine, arguments.quick)
+                    )
+                rows.append({"model": model, "engine": engine.name, **kept[name]})
+                print(f"{json.dumps(rows[-1])}\n{time.monotonic() - started:.0f} s", file=sys.stderr)
+    except SystemExit:  # `timeout`: what there is, where there is no result yet
+        if arguments.json is not None and not arguments.json.exists():
+            report.finish({"conditions": conditions, "rows": rows}, [], arguments.json)
+        raise
     report.finish({"conditions": conditions, "rows": rows}, targets_of(rows), arguments.json)
+    kept.forget()
     return 0
 
 
-def _keep(rows: list[dict[str, Any]], path: Path | None) -> None:
-    """What has been measured so far, beside the result: a run takes most of an hour, and may be resumed."""
-    if path is not None:
-        path.with_suffix(".partial").write_text("\n".join(json.dumps(row) for row in rows) + "\n")
-
-
-def _kept(path: Path | None) -> list[dict[str, Any]]:
-    if path is None or not path.with_suffix(".partial").exists():
-        return []
-    return [json.loads(line) for line in path.with_suffix(".partial").read_text().splitlines()]
+@contextmanager
+def only(gib: int | None) -> Iterator[None]:
+    """On a CUDA device: leave so much of its memory to others, who then see a smaller device."""
+    if not shapes.HAS_CUDA or gib is None:
+        yield
+        return
+    free_bytes, _ = torch.cuda.mem_get_info()
+    if free_bytes < gib << 30:
+        raise report.InvalidRunError(f"{free_bytes >> 30} GiB of the device are free, and {gib} are wanted")
+    held = torch.empty(free_bytes - (gib << 30), dtype=torch.uint8, device="cuda")
+    try:
+        yield
+    finally:
+        del held
+        torch.cuda.empty_cache()
 
 
 def measure(model: str, engine: Engine, is_quick: bool) -> dict[str, Any]:
@@ -106,19 +134,52 @@ def measure(model: str, engine: Engine, is_quick: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = shapes.write(model, Path(name))
         if engine.is_ours:
-            weights = weight_bytes(model)
-            predicted, how = ask_mil(engine, folder, weights)
+            budget = ["--memory-budget-gb", f"{(weight_bytes(model) + BUDGET_BYTES) / 2**30:.5f}"]
+            predicted, how = ask_mil(engine, folder, budget)
             length = min(QUICK_TOKENS, predicted) if is_quick else predicted
-            flags = [*budget_flags(weights), "--max-input-length", str(length)]
-            served = serve(engine, folder, flags, length, WATCH_S)
-        elif shapes.HAS_CUDA:
-            with running(engine, folder, []) as server:
-                predicted = pool_tokens(server)
-            how, served = {"max_total_num_tokens": predicted}, serve(engine, folder, [], predicted)
+            served = serve(engine, folder, [*budget, "--max-input-length", str(length)], length, WATCH_S)
         else:
             tries = search_stock(engine, folder, MAX_SEARCH_STEPS if not is_quick else 0)
             predicted, how, served = longest_within(tries), {"tries": tries}, tries[-1]
     return {"longest_input_tokens": predicted, "how": how, "served": served}
+
+
+def measure_on_device(model: str, engine: Engine) -> dict[str, Any]:
+    """The same where the memory left by `only` is the budget. No answer at all is a result: None."""
+    with tempfile.TemporaryDirectory() as name, only(DEVICE_GIB.get(model)):
+        folder = shapes.write(model, Path(name))
+        (folder / "config.json").write_text(
+            json.dumps({**shapes.config(model), "max_position_embeddings": DEVICE_POSITIONS})
+        )
+        try:
+            if engine.is_ours:
+                predicted, how = ask_mil(engine, folder, [])
+                predicted = min(predicted, DEVICE_POSITIONS - MARGIN_TOKENS)
+            else:
+                with running(engine, folder, []) as server:
+                    predicted = pool_tokens(server)
+                how = {"max_total_num_tokens": predicted}
+
+            def serve_one(n_tokens: int) -> dict[str, Any]:
+                flags = ["--max-input-length", str(n_tokens)] if engine.is_ours else []
+                return serve(engine, folder, flags, n_tokens, WATCH_S)
+
+            # What the engine says, if it fits, or a shorter one.
+            served = first_that_fits(serve_one, predicted)
+        except FAILURES as error:
+            return {"longest_input_tokens": None, "how": {"failed": str(error)[-500:]}, "served": None}
+    return {"longest_input_tokens": served["tokens"], "how": how, "served": served}
+
+
+def first_that_fits(serve: Callable[[int], dict[str, Any]], n_tokens: int) -> dict[str, Any]:
+    """Of inputs each 3/4 as long as the last. Raises the last failure where the server ends or refuses at all of them."""
+    for _ in range(DEVICE_TRIES - 1):
+        try:
+            return serve(n_tokens)
+        except FAILURES as error:
+            print(f"{n_tokens} tokens: {error}", file=sys.stderr)
+        n_tokens = int(n_tokens * DEVICE_STEP)
+    return serve(n_tokens)
 
 
 def weight_bytes(model: str) -> int:
@@ -142,17 +203,13 @@ def common_flags(folder: Path) -> list[str]:
         "--disable-overlap-schedule",
         "--watchdog-timeout",
         "7200",
+        *(DEVICE_FRACTION if shapes.HAS_CUDA else ()),
     ]
 
 
-def budget_flags(weights: int) -> list[str]:
-    """On a CUDA device the whole device is the budget, as SGLang divides it."""
-    return [] if shapes.HAS_CUDA else ["--memory-budget-gb", f"{(weights + BUDGET_BYTES) / 2**30:.5f}"]
-
-
-def ask_mil(engine: Engine, folder: Path, weights: int) -> tuple[int, dict[str, Any]]:
+def ask_mil(engine: Engine, folder: Path, budget: list[str]) -> tuple[int, dict[str, Any]]:
     """`python -m sgl_prefill.mil` with the flags of the engine."""
-    command = [sys.executable, "-m", "sgl_prefill.mil", *common_flags(folder), *engine.flags, *budget_flags(weights)]
+    command = [sys.executable, "-m", "sgl_prefill.mil", *common_flags(folder), *engine.flags, *budget]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()
     if done.returncode != 0 or not lines:
@@ -163,7 +220,7 @@ def ask_mil(engine: Engine, folder: Path, weights: int) -> tuple[int, dict[str, 
 def pool_tokens(server: local_server.LocalServer) -> int:
     """On a CUDA device: the longest input that SGLang admits, its KV pool less a margin of its own."""
     info = requests.get(f"{server.url}/server_info", timeout=60).json()
-    return int(min(info["max_total_num_tokens"], info.get("context_length") or 131072)) - 16
+    return int(min(info["max_total_num_tokens"], info.get("context_length") or DEVICE_POSITIONS)) - MARGIN_TOKENS
 
 
 def search_stock(engine: Engine, folder: Path, max_steps: int) -> list[dict[str, Any]]:
@@ -230,8 +287,9 @@ def running(engine: Engine, folder: Path, flags: list[str]) -> Iterator[local_se
         ask(server, 300, first_token=500)
         yield server
     finally:
-        for child in psutil.Process(server.process.pid).children(recursive=True):
-            child.kill()  # it may be in the middle of a forward pass of an hour
+        with suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(server.process.pid).children(recursive=True):
+                child.kill()  # it may be in the middle of a forward pass of an hour
         server.stop()
 
 
@@ -262,7 +320,13 @@ def mib(n_bytes: int) -> float:
 def targets_of(rows: list[dict[str, Any]]) -> list[report.Target]:
     targets = []
     for model in dict.fromkeys(row["model"] for row in rows):
-        longest = {row["engine"]: row["longest_input_tokens"] for row in rows if row["model"] == model}
+        longest = {
+            row["engine"]: row["longest_input_tokens"]
+            for row in rows
+            if row["model"] == model and row["longest_input_tokens"] is not None
+        }
+        if "ours, both" not in longest:
+            continue
         chunked = max((n for name, n in longest.items() if name.startswith("stock, chunks")), default=None)
         if chunked is not None:
             targets.append(
@@ -270,13 +334,14 @@ def targets_of(rows: list[dict[str, Any]]) -> list[report.Target]:
                     f"{model}: longest input, ours / stock at its best chunk size", longest["ours, both"] / chunked, 4
                 )
             )
-        targets.append(
-            report.Target.at_least(
-                f"{model}: longest input, ours / stock unchunked",
-                longest["ours, both"] / longest["stock, unchunked"],
-                5,
+        if "stock, unchunked" in longest:
+            targets.append(
+                report.Target.at_least(
+                    f"{model}: longest input, ours / stock unchunked",
+                    longest["ours, both"] / longest["stock, unchunked"],
+                    5,
+                )
             )
-        )
         (both,) = [row for row in rows if row["model"] == model and row["engine"] == "ours, both"]
         measured, explained = activation_bytes_per_token(both["how"]["mil_output"]), explained_bytes_per_token(model)
         targets.append(

@@ -43,7 +43,8 @@ ABLATIONS = (
     engines.ours("ours, stock scheduling", "--scheduling", "stock"),
 )
 DEFAULT = engines.stock("fcfs")
-POLICIES = (engines.stock("dfs-weight"), engines.stock("lpm"))
+POLICIES = (engines.stock("dfs-weight"), *(() if shapes.HAS_CUDA else (engines.stock("lpm"),)))
+NEWER = tuple(engines.newer(policy) for policy in ("shortest-prefill-first", "hrrn", "lpm"))
 # Shown with all submitted at once only.
 CHUNKED = engines.stock("fcfs", "--chunked-prefill-size", str(CHUNK_TOKENS))._replace(name="stock fcfs, scaled chunks")
 UNCHUNKED = engines.stock("dfs-weight", "--chunked-prefill-size", "-1")._replace(name="stock dfs-weight, unchunked")
@@ -58,7 +59,7 @@ def main() -> int:
         chosen = (PACKED,) if arguments.quick else (ONE, PACKED)
         x = comparison.saturation_of(chosen[0])
         rates = [load * x for load in loads]
-        rivals = POLICIES[:1] if arguments.quick else (*POLICIES, *newer(), DEFAULT)
+        rivals = POLICIES[:1] if arguments.quick else (*POLICIES, *NEWER, DEFAULT)
         limits = {rival.name: curve(comparison, rival, rates) for rival in rivals}
         capacities = []
         for ours in reversed(chosen):
@@ -94,10 +95,6 @@ def comparison_of(arguments: Any, arrivals: traffic.Arrivals) -> Comparison:
     comparison = Comparison(arguments, requests_of, SERVED)
     comparison.conditions |= {"kv_tokens": KV_TOKENS, "scaled_by": SCALE, "users": n_users}
     return comparison
-
-
-def newer() -> list[engines.Engine]:
-    return [engine for policy in ("shortest-prefill-first", "hrrn", "lpm") for engine in engines.newer(policy)]
 
 
 def curve(comparison: Comparison, engine: engines.Engine, rates: list[float]) -> Run | None:

@@ -59,7 +59,7 @@ def main() -> int:
 def rivals_here() -> list[tuple[str, str]]:
     """(Python, policy): this environment's, and those of another one that holds sglang 0.5.23."""
     found = [(sys.executable, "lpm"), (sys.executable, "dfs-weight")]
-    newer = engines.newer_python()
+    newer = os.environ.get(engines.NEWER_PYTHON)
     return found if newer is None else [*found, (newer, "lpm"), (newer, "shortest-prefill-first")]
 
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import report, shapes
 from benchmarks.harness import engines, traffic
-from benchmarks.harness.client import Due
+from benchmarks.harness.client import Due, Figures
 from benchmarks.harness.compare import Comparison, Rate, Served
 
 MODEL = shapes.DEVICE_MODEL if shapes.HAS_CUDA else "llama-small"
@@ -41,19 +41,25 @@ def main() -> int:
         x = comparison.saturation_of(ONE)
         chosen = {"one a step": ONE} if arguments.quick else {"one a step": ONE, "packed": PACKED}
         ours = {name: comparison.measure(engine, [x])[0].figures for name, engine in chosen.items()}
-        rivals = (*RIVALS, *engines.newer("shortest-prefill-first")) if not arguments.quick else RIVALS[:1]
+        rivals = (*RIVALS, engines.newer("shortest-prefill-first")) if not arguments.quick else RIVALS[:1]
         found = {rival.name: comparison.measure_rival(rival, [x]) for rival in rivals}
     figures = {name: runs[0].figures for name, runs in found.items() if runs is not None}
-    default, best = figures[RIVALS[0].name], min(figures.values(), key=lambda one: one.mean_s)
+    comparison.finish(targets_of(ours, figures))
+    return 0
+
+
+def targets_of(ours: dict[str, Figures], rivals: dict[str, Figures]) -> list[report.Target]:
+    """Mean and P99 each against the policy that is best in it."""
+    default_s = rivals[RIVALS[0].name].mean_s
+    best_mean_s, best_p99_s = min(one.mean_s for one in rivals.values()), min(one.p99_s for one in rivals.values())
     targets = []
     for name, one in ours.items():
         targets += [
-            report.Target.at_least(f"short mix, {name}: mean, stock fcfs / ours", default.mean_s / one.mean_s, 3),
-            report.Target.at_least(f"short mix, {name}: mean, best policy / ours", best.mean_s / one.mean_s, 3),
-            report.Target.at_most(f"short mix, {name}: P99, ours / best policy by mean", one.p99_s / best.p99_s, 1.0),
+            report.Target.at_least(f"short mix, {name}: mean, stock fcfs / ours", default_s / one.mean_s, 3),
+            report.Target.at_least(f"short mix, {name}: mean, best policy / ours", best_mean_s / one.mean_s, 3),
+            report.Target.at_most(f"short mix, {name}: P99, ours / lowest of any policy", one.p99_s / best_p99_s, 1.0),
         ]
-    comparison.finish(targets)
-    return 0
+    return targets
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,12 +41,14 @@ class FakeEngines:
         self.started: list[str] = []
         self.asked: list[str] = []
         self.cannot_start: set[str] = set()
+        self.ends_under_load: set[str] = set()
         self.answers = answers
         monkeypatch.setattr(shapes, "write_weights", lambda folder: None)
         monkeypatch.setattr(report, "conditions", lambda: {"commit": "a", "command": "b"})
         monkeypatch.setattr(engines, "running", self.running)
         monkeypatch.setattr(client, "run", self.run)
         monkeypatch.setattr(engines.Running, "flush_cache", lambda server: None)
+        monkeypatch.setattr(engines.Running, "has_ended", lambda server: server.url in self.ends_under_load)
 
     @contextmanager
     def running(self, engine: engines.Engine, flags: Any, log: Path) -> Iterator[engines.Running]:
@@ -57,6 +60,8 @@ class FakeEngines:
     def run(self, url: str, dues: list[client.Due], name: str) -> list[client.Outcome]:
         if name != "warm-up":
             self.asked.append(name)
+            if url in self.ends_under_load:
+                raise report.InvalidRunError("no answer to a request")
         return [
             client.Outcome(due.at_s, due.at_s, due.at_s + 1, due.at_s + 1, 3, 0, self.answers[url](due.input_ids[0]))
             for due in dues
@@ -132,6 +137,64 @@ def test_a_rival_that_cannot_start_is_a_row_and_ours_fails_the_run(
     fake.cannot_start = {OURS.name}
     with comparison(tmp_path) as compared, pytest.raises(ServerStartError):
         compared.measure(OURS, [SATURATION])
+
+
+def test_a_rival_that_ends_under_the_load_is_a_row_and_one_that_lives_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of memory is a result; a request that a healthy engine loses is not. Ours may do neither."""
+    fake = FakeEngines(monkeypatch, {OURS.name: right, RIVAL.name: wrong})
+    fake.ends_under_load = {RIVAL.name}
+    with comparison(tmp_path) as compared:
+        compared.measure(OURS, [SATURATION])
+        assert compared.measure_rival(RIVAL, [SATURATION]) is None
+        compared.finish([])
+    written = json.loads((tmp_path / "result.json").read_text())
+    assert written["failed"] == [{"engine": "stock fcfs", "failed": "ended under the load: no answer to a request"}]
+    assert [row["engine"] for row in written["rows"]] == ["ours"]
+    fake.ends_under_load = {OURS.name}
+    with comparison(tmp_path) as compared:
+        with pytest.raises(report.InvalidRunError, match="no answer"):
+            compared.measure(OURS, [SATURATION])
+        fake.ends_under_load = set()
+        compared.measure(OURS, [SATURATION])
+        with pytest.raises(report.InvalidRunError, match="disagrees"):
+            compared.measure_rival(RIVAL, [SATURATION])
+
+
+def cut_off(compared: Comparison) -> None:
+    with compared:
+        compared.measure(OURS, [SATURATION])
+        sys.exit(143)
+
+
+def test_a_comparison_that_is_cut_off_writes_what_it_has_and_never_over_a_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `timeout` does on a machine that is lent for minutes."""
+    FakeEngines(monkeypatch, {OURS.name: right})
+    with pytest.raises(SystemExit):
+        cut_off(comparison(tmp_path))
+    written = json.loads((tmp_path / "result.json").read_text())
+    assert [row["engine"] for row in written["rows"]] == ["ours"]
+    assert written["failed"] == [{"engine": "all others", "failed": "the run was cut off"}]
+    assert (tmp_path / "result.partial").exists()
+    (tmp_path / "result.json").write_text("measured")
+    with pytest.raises(SystemExit):
+        cut_off(comparison(tmp_path))
+    assert (tmp_path / "result.json").read_text() == "measured"
+
+
+def test_an_engine_whose_environment_is_not_named_is_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It becomes a row that says so, as any that cannot start."""
+    monkeypatch.delenv(engines.NEWER_PYTHON, raising=False)
+    with (
+        pytest.raises(ServerStartError, match="not measured: SGLANG_0_5_23_PYTHON names no environment"),
+        engines.running(engines.newer("lpm"), [], tmp_path / "log"),
+    ):
+        pass
 
 
 def test_an_engine_without_its_activation_record_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,10 +362,18 @@ def test_the_verdict_on_a_claim_follows_from_its_targets(value: float | None, ex
 
 
 def test_the_report_counts_the_answers_of_comparisons_alone() -> None:
-    """Results without latencies under load do not check answers against another engine's."""
+    """Results without latencies under load do not check answers against another engine's, dummy weights answer all alike."""
     compared, profiled = {"requests": 1500, "p99_s": 1.0}, {"requests": 10, "request_ms": 3.0}
-    results = {"a": {"rows": [compared, compared]}, "b": {"rows": [compared]}, "c": {"rows": [profiled]}}
-    assert make_report.lost_or_wrong(results).startswith("0 of 4,500 requests in 2 comparisons")
+    real, dummy = {"commands": {"ours": "serve"}}, {"commands": {"ours": "serve --load-format dummy"}}
+    results = {
+        "a": {"conditions": real, "rows": [compared, {**compared, "told_apart": 0.9, "engine": "ours"}]},
+        "b": {"conditions": real, "rows": [{**compared, "told_apart": 0.4, "engine": "llama.cpp"}]},
+        "c": {"conditions": {}, "rows": [profiled]},
+        "d": {"conditions": dummy, "rows": [compared]},
+    }
+    said = make_report.lost_or_wrong(results)
+    assert said.startswith("0 of 4,500 requests in 2 comparisons")
+    assert said.endswith("it would find 65% in the median run, and 40% at least (llama.cpp).")
 
 
 def test_the_committed_report_is_what_the_results_say() -> None:

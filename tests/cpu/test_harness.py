@@ -129,6 +129,13 @@ def test_engines_that_disagree_fail_the_run(wrong: float) -> None:
         client.check_agreement([[-1.0, -2.0], [-0.5, wrong]], right, 0.25, "third")
 
 
+def test_how_many_wrong_answers_would_be_seen() -> None:
+    """Each answer taken for the one before: of four that are 0.2, 0.2 and 1 apart, one would be found at 0.25."""
+    answers = [[-1.0, -2.0], [-1.2, -2.0], [-1.2, -2.2], [-2.2, -2.2]]
+    assert client.told_apart(answers, 0.25) == pytest.approx(1 / 3)
+    assert client.told_apart(answers, 0.1) == 1.0
+
+
 def test_a_benchmark_that_was_cut_off_goes_on_where_it_stopped(tmp_path: Path) -> None:
     """What one run kept the next finds, but not at another commit; nothing is left of a run that was completed."""
     path = tmp_path / "result.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ from tests.support import tiny_models
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-BACKENDS = ("triton", "flashinfer", "fa3")
 # The kernels' shapes: heads of 64, and bfloat16, whose rounding is all that may differ.
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "torch_dtype": "bfloat16"}
 MAX_LOGPROB_DIFFERENCE = 0.1
@@ -45,7 +45,13 @@ def answers(folder: Path, backend: str, flags: list[str], n_slots: int) -> list[
     return found
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.fixture(autouse=True)
+def _servers_end_with_a_timeout() -> None:
+    """`timeout` ends with a signal after which Python would leave the server of a test behind."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+@pytest.mark.parametrize("backend", shapes.attention_backends())
 def test_evicting_hybrid_prefill_gives_the_answers_of_the_plain_one(tmp_path: Path, backend: str) -> None:
     """The long prompt is three times the durable slots; the parity gate at start has compared the paths too."""
     expected = answers(tmp_path, backend, OFF, 3 * LONG_TOKENS)
