@@ -81,6 +81,8 @@ def text(folder: Path = HERE) -> str:
         "\n## Not measured\n",
         *(f"* `{name}`" for name in missing),
         *_accelerators(results),
+        "* the spread: most cells are one run, and at saturation the queue is what the machine's speed leaves just then"
+        " (`short_mix` has two runs of one policy)",
         "\n## Results\n",
     ]
     for name, result in results.items():

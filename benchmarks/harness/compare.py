@@ -156,6 +156,7 @@ class Comparison:
         kept = {engine.name: self._kept[engine.name] for engine in self._engines}
         self.conditions["commands"] = {name: one["command"] for name, one in kept.items()}
         self.conditions["sglang_of"] = {name: one["version"] for name, one in kept.items()}
+        self.conditions["commit_of"] = {name: one["commit"] for name, one in kept.items()}
         records = {name: one["record"] for name, one in kept.items()}
         rows = [run.row() for run in self._runs.values()]
         result = {"conditions": self.conditions, "activation_records": records, "rows": rows, "failed": self.failed}
@@ -180,7 +181,12 @@ class Comparison:
             print(f"starting {engine.name}", file=sys.stderr)
             flags = [*self._model_flags, *self._served.flags(engine)]
             server = self._server.enter_context(engines.running(engine, flags, self._folder / "log"))
-            self._kept[engine.name] = {"command": server.command, "record": server.record, "version": server.version}
+            self._kept[engine.name] = {
+                "command": server.command,
+                "record": server.record,
+                "version": server.version,
+                "commit": self.conditions["commit"],
+            }
             self._serving = engine, server
         return self._serving[1]
 

@@ -31,7 +31,7 @@ def test_figures_of_a_run_whose_latencies_are_known() -> None:
 
 @contextmanager
 def fake_engine(answer: Any) -> Iterator[str]:
-    """An HTTP server on a free port of this machine, in a thread; `answer(number)` makes each reply."""
+    """An HTTP server on a free port of this machine, in a thread; `answer(number)` makes each reply, None drops it."""
     loop = asyncio.new_event_loop()
     urls: list[str] = []
     is_up = threading.Event()
@@ -41,8 +41,10 @@ def fake_engine(answer: Any) -> Iterator[str]:
         nonlocal n_seen
         n_seen += 1
         await request.read()
-        reply: web.StreamResponse = await answer(n_seen)
-        return reply
+        reply: web.StreamResponse | None = await answer(n_seen)
+        if reply is None and request.transport is not None:
+            request.transport.abort()
+        return reply or web.Response()
 
     async def start() -> web.AppRunner:
         app = web.Application()
@@ -106,6 +108,19 @@ def test_a_refused_request_fails_the_run() -> None:
 
     with fake_engine(answer) as url, pytest.raises(report.InvalidRunError, match="503"):
         client.run(url, [client.Due(0.0, [1])] * 3, "fake")
+
+
+def test_a_request_whose_connection_is_dropped_fails_the_run() -> None:
+    """As where the server dies. It is not sent again: the second answer would hide the loss of the first."""
+    seen = []
+
+    async def answer(number: int) -> web.Response | None:
+        seen.append(number)
+        return scored() if number != 2 else None
+
+    with fake_engine(answer) as url, pytest.raises(report.InvalidRunError, match="no answer"):
+        client.run(url, [client.Due(0.0, [1])] * 3, "fake")
+    assert len(seen) == 3
 
 
 def test_a_request_that_is_never_answered_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

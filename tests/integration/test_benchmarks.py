@@ -1,7 +1,8 @@
-"""The comparison harness against a real server: the benchmark that needs only one, short."""
+"""The comparison harness against real servers, short."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,3 +16,16 @@ def test_a_benchmark_runs_and_the_long_request_waits_no_longer_than_its_bound() 
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "the long request's time in the queue, ours, one a step" in done.stdout
+
+
+def test_ours_and_stock_are_compared_and_agree(tmp_path: Path) -> None:
+    """12 requests to each of two servers: the run refuses log-probabilities that differ, and a stock server that is ours."""
+    command = [sys.executable, "benchmarks/short_mix/run.py", "--quick", "--json", str(tmp_path / "result.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert {row["engine"]: row["requests"] for row in result["rows"]} == {"ours, one a step": 12, "stock fcfs": 12}
+    assert min(row["told_apart"] for row in result["rows"]) > 0.5
+    records = result["activation_records"]
+    assert records["ours, one a step"]["hooks"]
+    assert records["stock fcfs"] is None
