@@ -63,7 +63,7 @@ def _curves(result: Result) -> dict[str, list[dict[str, Any]]]:
     """Rows of the engines that were measured at several loads, by load."""
     curves: dict[str, list[dict[str, Any]]] = {}
     for row in result["rows"]:
-        if row["offered_per_s"] is not None:
+        if row["offered_per_s"] is not None and not row.get("turn"):
             curves.setdefault(row["engine"], []).append(row)
     return {
         engine: sorted(rows, key=lambda row: float(row["offered_per_s"]))

@@ -182,7 +182,7 @@ def _tables_of(name: str, result: Result) -> list[list[dict[str, Any]]]:
     """Runs under load by their most important columns, other rows by those that hold one value each."""
     tables = []
     for key in TABLES:
-        rows: list[dict[str, Any]] = [_flat(row) for row in result.get(key, [])]
+        rows: list[dict[str, Any]] = [_flat(row) for row in result.get(key, []) if not row.get("turn")]
         if not rows or (key == "rows" and name in WITHOUT_ROWS):
             continue
         columns = [key for key in rows[0] if all(not isinstance(row.get(key), list | dict) for row in rows)]

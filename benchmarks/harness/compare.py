@@ -30,9 +30,8 @@ class Run(NamedTuple):
     offered_per_s: Rate
     figures: client.Figures
     outcomes: list[client.Outcome]
-    told_apart: float = (
-        1.0  # the share of answers that would be found to be wrong if they were those of the request before
-    )
+    told_apart: float = 1.0  # the share of answers that would be found wrong if they were those of the request before
+    turn: str = ""  # which of several runs of the same
 
     @property
     def kept_up(self) -> float:
@@ -45,6 +44,7 @@ class Run(NamedTuple):
             "offered_per_s": self.offered_per_s,
             **self.figures._asdict(),
             "told_apart": self.told_apart,
+            "turn": self.turn,
         }
 
 
@@ -72,8 +72,9 @@ class Served(NamedTuple):
 
 
 class Comparison:
-    """Runs of one benchmark; a context manager, which ends the last server.
+    """Runs of one benchmark; a context manager, which ends the last servers.
 
+    `n_servers` stay up, the one that was asked last longest: two that take turns meet the same minutes of a noisy machine.
     A run that `timeout` cuts off writes the rows that it has, without targets, where no result is yet, and may be resumed.
 
     Answers to the same prompt must agree within `Engine.max_logprob_difference`, at whatever rate, and some answers to
@@ -86,15 +87,16 @@ class Comparison:
         arguments: Any,
         requests_of: Callable[[Rate], list[client.Due]],
         served: Served,
+        n_servers: int = 1,
     ) -> None:
         self.conditions: dict[str, Any] = report.conditions()
         self._json: Path | None = arguments.json
         self._kept = Kept(arguments.json, f"{self.conditions['commit']}, {self.conditions['command']}")
         self.conditions["model"] = DEMO if served.model is None else shapes.config(served.model)
-        self._make_requests, self._served = requests_of, served
+        self._make_requests, self._served, self._n_servers = requests_of, served, n_servers
         self._engines: list[engines.Engine] = []
-        self._serving: tuple[engines.Engine, engines.Running] | None = None
-        self._stack, self._server = ExitStack(), ExitStack()
+        self._serving: dict[str, tuple[engines.Running, ExitStack]] = {}  # the one that was asked last is the last
+        self._stack = ExitStack()
         self._requests: dict[Rate, list[client.Due]] = {}
         self._answers: dict[tuple[int, ...], list[float]] = {}  # by prompt: of who was asked first
         self._runs: dict[str, Run] = {}
@@ -106,24 +108,29 @@ class Comparison:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, _: Any) -> None:
-        self._server.close()
+        for name in list(self._serving):
+            self._stop(name)
         self._stack.close()
         if kind is SystemExit and self._json is not None and not self._json.exists():
             self.failed.append({"engine": "all others", "failed": "the run was cut off"})
             self._write([], {})
 
-    def measure(self, engine: engines.Engine, rates: Sequence[Rate]) -> list[Run]:
-        """Raises InvalidRunError where the engine is not the one asked for, a request is lost, or an answer differs."""
-        for rate in rates:
-            if _name(engine, rate) not in self._kept:
-                self._measure(engine, rate)
-            if _name(engine, rate) not in self._runs:
-                run = self._read(engine, rate)
+    def measure(self, engine: engines.Engine, rates: Sequence[Rate], turn: str = "") -> list[Run]:
+        """Another `turn` is another run of the same.
+
+        Raises InvalidRunError where the engine is not the one asked for, a request is lost, or an answer differs.
+        """
+        names = [_name(engine, rate, turn) for rate in rates]
+        for name, rate in zip(names, rates, strict=True):
+            if name not in self._kept:
+                self._measure(engine, rate, name)
+            if name not in self._runs:
+                run = self._read(engine, rate, name)._replace(turn=turn)
                 self._check(run, engine.max_logprob_difference)
-                self._runs[_name(engine, rate)] = run
+                self._runs[name] = run
             if engine not in self._engines:
                 self._engines.append(engine)
-        return [self._runs[_name(engine, rate)] for rate in rates]
+        return [self._runs[name] for name in names]
 
     def saturation_of(self, engine: engines.Engine) -> float:
         """The paper's x: what the reference serves with all submitted at once, in requests a second."""
@@ -138,13 +145,14 @@ class Comparison:
         except ServerStartError as error:
             why = str(error)
         except report.InvalidRunError as error:
-            if self._serving is None or not self._serving[1].has_ended():
+            if engine.name not in self._serving or not self._serving[engine.name][0].has_ended():
                 raise
             why = f"ended under the load: {error}"
         last_line = why.strip().splitlines()[-1][-300:]
         self.failed.append({"engine": engine.name, "failed": last_line})
         print(f"{engine.name} failed: {last_line}", file=sys.stderr)
-        self._serving = None
+        if engine.name in self._serving:
+            self._stop(engine.name)
         return None
 
     def finish(self, targets: list[report.Target], **further: Any) -> None:
@@ -165,30 +173,36 @@ class Comparison:
             lines = [json.dumps(_columns(run)) + "\n" for run in self._runs.values()]
             self._json.with_suffix(".requests.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode(), mtime=0))
 
-    def _measure(self, engine: engines.Engine, rate: Rate) -> None:
+    def _measure(self, engine: engines.Engine, rate: Rate, name: str) -> None:
         server = self._server_of(engine)
         dues = self._requests_at(rate)
         client.run(server.url, dues[:N_WARM_UP], "warm-up")
         server.flush_cache()
-        outcomes = client.run(server.url, dues, _name(engine, rate))
-        self._kept[_name(engine, rate)] = [list(one) for one in outcomes]
-        print(self._read(engine, rate).row(), file=sys.stderr)
+        outcomes = client.run(server.url, dues, name)
+        self._kept[name] = [list(one) for one in outcomes]
+        print(self._read(engine, rate, name).row(), file=sys.stderr)
 
     def _server_of(self, engine: engines.Engine) -> engines.Running:
-        """One runs at a time, until another is wanted."""
-        if self._serving is None or self._serving[0] != engine:
-            self._server.close()
+        if engine.name in self._serving:
+            self._serving[engine.name] = self._serving.pop(engine.name)
+        else:
+            while len(self._serving) >= self._n_servers:
+                self._stop(next(iter(self._serving)))
             print(f"starting {engine.name}", file=sys.stderr)
             flags = [*self._model_flags, *self._served.flags(engine)]
-            server = self._server.enter_context(engines.running(engine, flags, self._folder / "log"))
+            stack = ExitStack()
+            server = stack.enter_context(engines.running(engine, flags, self._folder / f"{engine.name}.log"))
             self._kept[engine.name] = {
                 "command": server.command,
                 "record": server.record,
                 "version": server.version,
                 "commit": self.conditions["commit"],
             }
-            self._serving = engine, server
-        return self._serving[1]
+            self._serving[engine.name] = server, stack
+        return self._serving[engine.name][0]
+
+    def _stop(self, name: str) -> None:
+        self._serving.pop(name)[1].close()
 
     def _requests_at(self, rate: Rate) -> list[client.Due]:
         if rate not in self._requests:
@@ -205,14 +219,15 @@ class Comparison:
         if not shapes.HAS_CUDA and max(firsts) - min(firsts) <= max_difference:
             raise report.InvalidRunError(f"{run.engine} answers all prompts alike: {answers[0]}")
 
-    def _read(self, engine: engines.Engine, rate: Rate) -> Run:
-        outcomes = [client.Outcome(*fields) for fields in self._kept[_name(engine, rate)]]
+    def _read(self, engine: engines.Engine, rate: Rate, name: str) -> Run:
+        outcomes = [client.Outcome(*fields) for fields in self._kept[name]]
         told_apart = client.told_apart([one.logprobs for one in outcomes], engine.max_logprob_difference)
         return Run(engine.name, rate, client.figures(outcomes), outcomes, told_apart)
 
 
-def _name(engine: engines.Engine, rate: Rate) -> str:
-    return f"{engine.name}, " + ("all at once" if rate is None else f"{rate:.6g} a second")
+def _name(engine: engines.Engine, rate: Rate, turn: str = "") -> str:
+    name = f"{engine.name}, " + ("all at once" if rate is None else f"{rate:.6g} a second")
+    return f"{name}, {turn}" if turn else name
 
 
 def _columns(run: Run) -> dict[str, Any]:
@@ -221,6 +236,7 @@ def _columns(run: Run) -> dict[str, Any]:
     return {
         "engine": run.engine,
         "offered_per_s": run.offered_per_s,
+        "turn": run.turn,
         "arrival_s": [round(one.at_s, 3) for one in outcomes],
         "first_byte_s": [round(one.first_byte_s, 3) for one in outcomes],
         "finish_s": [round(one.finish_s, 3) for one in outcomes],

@@ -8,7 +8,9 @@ Unscaled on a GPU, all lengths divided by 10 without one. See the README beside 
 from __future__ import annotations
 
 import bisect
+import math
 import os
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,13 +31,12 @@ LOADS, QUICK_LOADS = (0.5, 1.0, 2.0) if shapes.HAS_CUDA else (0.25, 0.5, 1.0, 2.
 # An engine's latency far beyond what it serves is the length of the run, whatever it is.
 FURTHEST_LOAD = 2.0
 KEPT_UP = 0.95  # a run of so many requests ends with some that came last: as much as all of what was offered
+TURNS_S = 50.0  # an engine's runs at one load together take so long at least; between minutes a machine's speed differs
 TIMES = (1.0, 1.3, 2.0, 4.0) if shapes.HAS_CUDA else (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
 QUICK_TIMES = (1.0,)
-# lambda counts tokens, which are divided by SCALE too.
-ONE = engines.ours("ours, one a step", "--fairness-lambda", str(500 / SCALE))
-PACKED = engines.ours(
-    "ours, packed", "--pack-step-tokens", "auto", "--sharers", "count", "--fairness-lambda", str(1000 / SCALE)
-)
+LAMBDA = ("--fairness-lambda", str(500 / SCALE))  # the paper's; it counts tokens, which are divided by SCALE too
+ONE = engines.ours("ours, one a step", *LAMBDA)
+PACKED = engines.ours("ours, packed", "--pack-step-tokens", "auto", "--sharers", "count", *LAMBDA)
 ABLATIONS = (
     ONE._replace(name="ours, hybrid off", flags=(*ONE.flags, "--hybrid-prefill", "off")),
     ONE._replace(name="ours, KV kept", flags=(*ONE.flags, "--suffix-kv", "keep")),
@@ -60,14 +61,11 @@ def main() -> int:
         chosen = (PACKED,) if arguments.quick else (ONE, PACKED)
         x = comparison.saturation_of(chosen[0])
         rates = [load * x for load in loads]
+        for rate in [SATURATION, *rates]:  # ours and the rival that is strongest here take turns
+            for engine in (chosen[-1], POLICIES[0]):
+                comparison.measure(engine, [rate])
         rivals = POLICIES[:1] if arguments.quick else (*POLICIES, *NEWER, DEFAULT)
-        limits = {rival.name: curve(comparison, rival, rates) for rival in rivals}
-        # Of the others, those that serve little with all at once are no limit to speak of; they are in the curves.
-        limits = {
-            name: limit
-            for name, limit in limits.items()
-            if limit is not None and (name == DEFAULT.name or (limit.offered_per_s or 0.0) > x / 2)
-        }
+        curves = {rival: runs for rival in rivals if (runs := curve(comparison, rival, rates)) is not None}
         if not (arguments.quick or shapes.HAS_CUDA):
             for engine in (UNCHUNKED, AS_SHIPPED):
                 comparison.measure_rival(engine, [SATURATION])
@@ -75,8 +73,9 @@ def main() -> int:
         for ours in reversed(chosen):
             comparison.measure(ours, [SATURATION, *rates])
             capacities += [
-                {"engine": ours.name, "rival": rival, **capacity(comparison, ours, limit, times)}
-                for rival, limit in limits.items()
+                capacity(comparison, ours, rival, runs[0], times)
+                for rival, runs in curves.items()
+                if rival in (DEFAULT, best_of(curves, x))
             ]
         if not (arguments.quick or shapes.HAS_CUDA):
             for engine in ABLATIONS:
@@ -99,42 +98,69 @@ def comparison_of(arguments: Any, arrivals: traffic.Arrivals) -> Comparison:
     def requests_of(rate: Rate) -> list[Due]:
         return traffic.post_recommendation(rate, arrivals, SCALE, n_users=n_users)
 
-    comparison = Comparison(arguments, requests_of, SERVED)
+    comparison = Comparison(arguments, requests_of, SERVED, n_servers=1 if shapes.HAS_CUDA else 2)
     comparison.conditions |= {"kv_tokens": KV_TOKENS, "scaled_by": SCALE, "users": n_users}
     return comparison
 
 
-def curve(comparison: Comparison, engine: engines.Engine, rates: list[float]) -> Run | None:
-    """Latency against load, up to twice what the engine serves; its run at exactly what it serves is returned."""
+def curve(comparison: Comparison, engine: engines.Engine, rates: list[float]) -> list[Run] | None:
+    """All at once, then latency against load, up to twice what the engine serves; None where it cannot be measured."""
     runs = comparison.measure_rival(engine, [SATURATION])
     if runs is None:
         return None
     own = runs[0].figures.requests_per_s
-    comparison.measure(engine, [rate for rate in rates if rate <= FURTHEST_LOAD * own])
-    return comparison.measure(engine, [own])[0]
+    return [*runs, *comparison.measure(engine, [rate for rate in rates if rate <= FURTHEST_LOAD * own])]
+
+
+def best_of(curves: dict[engines.Engine, list[Run]], x: float) -> engines.Engine | None:
+    """The policy other than the default with the lowest mean latency at x, of those that serve enough to be asked there."""
+    at_x = {
+        rival: run.figures.mean_s
+        for rival, runs in curves.items()
+        for run in runs
+        if run.offered_per_s == x and rival != DEFAULT
+    }
+    return min(at_x, key=lambda rival: at_x[rival], default=None)
 
 
 def capacity(
-    comparison: Comparison, engine: engines.Engine, limit: Run, times: tuple[float, ...]
+    comparison: Comparison, ours: engines.Engine, rival: engines.Engine, at_once: Run, times: tuple[float, ...]
 ) -> dict[str, str | float | None]:
-    """The highest of these multiples of a rival's saturation at which ours keeps the rival's mean, P99 and pace.
+    """The highest of these multiples of a rival's saturation at which ours keeps the rival's mean, P99 and pace there.
 
     The pace matters because a run has an end: what an engine cannot serve waits no longer than that. Kept is the share of
-    the offered rate that the rival itself serves, or nearly all. Found by halving `times` again and again: what is held at
-    one load is taken as held at all lower ones.
+    the offered rate that the rival itself serves, or nearly all. Both take turns, and medians count. Found by halving
+    `times` again and again: what is held at one load is taken as held at all lower ones.
+
+    Args:
+        at_once: the rival's run with all submitted at once, which says what it serves.
     """
-    assert limit.offered_per_s is not None
-    rival_per_s = limit.offered_per_s
+    rival_per_s = at_once.figures.requests_per_s
+    n_turns = math.ceil(TURNS_S * rival_per_s / at_once.figures.requests)
 
     def is_beyond(one: float) -> bool:
-        (run,) = comparison.measure(engine, [one * rival_per_s])
-        is_within = run.figures.mean_s <= limit.figures.mean_s and run.figures.p99_s <= limit.figures.p99_s
-        return not is_within or run.kept_up < min(limit.kept_up, KEPT_UP)
+        mine, theirs = [], []
+        for turn in range(1, n_turns + 1):
+            # A run that takes minutes is not made again for each of ours.
+            against = f"against {ours.name}" + (f" at {one:g}x, {turn}" if n_turns > 1 else "")
+            theirs += comparison.measure(rival, [rival_per_s], against)
+            mine += comparison.measure(ours, [one * rival_per_s], f"against {rival.name}, {turn}")
+        limit, found = medians(theirs), medians(mine)
+        return found[0] > limit[0] or found[1] > limit[1] or found[2] < min(limit[2], KEPT_UP)
 
     n_held = bisect.bisect_left(times, True, key=is_beyond)
     held = times[n_held - 1] if n_held else None
     shown = "not held" if held is None else f">= {held:g}" if n_held == len(times) else f"{held:g}"
-    return {"rival_per_s": rival_per_s, "times": held, "shown": shown}
+    return {"engine": ours.name, "rival": rival.name, "rival_per_s": rival_per_s, "times": held, "shown": shown}
+
+
+def medians(runs: list[Run]) -> tuple[float, float, float]:
+    """Of mean latency, P99 and the share of the offered rate that was answered."""
+    return (
+        statistics.median(run.figures.mean_s for run in runs),
+        statistics.median(run.figures.p99_s for run in runs),
+        statistics.median(run.kept_up for run in runs),
+    )
 
 
 def targets_of(capacities: list[dict[str, Any]]) -> list[report.Target]:

@@ -39,6 +39,7 @@ class FakeEngines:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, answers: dict[str, Callable[[int], list[float]]]) -> None:
         self.started: list[str] = []
+        self.ended: list[str] = []
         self.asked: list[str] = []
         self.cannot_start: set[str] = set()
         self.ends_under_load: set[str] = set()
@@ -56,6 +57,7 @@ class FakeEngines:
         if engine.name in self.cannot_start:
             raise ServerStartError("started\nout of memory")
         yield engines.Running(engine.name, 0, f"serve {engine.name}", {} if engine.is_ours else None, "0.5.17")
+        self.ended.append(engine.name)
 
     def run(self, url: str, dues: list[client.Due], name: str) -> list[client.Outcome]:
         if name != "warm-up":
@@ -113,6 +115,26 @@ def test_a_comparison_that_was_cut_off_starts_only_what_is_missing(
     assert columns[0]["finish_s"] == [1.0, 1.0]
     assert columns[0]["computed_tokens"] == [3, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["result.json", "result.requests.jsonl.gz"]
+
+
+def test_two_engines_that_take_turns_stay_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn is a run of its own; a third engine ends the one that was asked longest ago."""
+    fake = FakeEngines(monkeypatch, dict.fromkeys((OURS.name, RIVAL.name, "stock lpm"), right))
+    third = engines.stock("lpm")
+    arguments = Namespace(json=tmp_path / "result.json")
+    with Comparison(arguments, requests_of, Served("llama-small", [], []), n_servers=2) as compared:
+        for turn in ("first", "second"):
+            for engine in (OURS, RIVAL):
+                compared.measure(engine, [2.0], turn)
+        compared.measure(RIVAL, [2.0], "second")
+        assert fake.asked == [
+            f"{name}, 2 a second, {turn}" for turn in ("first", "second") for name in ("ours", "stock fcfs")
+        ]
+        compared.measure(third, [2.0])
+        compared.measure(RIVAL, [3.0])
+        compared.measure(OURS, [3.0])
+    assert fake.started == ["ours", "stock fcfs", "stock lpm", "ours"]
+    assert fake.ended == ["ours", "stock lpm", "stock fcfs", "ours"]
 
 
 def test_answers_that_are_all_alike_show_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,41 +236,58 @@ def test_an_engine_without_its_activation_record_fails_the_run(tmp_path: Path, m
 
 
 class Backlog:
-    """An engine that serves so many requests a second, first come, first served, of which 100 come at the rate asked for."""
+    """Engines that serve so many requests a second, first come, first served, of which 100 come at the rate asked for."""
 
-    def __init__(self, serves_per_s: float) -> None:
-        self.serves_per_s = serves_per_s
+    def __init__(self, serve_per_s: dict[engines.Engine, float]) -> None:
+        self.serve_per_s = serve_per_s
+        self.turns: list[tuple[str, str]] = []
 
-    def measure(self, engine: engines.Engine, rates: Sequence[float]) -> list[Run]:
+    def measure(self, engine: engines.Engine, rates: Sequence[Rate], turn: str = "") -> list[Run]:
         runs = []
+        self.turns.append((engine.name, turn))
+        # As a noisy machine: one turn is three times as slow.
+        serves_per_s = self.serve_per_s[engine] / (3 if turn.endswith(" 2") else 1)
         for rate in rates:
             done_s, outcomes = 0.0, []
             for number in range(100):
-                at_s = number / rate
-                done_s = max(done_s, at_s) + 1 / self.serves_per_s
+                at_s = number / rate if rate is not None else 0.0
+                done_s = max(done_s, at_s) + 1 / serves_per_s
                 outcomes.append(client.Outcome(at_s, at_s, done_s, done_s, 3, 0, [0.0]))
             runs.append(Run(engine.name, rate, client.figures(outcomes), outcomes))
         return runs
 
 
+def carried(ours_per_s: float, rival_per_s: float, times: tuple[float, ...]) -> tuple[dict[str, Any], Backlog]:
+    compared: Any = Backlog({OURS: ours_per_s, RIVAL: rival_per_s})
+    (at_once,) = compared.measure(RIVAL, [SATURATION])
+    return post_recommendation.capacity(compared, OURS, RIVAL, at_once, times), compared
+
+
 def test_an_engine_carries_as_much_more_load_as_it_is_faster() -> None:
     """1.6 times as fast as a rival that is asked for what it serves; beyond that its queue ends with the run, and it fails."""
-    (limit,) = Backlog(10.0).measure(RIVAL, [10.0])
-    ours: Any = Backlog(16.0)
     times = (1.0, 1.3, 1.6, 2.0, 8.0)
-    carried = post_recommendation.capacity(ours, OURS, limit, times)
-    assert (carried["times"], carried["shown"]) == (1.6, "1.6")
-    slower: Any = Backlog(9.0)
-    assert post_recommendation.capacity(slower, OURS, limit, times)["shown"] == "not held"
+    faster, compared = carried(16.0, 10.0, times)
+    assert (faster["times"], faster["shown"]) == (1.6, "1.6")
+    assert carried(9.0, 10.0, times)[0]["shown"] == "not held"
+    # 100 requests at 10 a second take 10 s: they take turns until 50 s are full, and one slow turn is none of the medians.
+    at_first = [name for name, turn in compared.turns if "1.6x" in turn or turn.startswith("against stock")][:10]
+    assert at_first == ["stock fcfs", "ours"] * 5
 
 
 def test_a_queue_that_ends_with_the_run_is_not_carried() -> None:
-    """The rival's own latency may be that of a queue: ours has a shorter one at 8 times the load, and does not keep up."""
-    (limit,) = Backlog(5.0).measure(RIVAL, [10.0])
-    ours: Any = Backlog(10.5)
-    (swamped,) = ours.measure(OURS, [80.0])
-    assert swamped.figures.mean_s < limit.figures.mean_s
-    assert post_recommendation.capacity(ours, OURS, limit, (1.0, 2.0, 8.0))["times"] == 2.0
+    """At 8 times the load ours waits no longer than the run, as the rival does, and does not keep up."""
+    compared = Backlog({OURS: 10.5, RIVAL: 5.0})
+    (limit,), (swamped,) = compared.measure(RIVAL, [5.0]), compared.measure(OURS, [40.0])
+    assert swamped.kept_up < 0.5
+    assert limit.kept_up > 0.95
+    assert carried(10.5, 5.0, (1.0, 2.0, 8.0))[0]["times"] == 2.0
+
+
+def test_a_long_run_of_a_rival_is_made_once() -> None:
+    """200 s at 0.5 a second: one turn, whatever ours is asked."""
+    found, compared = carried(2.0, 0.5, (1.0, 2.0, 3.0))
+    assert found["times"] == 3.0
+    assert {turn for name, turn in compared.turns if name == RIVAL.name} == {"", "against ours"}
 
 
 def test_arrivals_are_poisson() -> None:
@@ -365,7 +404,7 @@ def test_the_report_counts_the_answers_of_comparisons_alone() -> None:
     """Results without latencies under load do not check answers against another engine's, dummy weights answer all alike."""
     compared, profiled = {"requests": 1500, "p99_s": 1.0}, {"requests": 10, "request_ms": 3.0}
     real, dummy = {"commands": {"ours": "serve"}}, {"commands": {"ours": "serve --load-format dummy"}}
-    results = {
+    results: dict[str, dict[str, Any]] = {
         "a": {"conditions": real, "rows": [compared, {**compared, "told_apart": 0.9, "engine": "ours"}]},
         "b": {"conditions": real, "rows": [{**compared, "told_apart": 0.4, "engine": "llama.cpp"}]},
         "c": {"conditions": {}, "rows": [profiled]},

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks import report
 from benchmarks.mil import run as mil
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu_bench.sh"
@@ -57,11 +59,11 @@ def test_an_input_that_does_not_fit_a_device_is_tried_shorter() -> None:
 
     def serve(n_tokens: int) -> dict[str, int]:
         if n_tokens > 1200:
-            raise mil.report.InvalidRunError("out of memory")
+            raise report.InvalidRunError("out of memory")
         return {"tokens": n_tokens}
 
     assert mil.first_that_fits(serve, 2000) == {"tokens": 1125}
-    with pytest.raises(mil.report.InvalidRunError):
+    with pytest.raises(report.InvalidRunError):
         mil.first_that_fits(serve, 20_000)
 
 
@@ -74,7 +76,12 @@ def test_a_model_that_stock_cannot_serve_at_all_has_no_ratio() -> None:
         "longest_input_tokens": 900,
         "how": {"mil_output": output},
     }
-    stock = {"model": "llama-3.1-8b-quarter", "engine": "stock, unchunked", "longest_input_tokens": None, "how": {}}
+    stock: dict[str, Any] = {
+        "model": "llama-3.1-8b-quarter",
+        "engine": "stock, unchunked",
+        "longest_input_tokens": None,
+        "how": {},
+    }
     names = [target.name for target in mil.targets_of([ours, stock])]
     assert len(names) == 1
     assert "bytes per token" in names[0]
