@@ -173,7 +173,7 @@ def _section(folder: Path, name: str, result: Result) -> list[str]:
 
 
 # Of the lists in a result, those that are tables; the rows of these benchmarks are data.
-TABLES = ("rows", "means", "rivals", "capacities", "long_request", "failed")
+TABLES = ("rows", "medians", "means", "rivals", "capacities", "long_request", "failed")
 WITHOUT_ROWS = ("planner", "jct_model", "memory_trace")
 RUN_COLUMNS = ("engine", "offered_per_s", "requests_per_s", "mean_s", "p50_s", "p99_s", "cached_share")
 
@@ -187,7 +187,7 @@ def _tables_of(name: str, result: Result) -> list[list[dict[str, Any]]]:
             continue
         columns = [key for key in rows[0] if all(not isinstance(row.get(key), list | dict) for row in rows)]
         if set(RUN_COLUMNS) <= set(columns):
-            columns = list(RUN_COLUMNS)
+            columns = [*RUN_COLUMNS, *(["turns"] if "turns" in columns else [])]
         shown = [{key: row.get(key) for key in columns} for row in rows]
         for row in shown:
             if row.get("offered_per_s", 0) is None:

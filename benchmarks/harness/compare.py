@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from sgl_prefill.errors import ServerStartError
 Rate = float | None  # requests a second; None: all at once
 SATURATION: Rate = None
 N_WARM_UP = 5
+MEDIANS = ("requests_per_s", "mean_s", "p50_s", "p99_s", "cached_share")
 DEMO = "the demo model, SmolLM2-135M-Instruct in bfloat16"
 
 
@@ -138,10 +140,10 @@ class Comparison:
         self.conditions["x_requests_per_s"] = run.figures.requests_per_s
         return run.figures.requests_per_s
 
-    def measure_rival(self, engine: engines.Engine, rates: Sequence[Rate]) -> list[Run] | None:
+    def measure_rival(self, engine: engines.Engine, rates: Sequence[Rate], turn: str = "") -> list[Run] | None:
         """None, and a row in `failed`, where the engine cannot be started, or ends under the load: that is a result too."""
         try:
-            return self.measure(engine, rates)
+            return self.measure(engine, rates, turn)
         except ServerStartError as error:
             why = str(error)
         except report.InvalidRunError as error:
@@ -168,6 +170,7 @@ class Comparison:
         records = {name: one["record"] for name, one in kept.items()}
         rows = [run.row() for run in self._runs.values()]
         result = {"conditions": self.conditions, "activation_records": records, "rows": rows, "failed": self.failed}
+        result |= {"medians": medians_of(list(self._runs.values()))}
         report.finish({**result, **further}, targets, self._json)
         if self._json is not None:
             lines = [json.dumps(_columns(run)) + "\n" for run in self._runs.values()]
@@ -223,6 +226,23 @@ class Comparison:
         outcomes = [client.Outcome(*fields) for fields in self._kept[name]]
         told_apart = client.told_apart([one.logprobs for one in outcomes], engine.max_logprob_difference)
         return Run(engine.name, rate, client.figures(outcomes), outcomes, told_apart)
+
+
+def medians_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Of the runs of one engine at one load that took turns with others'."""
+    turns: dict[tuple[str, Rate], list[client.Figures]] = {}
+    for run in runs:
+        if run.turn:
+            turns.setdefault((run.engine, run.offered_per_s), []).append(run.figures)
+    return [
+        {
+            "engine": engine,
+            "offered_per_s": rate,
+            "turns": len(figures),
+            **{name: statistics.median(getattr(one, name) for one in figures) for name in MEDIANS},
+        }
+        for (engine, rate), figures in turns.items()
+    ]
 
 
 def _name(engine: engines.Engine, rate: Rate, turn: str = "") -> str:

@@ -133,6 +133,9 @@ def test_two_engines_that_take_turns_stay_up(tmp_path: Path, monkeypatch: pytest
         compared.measure(third, [2.0])
         compared.measure(RIVAL, [3.0])
         compared.measure(OURS, [3.0])
+        compared.finish([])
+    (medians, _) = json.loads((tmp_path / "result.json").read_text())["medians"]
+    assert (medians["engine"], medians["offered_per_s"], medians["turns"], medians["mean_s"]) == ("ours", 2.0, 2, 1.0)
     assert fake.started == ["ours", "stock fcfs", "stock lpm", "ours"]
     assert fake.ended == ["ours", "stock lpm", "stock fcfs", "ours"]
 
