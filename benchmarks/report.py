@@ -123,5 +123,5 @@ def _instruction_sets() -> str:
     flags = next(
         (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), ""
     ).split()
-    wanted = [name for name in ("avx512f", "avx512_bf16", "amx_bf16") if name in flags]
+    wanted = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
     return f" ({', '.join(wanted)})"

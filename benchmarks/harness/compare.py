@@ -22,7 +22,7 @@ Rate = float | None  # requests a second; None: all at once
 SATURATION: Rate = None
 N_WARM_UP = 5
 MEDIANS = ("requests_per_s", "mean_s", "p50_s", "p99_s", "cached_share")
-DEMO = "the demo model, SmolLM2-135M-Instruct in bfloat16"
+DEMO = "the demo model, SmolLM2-135M-Instruct"
 
 
 class Run(NamedTuple):
@@ -59,12 +59,12 @@ class Served(NamedTuple):
 
     def model_flags(self, folder: Path) -> list[str]:
         if self.model is None:
-            return ["--model-path", str(demo_model.ensure("bfloat16"))]
+            return ["--model-path", str(demo_model.ensure(shapes.DTYPE))]
         shapes.write(self.model, folder / "model")
         if shapes.HAS_CUDA:  # these models are too large to be written
             return shapes.dummy_flags(folder / "model")
         shapes.write_weights(folder / "model")
-        return shapes.weight_flags(folder / "model")
+        return shapes.weight_flags(folder / "model", shapes.DTYPE)
 
     def flags(self, engine: engines.Engine) -> list[str]:
         if not engine.is_sglang:
@@ -95,6 +95,7 @@ class Comparison:
         self._json: Path | None = arguments.json
         self._kept = Kept(arguments.json, f"{self.conditions['commit']}, {self.conditions['command']}")
         self.conditions["model"] = DEMO if served.model is None else shapes.config(served.model)
+        self.conditions["dtype"] = shapes.DTYPE
         self._make_requests, self._served, self._n_servers = requests_of, served, n_servers
         self._engines: list[engines.Engine] = []
         self._serving: dict[str, tuple[engines.Running, ExitStack]] = {}  # the one that was asked last is the last

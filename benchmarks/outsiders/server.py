@@ -53,14 +53,14 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 class Transformers:
-    """Hugging Face transformers in bfloat16."""
+    """Hugging Face transformers, in the dtype of the weights."""
 
     def __init__(self, folder: Path) -> None:
         import torch
         from transformers import AutoModelForCausalLM, DynamicCache
 
         self._torch = torch
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
         self._cache: Any = DynamicCache(config=self._model.config)
 
     def log_probabilities(self, ids: Sequence[int], n_kept: int) -> Sequence[float]:
