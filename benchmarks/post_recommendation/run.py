@@ -33,9 +33,10 @@ LOADS, QUICK_LOADS = (0.5, 1.0, 2.0) if shapes.HAS_CUDA else (0.25, 0.5, 1.0, 2.
 FURTHEST_LOAD = 2.0
 KEPT_UP = 0.95  # a run of so many requests ends with some that came last: as much as all of what was offered
 # An engine's runs at one load together take so long at least: between minutes a machine's speed differs.
-TURNS_S, QUICK_TURNS_S = 50.0, 1.0
+TURNS_S, QUICK_TURNS_S = 1.0 if shapes.HAS_CUDA else 50.0, 1.0
 TIMES = (1.0, 1.3, 2.0, 4.0) if shapes.HAS_CUDA else (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
 QUICK_TIMES = (1.0,)
+BEYOND_HOPE = 1.5  # asked for so many times what it serves at once, an engine keeps no pace
 LAMBDA = ("--fairness-lambda", str(500 / SCALE))  # the paper's; it counts tokens, which are divided by SCALE too
 ONE = engines.ours("ours, one a step", *LAMBDA)
 PACKED = engines.ours("ours, packed", "--pack-step-tokens", "auto", "--sharers", "count", *LAMBDA)
@@ -63,9 +64,11 @@ def main() -> int:
         chosen = (PACKED,) if arguments.quick else (ONE, PACKED)
         x = comparison.saturation_of(chosen[0])
         rates = [load * x for load in loads]
-        for rate in [SATURATION, *rates]:  # ours and the rival that is strongest here take turns
+        every: list[Rate] = [SATURATION, *rates]
+        # Ours and the rival that is strongest here take turns; a device holds one engine at a time.
+        for turn in [every] if shapes.HAS_CUDA else [[rate] for rate in every]:
             for engine in (chosen[-1], POLICIES[0]):
-                comparison.measure(engine, [rate])
+                comparison.measure(engine, turn)
         rivals = POLICIES[:1] if arguments.quick else (*POLICIES, *NEWER, DEFAULT)
         curves = {rival: runs for rival in rivals if (runs := curve(comparison, rival, rates)) is not None}
         if not (arguments.quick or shapes.HAS_CUDA):
@@ -73,9 +76,9 @@ def main() -> int:
                 comparison.measure_rival(engine, [SATURATION])
         capacities = []
         for ours in reversed(chosen):
-            comparison.measure(ours, [SATURATION, *rates])
+            mine = comparison.measure(ours, every)
             capacities += [
-                capacity(comparison, ours, rival, runs[0], times, turns_s)
+                capacity(comparison, ours, rival, (mine[0], runs[0]), times, turns_s)
                 for rival, runs in curves.items()
                 if rival in (DEFAULT, best_of(curves, x))
             ]
@@ -129,7 +132,7 @@ def capacity(
     comparison: Comparison,
     ours: engines.Engine,
     rival: engines.Engine,
-    at_once: Run,
+    at_once: tuple[Run, Run],
     times: tuple[float, ...],
     turns_s: float,
 ) -> dict[str, str | float | None]:
@@ -140,11 +143,12 @@ def capacity(
     `times` again and again: what is held at one load is taken as held at all lower ones.
 
     Args:
-        at_once: the rival's run with all submitted at once, which says what it serves.
+        at_once: the runs of ours and of the rival with all submitted at once, which say what they serve.
         turns_s: an engine's runs at one load together take so long at least.
     """
-    rival_per_s = at_once.figures.requests_per_s
-    n_turns = math.ceil(turns_s * rival_per_s / at_once.figures.requests)
+    ours_per_s, rival_per_s = (run.figures.requests_per_s for run in at_once)
+    n_turns = math.ceil(turns_s * rival_per_s / at_once[1].figures.requests)
+    times = times[: max(1, bisect.bisect_right(times, BEYOND_HOPE * ours_per_s / rival_per_s))]
 
     def is_beyond(one: float) -> bool:
         mine, theirs = [], []

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from typing import Literal
 
 import torch
 
 ATTENTION_BACKEND_NAME = "cpu_flash"
+Dtype = Literal["bfloat16", "float32"]
 
 
 def has_accelerator() -> bool:
@@ -14,6 +16,12 @@ def has_accelerator() -> bool:
     if torch.cuda.is_available() or torch.xpu.is_available() or torch.backends.mps.is_available():
         return True
     return bool(hasattr(torch, "npu") and torch.npu.is_available())
+
+
+def fast_dtype() -> Dtype:
+    """What matrix products are fast in: float32 on an x86 processor without AVX-512, for which oneDNN has no bfloat16."""
+    is_old = torch.backends.cpu.get_cpu_capability() in ("NO AVX", "AVX2")
+    return "float32" if is_old and not has_accelerator() else "bfloat16"
 
 
 def activate() -> str | None:

@@ -147,18 +147,22 @@ def test_answers_that_are_all_alike_show_nothing(tmp_path: Path, monkeypatch: py
         compared.measure(OURS, [SATURATION])
 
 
+def written_without_rival(tmp_path: Path) -> Any:
+    """The result of a comparison whose rival fails."""
+    with comparison(tmp_path) as compared:
+        compared.measure(OURS, [SATURATION])
+        assert compared.measure_rival(RIVAL, [SATURATION]) is None
+        compared.finish([])
+    return json.loads((tmp_path / "result.json").read_text())
+
+
 def test_a_rival_that_cannot_start_is_a_row_and_ours_fails_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the last line of its log."""
     fake = FakeEngines(monkeypatch, {OURS.name: right})
     fake.cannot_start = {RIVAL.name}
-    with comparison(tmp_path) as compared:
-        compared.measure(OURS, [SATURATION])
-        assert compared.measure_rival(RIVAL, [SATURATION]) is None
-        compared.finish([])
-    written = json.loads((tmp_path / "result.json").read_text())
-    assert written["failed"] == [{"engine": "stock fcfs", "failed": "out of memory"}]
+    assert written_without_rival(tmp_path)["failed"] == [{"engine": "stock fcfs", "failed": "out of memory"}]
     fake.cannot_start = {OURS.name}
     with comparison(tmp_path) as compared, pytest.raises(ServerStartError):
         compared.measure(OURS, [SATURATION])
@@ -170,11 +174,7 @@ def test_a_rival_that_ends_under_the_load_is_a_row_and_one_that_lives_fails_the_
     """Out of memory is a result; a request that a healthy engine loses is not. Ours may do neither."""
     fake = FakeEngines(monkeypatch, {OURS.name: right, RIVAL.name: wrong})
     fake.ends_under_load = {RIVAL.name}
-    with comparison(tmp_path) as compared:
-        compared.measure(OURS, [SATURATION])
-        assert compared.measure_rival(RIVAL, [SATURATION]) is None
-        compared.finish([])
-    written = json.loads((tmp_path / "result.json").read_text())
+    written = written_without_rival(tmp_path)
     assert written["failed"] == [{"engine": "stock fcfs", "failed": "ended under the load: no answer to a request"}]
     assert [row["engine"] for row in written["rows"]] == ["ours"]
     fake.ends_under_load = {OURS.name}
@@ -244,6 +244,7 @@ class Backlog:
     def __init__(self, serve_per_s: dict[engines.Engine, float]) -> None:
         self.serve_per_s = serve_per_s
         self.turns: list[tuple[str, str]] = []
+        self.highest_per_s = 0.0  # asked of any
 
     def measure(self, engine: engines.Engine, rates: Sequence[Rate], turn: str = "") -> list[Run]:
         runs = []
@@ -251,6 +252,7 @@ class Backlog:
         # As a noisy machine: one turn is three times as slow.
         serves_per_s = self.serve_per_s[engine] / (3 if turn.endswith(" 2") else 1)
         for rate in rates:
+            self.highest_per_s = max(self.highest_per_s, rate or 0.0)
             done_s, outcomes = 0.0, []
             for number in range(100):
                 at_s = number / rate if rate is not None else 0.0
@@ -262,8 +264,8 @@ class Backlog:
 
 def carried(ours_per_s: float, rival_per_s: float, times: tuple[float, ...]) -> tuple[dict[str, Any], Backlog]:
     compared: Any = Backlog({OURS: ours_per_s, RIVAL: rival_per_s})
-    (at_once,) = compared.measure(RIVAL, [SATURATION])
-    return post_recommendation.capacity(compared, OURS, RIVAL, at_once, times), compared
+    at_once = compared.measure(OURS, [SATURATION])[0], compared.measure(RIVAL, [SATURATION])[0]
+    return post_recommendation.capacity(compared, OURS, RIVAL, at_once, times, turns_s=50.0), compared
 
 
 def test_an_engine_carries_as_much_more_load_as_it_is_faster() -> None:
@@ -271,7 +273,10 @@ def test_an_engine_carries_as_much_more_load_as_it_is_faster() -> None:
     times = (1.0, 1.3, 1.6, 2.0, 8.0)
     faster, compared = carried(16.0, 10.0, times)
     assert (faster["times"], faster["shown"]) == (1.6, "1.6")
-    assert carried(9.0, 10.0, times)[0]["shown"] == "not held"
+    slower, asked = carried(9.0, 10.0, times)
+    assert (slower["shown"], asked.highest_per_s) == ("not held", pytest.approx(13.0)), (
+        "8 times would be a waste of minutes"
+    )
     # 100 requests at 10 a second take 10 s: they take turns until 50 s are full, and one slow turn is none of the medians.
     at_first = [name for name, turn in compared.turns if "1.6x" in turn or turn.startswith("against stock")][:10]
     assert at_first == ["stock fcfs", "ours"] * 5

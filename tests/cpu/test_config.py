@@ -154,6 +154,21 @@ def test_the_memory_budget_becomes_a_fraction_of_what_is_free(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
+    ("capability", "accelerator", "dtype"),
+    [("AVX2", False, "float32"), ("AVX512", False, None), ("AVX2", True, None), ("DEFAULT", False, None)],
+)
+def test_a_processor_that_is_slow_in_bfloat16_serves_in_float32(
+    monkeypatch: pytest.MonkeyPatch, capability: str, accelerator: bool, dtype: str | None
+) -> None:
+    """oneDNN has no bfloat16 below AVX-512; "DEFAULT" is what other kinds of processor say. A device decides for itself."""
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    monkeypatch.setattr("sgl_prefill.cpu.detect.has_accelerator", lambda: accelerator)
+    monkeypatch.setattr(preflight, "has_accelerator", lambda: accelerator)
+    assert preflight.default_settings(PrefillConfig()).get("dtype") == dtype
+    assert ("--dtype" in preflight.default_flags(PrefillConfig())) == (dtype is not None)
+
+
+@pytest.mark.parametrize(
     ("flags", "expected"),
     [
         (["--model-path", "/no/such/model"], "--model-path /no/such/model does not exist"),

@@ -111,12 +111,12 @@ def test_a_refused_request_fails_the_run() -> None:
 
 
 def test_a_request_whose_connection_is_dropped_fails_the_run() -> None:
-    """As where the server dies. It is not sent again: the second answer would hide the loss of the first."""
+    """As where the server dies. It is not sent again: a second answer would hide the loss of the first."""
     seen = []
 
     async def answer(number: int) -> web.Response | None:
         seen.append(number)
-        return scored() if number != 2 else None
+        return scored() if number != 3 else None
 
     with fake_engine(answer) as url, pytest.raises(report.InvalidRunError, match="no answer"):
         client.run(url, [client.Due(0.0, [1])] * 3, "fake")

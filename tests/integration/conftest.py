@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def demo_folder() -> Path:
-    return demo_model.ensure("bfloat16")
+    return demo_model.ensure()
 
 
 @pytest.fixture(scope="session")

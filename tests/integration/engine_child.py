@@ -45,7 +45,7 @@ def float32() -> dict[str, Any]:
 
 def features_off() -> dict[str, Any]:
     """SGLang's own scheduler and logits inside our engine: its answers to the prompts, one at a time."""
-    folder = str(demo_model.ensure("bfloat16"))
+    folder = str(demo_model.ensure())
     off: dict[str, Any] = {"scheduling": "stock", "logits_dtype": "model", "hybrid_prefill": "off", "suffix_kv": "keep"}
     with Engine(model_path=folder, **off, memory_budget_gb=3) as engine:
         options = {"return_logprob": True, "token_ids_logprob": _candidate_ids(engine), "top_logprobs_num": 3}
