@@ -60,16 +60,12 @@ def draw_throughput(figure: Any, result: Result) -> None:
 
 
 def _curves(result: Result) -> dict[str, list[dict[str, Any]]]:
-    """Rows of the engines that were measured at several loads, by load."""
+    """Rows of the engines that were asked some load, by load."""
     curves: dict[str, list[dict[str, Any]]] = {}
     for row in result["rows"]:
         if row["offered_per_s"] is not None and not row.get("turn"):
             curves.setdefault(row["engine"], []).append(row)
-    return {
-        engine: sorted(rows, key=lambda row: float(row["offered_per_s"]))
-        for engine, rows in curves.items()
-        if len(rows) > 1
-    }
+    return {engine: sorted(rows, key=lambda row: float(row["offered_per_s"])) for engine, rows in curves.items()}
 
 
 def draw_cdf(figure: Any, result: Result) -> None:
