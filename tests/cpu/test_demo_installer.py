@@ -11,6 +11,6 @@ from sgl_prefill import demo_model
 
 
 def test_looking_for_an_installer_warns_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Setuptools' import hook warns of whoever looks for the module `pip` after distutils was imported; here warnings are errors."""
+    """After an import of distutils setuptools' hook warns of whoever looks for the module pip; here warnings are errors."""
     monkeypatch.setitem(sys.modules, "distutils", types.ModuleType("distutils"))
     assert demo_model._installer()[1:3] in (["-m", "pip"], ["pip", "install"])
