@@ -96,7 +96,7 @@ def prompts(n_messages: int) -> list[Due]:
     """A policy, messages cut from Python's own documentation, which is on every machine, and a question; all due at once."""
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(demo_model.ensure(shapes.DTYPE))
+    tokenizer: Any = AutoTokenizer.from_pretrained(demo_model.ensure())
     ids, question = tokenizer.encode(traffic.real_text()[:400_000]), tokenizer.encode(QUESTION)
     labels = [tokenizer.encode(label)[0] for label in LABELS]
     rng = random.Random(0)

@@ -59,7 +59,7 @@ class Served(NamedTuple):
 
     def model_flags(self, folder: Path) -> list[str]:
         if self.model is None:
-            return ["--model-path", str(demo_model.ensure(shapes.DTYPE))]
+            return ["--model-path", str(demo_model.ensure())]
         shapes.write(self.model, folder / "model")
         if shapes.HAS_CUDA:  # these models are too large to be written
             return shapes.dummy_flags(folder / "model")

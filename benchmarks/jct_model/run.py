@@ -63,7 +63,7 @@ def main() -> int:
 
 def models(folder: Path) -> dict[str, list[str]]:
     """Flags that name each model."""
-    demo = ["--model-path", str(demo_model.ensure(shapes.DTYPE))]
+    demo = ["--model-path", str(demo_model.ensure())]
     name = shapes.DEVICE_MODEL if shapes.HAS_CUDA else "llama-6-layers"
     return {"SmolLM2-135M-Instruct": demo, name: shapes.dummy_flags(shapes.write(name, folder / "model"))}
 

@@ -33,7 +33,7 @@ def main() -> int:
     records = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        common = ["--model-path", str(demo_model.ensure(shapes.DTYPE)), "--sleep-on-idle"]
+        common = ["--model-path", str(demo_model.ensure()), "--sleep-on-idle"]
         for number in range(QUICK_ROUNDS if arguments.quick else ROUNDS):
             # The profiles of the memory and of the JCT model are kept on disk: a folder of its own for each first start.
             cache = {"XDG_CACHE_HOME": str(folder / f"cache {number}")}

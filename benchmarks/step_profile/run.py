@@ -78,7 +78,7 @@ def works(is_quick: bool) -> list[Work]:
 
     from sgl_prefill import demo_model
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(demo_model.ensure(shapes.DTYPE))
+    tokenizer: Any = AutoTokenizer.from_pretrained(demo_model.ensure())
     body = reranking.body(tokenizer, 0, n_passages)
     messages = guard.prompts(n_messages)
     posts = traffic.post_recommendation(None, "single", post_recommendation.SCALE, n_users=n_users)
