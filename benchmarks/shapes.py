@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from sgl_prefill import demo_model
 from sgl_prefill.cpu import detect
 
 MODELS = Path(__file__).with_name("models")
@@ -86,6 +87,11 @@ def write_weights(folder: Path) -> None:
 def weight_flags(folder: Path, dtype: detect.Dtype = "bfloat16") -> list[str]:
     """The flags that load a folder with weights."""
     return ["--model-path", str(folder), "--dtype", dtype]
+
+
+def demo_flags() -> list[str]:
+    """The flags that load the demo model, alike for every engine: left alone, stock serves float32 weights in float16."""
+    return weight_flags(demo_model.ensure(), DTYPE)
 
 
 def dummy_flags(folder: Path) -> list[str]:

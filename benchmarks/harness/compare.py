@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Self
 from benchmarks import report, shapes
 from benchmarks.harness import client, engines
 from benchmarks.harness.kept import Kept
-from sgl_prefill import demo_model
 from sgl_prefill.errors import ServerStartError
 
 Rate = float | None  # requests a second; None: all at once
@@ -59,7 +58,7 @@ class Served(NamedTuple):
 
     def model_flags(self, folder: Path) -> list[str]:
         if self.model is None:
-            return ["--model-path", str(demo_model.ensure())]
+            return shapes.demo_flags()
         shapes.write(self.model, folder / "model")
         if shapes.HAS_CUDA:  # these models are too large to be written
             return shapes.dummy_flags(folder / "model")

@@ -24,7 +24,6 @@ import requests
 
 from benchmarks import report, shapes
 from benchmarks.harness import engines
-from sgl_prefill import demo_model
 
 LONGEST = 8_000
 SHORTEST = 32
@@ -63,9 +62,11 @@ def main() -> int:
 
 def models(folder: Path) -> dict[str, list[str]]:
     """Flags that name each model."""
-    demo = ["--model-path", str(demo_model.ensure())]
     name = shapes.DEVICE_MODEL if shapes.HAS_CUDA else "llama-6-layers"
-    return {"SmolLM2-135M-Instruct": demo, name: shapes.dummy_flags(shapes.write(name, folder / "model"))}
+    return {
+        "SmolLM2-135M-Instruct": shapes.demo_flags(),
+        name: shapes.dummy_flags(shapes.write(name, folder / "model")),
+    }
 
 
 def measure(server: engines.Running, model: str, n_points: int) -> list[dict[str, Any]]:

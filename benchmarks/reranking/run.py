@@ -48,9 +48,8 @@ def main() -> int:
     records, scores = {}, {}
     chosen = [*ENGINES[: 3 if arguments.quick else None]]
     with tempfile.TemporaryDirectory() as scratch:
-        model = demo_model.ensure()
-        tokenizer: Any = AutoTokenizer.from_pretrained(model)
-        common = ["--model-path", str(model), "--sleep-on-idle", "--enable-metrics", "--max-running-requests", "64"]
+        tokenizer: Any = AutoTokenizer.from_pretrained(demo_model.ensure())
+        common = [*shapes.demo_flags(), "--sleep-on-idle", "--enable-metrics", "--max-running-requests", "64"]
         common += ["--context-length", "4096", "--max-total-tokens", "20000"]
         bodies = [body(tokenizer, number, n_passages) for number in range(n_queries)]
         for engine in chosen:

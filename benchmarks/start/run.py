@@ -20,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import report, shapes
 from benchmarks.harness import client, engines
-from sgl_prefill import demo_model
 
 ROUNDS, QUICK_ROUNDS = 3, 1
 FRESH, AGAIN, STOCK = "ours, first start", "ours, again", "stock"
@@ -33,7 +32,7 @@ def main() -> int:
     records = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        common = ["--model-path", str(demo_model.ensure()), "--sleep-on-idle"]
+        common = [*shapes.demo_flags(), "--sleep-on-idle"]
         for number in range(QUICK_ROUNDS if arguments.quick else ROUNDS):
             # The profiles of the memory and of the JCT model are kept on disk: a folder of its own for each first start.
             cache = {"XDG_CACHE_HOME": str(folder / f"cache {number}")}
