@@ -1,7 +1,7 @@
 """One request after the other, first come, first served: python -m benchmarks.outsiders.server BACKEND --model-path FOLDER
 
 BACKEND: `transformers` (Hugging Face) on a model folder or `llama_cpp` on a GGUF file, both with the KV of the last prompt
-kept for the next one's prefix. `--port`, `--host` as SGLang's.
+kept for the next one's prefix. `--port`, `--host`, `--dtype` as SGLang's; a GGUF file has its own dtype.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 class Transformers:
-    """Hugging Face transformers, in the dtype of the weights."""
+    """Hugging Face transformers."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: str) -> None:
         import torch
         from transformers import AutoModelForCausalLM, DynamicCache
 
         self._torch = torch
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         self._cache: Any = DynamicCache(config=self._model.config)
 
     def log_probabilities(self, ids: Sequence[int], n_kept: int) -> Sequence[float]:
@@ -73,9 +73,9 @@ class Transformers:
 
 
 class LlamaCpp:
-    """llama.cpp through its Python package."""
+    """llama.cpp through its Python package, in whatever dtype the file is."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, dtype: str) -> None:
         import llama_cpp
 
         n_threads = int(os.environ["OMP_NUM_THREADS"])
@@ -127,14 +127,19 @@ def app_of(slot: Slot) -> fastapi.FastAPI:
     return app
 
 
-def main() -> None:
+def parsed(command: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("backend", choices=BACKENDS)
     parser.add_argument("--model-path", type=Path, required=True)
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
-    arguments = parser.parse_args()
-    slot = Slot(BACKENDS[arguments.backend](arguments.model_path))
+    return parser.parse_args(command)
+
+
+def main() -> None:
+    arguments = parsed()
+    slot = Slot(BACKENDS[arguments.backend](arguments.model_path, arguments.dtype))
     uvicorn.run(app_of(slot), host=arguments.host, port=arguments.port, log_level="warning")
 
 

@@ -438,6 +438,14 @@ class Recorder:
         return [-float(token) for token in range(10)]
 
 
+@pytest.mark.parametrize("engine", [engines.transformers(), engines.llama_cpp(Path("model.gguf"))])
+def test_an_outsider_takes_the_flags_that_load_the_model_of_all(engine: engines.Engine) -> None:
+    command = ["--host", "127.0.0.1", "--port", "1", *shapes.weight_flags(Path("model"), "float32"), *engine.flags]
+    arguments = outsider.parsed(command)
+    assert (arguments.backend, arguments.dtype) == (engine.flags[0], "float32")
+    assert arguments.model_path == Path("model.gguf" if engine.name == "llama.cpp" else "model")
+
+
 def test_an_outsider_computes_what_differs_from_its_last_prompt() -> None:
     """And the last token always; everything after a flush."""
     backend = Recorder()
