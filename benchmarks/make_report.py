@@ -81,8 +81,9 @@ def text(folder: Path = HERE) -> str:
         "\n## Not measured\n",
         *(f"* `{name}`" for name in missing),
         *_accelerators(results),
-        "* the spread: most cells are one run, and at saturation the queue is what the machine's speed leaves just then"
-        " (`short_mix` has two runs of one policy)",
+        "* the spread: most cells are one run, one engine after the other, and at saturation the queue is what the machine's"
+        " speed leaves just then; only in `guard` and `post_recommendation` engines take turns, and their raw rows show how"
+        " far the turns of one engine differ",
         "\n## Results\n",
     ]
     for name, result in results.items():
