@@ -81,9 +81,7 @@ def text(folder: Path = HERE) -> str:
         "\n## Not measured\n",
         *(f"* `{name}`" for name in missing),
         *_accelerators(results),
-        "* the spread: most cells are one run, one engine after the other, and at saturation the queue is what the machine's"
-        " speed leaves just then; only in `guard` and `post_recommendation` engines take turns, and their raw rows show how"
-        " far the turns of one engine differ",
+        _spread(results),
         "\n## Results\n",
     ]
     for name, result in results.items():
@@ -231,6 +229,19 @@ def _link(folder: Path, name: str) -> str:
 def _commit(conditions: dict[str, Any]) -> str:
     digest, _, rest = str(conditions["commit"]).partition(" ")
     return f"{digest[:10]} {rest}".strip()
+
+
+def _spread(results: dict[str, Result]) -> str:
+    said = (
+        "* the spread: most cells are one run, one engine after the other, and at saturation the queue is what the machine's"
+        " speed leaves just then"
+    )
+    in_turns = [
+        f"`{name}`" for name, result in results.items() if any(row.get("turn") for row in result.get("rows", []))
+    ]
+    if not in_turns:
+        return said
+    return f"{said}; engines take turns in {', '.join(in_turns)}, whose raw rows show how far one engine's turns differ"
 
 
 def _accelerators(results: dict[str, Result]) -> list[str]:

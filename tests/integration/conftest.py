@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 import requests
 
+from benchmarks import shapes
 from sgl_prefill import demo_model, local_server
-from sgl_prefill.cpu.detect import fast_dtype
 
 
 class Server(NamedTuple):
@@ -59,18 +59,10 @@ def server(tmp_path_factory: pytest.TempPathFactory, demo_folder: Path) -> Itera
 
 
 @pytest.fixture(scope="session")
-def stock_server(tmp_path_factory: pytest.TempPathFactory, demo_folder: Path) -> Iterator[Server]:
+def stock_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Stock SGLang on the same machine with our package installed, in the dtype of ours, which its default need not be."""
     log = tmp_path_factory.mktemp("stock") / "log.txt"
-    flags = [
-        "--model-path",
-        str(demo_folder),
-        "--dtype",
-        fast_dtype(),
-        "--max-total-tokens",
-        "40000",
-        "--sleep-on-idle",
-    ]
+    flags = [*shapes.demo_flags(), "--max-total-tokens", "40000", "--sleep-on-idle"]
     with running("sglang.launch_server", log, *flags) as stock:
         yield stock
 
