@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import enum
 import math
-from typing import Any, Literal
+from collections.abc import Collection
+from typing import Any, Final, Literal
 
 from sgl_prefill.errors import ConfigurationError
 
@@ -17,46 +19,76 @@ HybridPrefill = Literal["auto", "on", "off"]
 SuffixKV = Literal["evict", "keep"]
 
 
+class _NotGiven(enum.Enum):
+    """Stands for a value that nobody has given, while a configuration is made: `None` is a value of some options."""
+
+    NOT_GIVEN = enum.auto()
+
+
+NOT_GIVEN: Final = _NotGiven.NOT_GIVEN
+
+
 def _auto_or_int(text: str) -> int | None:
     return None if text == "auto" else int(text)
 
 
 def _option(default: Any, help: str, **extra: Any) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help, **extra})
+    """`default`: the value where none is given; `paper`: the one that --paper stands for; `none`: how None is written."""
+    return dataclasses.field(default=NOT_GIVEN, metadata={"default": default, "help": help, **extra})
 
 
 @dataclasses.dataclass(frozen=True)
 class PrefillConfig:
-    """Everything that we add to SGLang's flags. Picklable: it travels to the scheduler process as an argument."""
+    """Everything that we add to SGLang's flags. Picklable: it travels to the scheduler process as an argument.
 
+    A field holds the value that was given, else the paper's with `paper=True`, else its default. Raises ConfigurationError
+    with a line for each value that is wrong or contradicts another.
+    """
+
+    paper: bool = _option(
+        False,
+        "the paper's engine: --scheduling calibrated-srjf --pack-step-tokens 0 --fairness-lambda 500 --sharers ignore"
+        " --jct-model cache-miss, and no --max-queue-s; another value of one of these is refused",
+    )
     scheduling: Scheduling = _option(
         "calibrated-srjf",
-        "calibrated-srjf: one request per step, shortest predicted job first; stock: SGLang's own scheduler",
+        "calibrated-srjf: shortest predicted job first, and others with it while the step has room; stock: SGLang's own"
+        " scheduler",
         choices=("calibrated-srjf", "stock"),
+        paper="calibrated-srjf",
     )
     fairness_lambda: float = _option(
-        500.0, "credit of a waiting request, in cache-miss tokens per second of waiting; 0: pure shortest job first"
+        500.0,
+        "credit of a waiting request, in cache-miss tokens per second of waiting; 0: pure shortest job first",
+        paper=500.0,
     )
     jct_model: JctModelName = _option(
         "fitted",
         "how long a request will take; fitted: milliseconds, measured at start and corrected by observed times;"
         " cache-miss: the number of tokens that are not cached",
         choices=("fitted", "cache-miss"),
+        paper="cache-miss",
     )
     sharers: Sharers = _option(
         "ignore",
         "ignore: a request costs what it computes itself, as in the paper; count: one that computes a prefix which others"
         " wait for costs as much as all of them together, divided by their number",
         choices=("ignore", "count"),
+        paper="ignore",
     )
     max_queue_s: float | None = _option(
-        None, "a request that has waited so many seconds runs next, whatever its score and priority (default: no bound)"
+        None,
+        "a request that has waited so many seconds runs next, whatever its score and priority",
+        none="no bound",
+        paper=None,
     )
     pack_step_tokens: int | None = _option(
-        0,
+        None,
         "0: one request a step; N: a step takes further requests while it computes at most N tokens; auto: N where a"
-        " token costs its full price here",
+        " token costs its full price here; not for --scheduling stock",
         type=_auto_or_int,
+        none="auto",
+        paper=0,
     )
     hybrid_prefill: HybridPrefill = _option(
         "auto",
@@ -64,7 +96,10 @@ class PrefillConfig:
         choices=("auto", "on", "off"),
     )
     hybrid_chunk_tokens: int | None = _option(
-        None, "tokens of a chunk of hybrid prefilling (default: the fewest that cost no time here)", type=_auto_or_int
+        None,
+        "tokens of a chunk of hybrid prefilling; auto: the fewest that cost no time here",
+        type=_auto_or_int,
+        none="auto",
     )
     suffix_kv: SuffixKV = _option(
         "evict",
@@ -73,9 +108,10 @@ class PrefillConfig:
     )
     max_input_length: int | None = _option(
         None,
-        "longest prompt in tokens; memory is set aside for it (default: the context length, or what half of the"
-        " memory beyond the weights can serve)",
+        "longest prompt in tokens; memory is set aside for it; auto: the context length, or what half of the"
+        " memory beyond the weights can serve",
         type=_auto_or_int,
+        none="auto",
     )
     skip_parity_gate: bool = _option(False, "serve without the check at start that all paths give the same answers")
     logits_dtype: LogitsDtype = _option(
@@ -85,12 +121,14 @@ class PrefillConfig:
     )
     allow_generation: bool = _option(False, "also serve requests for more than one token")
     memory_budget_gb: float | None = _option(
-        None, "CPU only: memory for weights and KV pool, in GiB (default: half of the free memory)"
+        None, "CPU only: memory for weights and KV pool, in GiB", none="half of the free memory"
     )
     max_body_mb: float = _option(32.0, "largest HTTP request body, in MiB; a larger one is answered with 413")
 
     def __post_init__(self) -> None:
-        problems = []
+        given = {field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not NOT_GIVEN}
+        self._fill_in(given)
+        problems = self._contradictions(given)
         if self.scheduling not in ("calibrated-srjf", "stock"):
             problems.append(f"--scheduling is {self.scheduling!r}: it must be calibrated-srjf or stock")
         if self.jct_model not in ("fitted", "cache-miss"):
@@ -115,10 +153,6 @@ class PrefillConfig:
             problems.append(f"--max-queue-s is {self.max_queue_s}: it must be a number of seconds >= 0")
         if self.pack_step_tokens is not None and self.pack_step_tokens < 0:
             problems.append(f"--pack-step-tokens is {self.pack_step_tokens}: it must be auto or a number >= 0")
-        if self.pack_step_tokens != 0 and self.scheduling == "stock":
-            problems.append(
-                "--pack-step-tokens is for --scheduling calibrated-srjf: SGLang's own scheduler fills a step by itself"
-            )
         if self.memory_budget_gb is not None and not 0 < self.memory_budget_gb < math.inf:
             problems.append(f"--memory-budget-gb is {self.memory_budget_gb}: it must be a positive number of GiB")
         if not 0 < self.max_body_mb < math.inf:
@@ -126,25 +160,69 @@ class PrefillConfig:
         if problems:
             raise ConfigurationError("\n".join(problems))
 
+    def _fill_in(self, given: Collection[str]) -> None:
+        """Put a value into each field that was not given, in the order of the fields: `paper` and `scheduling` come first."""
+        for field in dataclasses.fields(self):
+            if field.name in given:
+                continue
+            value = field.metadata["default"]
+            if self.paper and "paper" in field.metadata:
+                value = field.metadata["paper"]
+            elif field.name == "pack_step_tokens" and self.scheduling == "stock":
+                value = 0  # SGLang's own scheduler fills a step by itself
+            object.__setattr__(self, field.name, value)  # this class is frozen for others
+
+    def _contradictions(self, given: Collection[str]) -> list[str]:
+        """What cannot be meant together."""
+        if self.paper:
+            return [
+                f"{_flag(field)} is {_shown(field, getattr(self, field.name))}, and --paper means"
+                f" {_shown(field, field.metadata['paper'])}: leave one of the two out"
+                for field in dataclasses.fields(self)
+                if field.name in given
+                and "paper" in field.metadata
+                and getattr(self, field.name) != field.metadata["paper"]
+            ]
+        if self.scheduling == "stock" and self.pack_step_tokens != 0:
+            return [
+                "--pack-step-tokens is for --scheduling calibrated-srjf: SGLang's own scheduler fills a step by itself,"
+                " so leave it out"
+            ]
+        return []
+
     @property
     def max_body_bytes(self) -> int:
         return int(self.max_body_mb * (1 << 20))
 
     @classmethod
     def add_cli_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """One flag a field, named like it with dashes; booleans are switches."""
+        """One flag a field, named like it with dashes; booleans are switches. What is not given is not in the namespace."""
         group = parser.add_argument_group("sgl_prefill")
         for field in dataclasses.fields(cls):
-            flag = "--" + field.name.replace("_", "-")
-            text = field.metadata["help"]
-            if isinstance(field.default, bool):
-                group.add_argument(flag, action="store_true", help=text)
+            default, text = field.metadata["default"], field.metadata["help"]
+            if isinstance(default, bool):
+                group.add_argument(_flag(field), action="store_true", default=argparse.SUPPRESS, help=text)
                 continue
-            kind = field.metadata.get("type", str if isinstance(field.default, str) else float)
-            shown = "" if field.default is None else f" (default: {field.default})"
-            choices = field.metadata.get("choices")
-            group.add_argument(flag, type=kind, default=field.default, choices=choices, help=text + shown)
+            group.add_argument(
+                _flag(field),
+                type=field.metadata.get("type", str if isinstance(default, str) else float),
+                default=argparse.SUPPRESS,
+                choices=field.metadata.get("choices"),
+                help=f"{text} (default: {_shown(field, default)})",
+            )
 
     @classmethod
     def from_namespace(cls, namespace: argparse.Namespace) -> PrefillConfig:
-        return cls(**{field.name: getattr(namespace, field.name) for field in dataclasses.fields(cls)})
+        given = vars(namespace)
+        return cls(**{field.name: given[field.name] for field in dataclasses.fields(cls) if field.name in given})
+
+
+def _flag(field: dataclasses.Field[Any]) -> str:
+    return "--" + field.name.replace("_", "-")
+
+
+def _shown(field: dataclasses.Field[Any], value: Any) -> str:
+    """A value as a user would write it."""
+    if value is None:
+        return str(field.metadata["none"])
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -36,6 +36,10 @@ SRJF, EVICT = "--scheduling calibrated-srjf", "--suffix-kv evict"
 ONE_A_STEP = "--pack-step-tokens 0"
 EITHER = f"{SRJF} or {EVICT}"
 
+# On an accelerator. The memory plan has measured one row of logits; 128 of 150,000 words take 0.2 GB with their
+# log-probabilities.
+DEVICE_MAX_REQUESTS = 128
+
 REQUIRED: tuple[Required, ...] = (
     Required("enable_metrics", True, "--enable-metrics", "queue_ms and actual_ms come from SGLang's request timing"),
     Required("prefill_max_requests", 1, "--prefill-max-requests", "one request per step", ONE_A_STEP),
@@ -97,8 +101,9 @@ def required_flags(config: PrefillConfig) -> list[str]:
 def default_settings(config: PrefillConfig) -> dict[str, Any]:
     """What suits this machine where the user says nothing, by names of ServerArgs."""
     fraction = memory_fraction(config)
+    packs = config.scheduling == "calibrated-srjf" and config.pack_step_tokens != 0
     if fraction is None:
-        return {}
+        return {"prefill_max_requests": DEVICE_MAX_REQUESTS} if packs else {}
     # An idle scheduler that polls without rest takes a core from the tokenizer and the clients on a small machine.
     settings: dict[str, Any] = {"mem_fraction_static": round(fraction, 4), "sleep_on_idle": True}
     if fast_dtype() == "float32":
@@ -106,7 +111,7 @@ def default_settings(config: PrefillConfig) -> dict[str, Any]:
             "this processor is many times slower in bfloat16 than in float32: --dtype is float32 if not given"
         )
         settings["dtype"] = "float32"
-    if config.pack_step_tokens != 0 and config.logits_dtype == "float32":
+    if packs and config.logits_dtype == "float32":
         # A label must not depend on its company: all rows of a packed step get the same logits as a lone one.
         settings["prefill_max_requests"] = lm_head.MAX_ROWS
     return settings
@@ -148,7 +153,7 @@ def check_argv(config: PrefillConfig, argv: list[str], *, listens: bool = True) 
         raw = value_of(argv, need.flag)
         given = "True" if raw == "" else raw  # a switch
         if given is not None and given != str(need.value):
-            problems.append(_contradiction(need, given))
+            problems.append(_contradiction(config, need, given))
     if (model_path := value_of(argv, "--model-path", "--model")) is not None:
         problems += _model_path_problems(model_path)
     host, port = value_of(argv, "--host") or "127.0.0.1", value_of(argv, "--port") or "30000"
@@ -170,7 +175,7 @@ def value_of(argv: list[str], *flags: str) -> str | None:
 def check_server_args(config: PrefillConfig, server_args: ServerArgs, *, listens: bool) -> None:
     """Raise ConfigurationError naming every flag that contradicts the engine, and, if it listens, a taken port."""
     problems = [
-        _contradiction(need, value)
+        _contradiction(config, need, value)
         for need in required_for(config)
         if (value := getattr(server_args, need.field)) != need.value
     ]
@@ -185,7 +190,7 @@ def check_server_args(config: PrefillConfig, server_args: ServerArgs, *, listens
         raise ConfigurationError("\n".join(problems))
 
 
-def _contradiction(need: Required, value: Any) -> str:
+def _contradiction(config: PrefillConfig, need: Required, value: Any) -> str:
     without = {
         ONE_A_STEP: "--pack-step-tokens auto",
         SRJF: "--scheduling stock",
@@ -193,6 +198,8 @@ def _contradiction(need: Required, value: Any) -> str:
         EITHER: "--scheduling stock --suffix-kv keep",
     }
     remedy = "leave it out" + (f", or start with {without[need.needed_by]}" if need.needed_by else "")
+    if config.paper and need.needed_by in (ONE_A_STEP, SRJF, EITHER):
+        remedy += " and without --paper"
     return f"{need.flag} is {value} and must be {need.value} ({need.why}): {remedy}"
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from sgl_prefill import preflight
 from sgl_prefill.config import PrefillConfig
+from sgl_prefill.cpu import lm_head
 from sgl_prefill.errors import ConfigurationError
 
 
@@ -63,14 +64,107 @@ def test_a_policy_with_a_number_that_orders_nothing_is_refused(option: str, valu
         PrefillConfig(**{option: value})  # type: ignore[arg-type]
 
 
-def test_packing_is_for_our_policy_and_frees_the_flag_that_holds_a_step_to_one_request() -> None:
-    """SGLang's own scheduler fills its steps by itself."""
-    with pytest.raises(ConfigurationError, match="--scheduling calibrated-srjf"):
-        PrefillConfig(scheduling="stock", pack_step_tokens=None)
+def test_steps_are_packed_unless_one_request_a_step_is_asked_for() -> None:
+    """None is `auto`. Only one request a step needs the flag of SGLang that holds a step to one."""
+    assert parsed().pack_step_tokens is None
     argv = ["--prefill-max-requests", "8", "--port", "29999"]
-    (problem,) = preflight.check_argv(PrefillConfig(), argv)
+    assert preflight.check_argv(PrefillConfig(), argv) == []
+    assert "--prefill-max-requests" not in preflight.required_flags(PrefillConfig())
+    (problem,) = preflight.check_argv(PrefillConfig(pack_step_tokens=0), argv)
     assert "--pack-step-tokens auto" in problem
-    assert preflight.check_argv(PrefillConfig(pack_step_tokens=None), argv) == []
+    one_a_step = preflight.required_flags(PrefillConfig(pack_step_tokens=0))
+    assert preflight.value_of(one_a_step, "--prefill-max-requests") == "1"
+
+
+def test_stock_scheduling_is_not_packed_by_us_and_refuses_to_be_told_so() -> None:
+    """SGLang's own scheduler fills its steps by itself: the default does not concern it, a value that was given does."""
+    assert PrefillConfig(scheduling="stock").pack_step_tokens == 0
+    assert parsed("--scheduling", "stock", "--pack-step-tokens", "0") == PrefillConfig(scheduling="stock")
+    for value in (None, 300):
+        with pytest.raises(ConfigurationError, match="--scheduling calibrated-srjf"):
+            PrefillConfig(scheduling="stock", pack_step_tokens=value)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "expected"), [(False, lm_head.MAX_ROWS), (True, preflight.DEVICE_MAX_REQUESTS)]
+)
+def test_the_requests_of_a_packed_step_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, accelerator: bool, expected: int
+) -> None:
+    """On a host by the rows that get float32 logits, on a device by the memory that their logits take."""
+    monkeypatch.setattr(preflight, "has_accelerator", lambda: accelerator)
+    assert preflight.default_settings(PrefillConfig())["prefill_max_requests"] == expected
+    for other in (PrefillConfig(pack_step_tokens=0), PrefillConfig(scheduling="stock")):
+        assert "prefill_max_requests" not in preflight.default_settings(other)
+
+
+PAPER = {
+    "paper": True,
+    "scheduling": "calibrated-srjf",
+    "fairness_lambda": 500.0,
+    "jct_model": "cache-miss",
+    "sharers": "ignore",
+    "max_queue_s": None,
+    "pack_step_tokens": 0,
+}
+
+
+def test_the_papers_engine_is_one_flag() -> None:
+    """The configuration that the record shows holds what the flag means; the other options are as without it."""
+    config = dataclasses.asdict(parsed("--paper"))
+    assert config == {**dataclasses.asdict(PrefillConfig()), **PAPER}
+    assert parsed("--paper") == PrefillConfig(paper=True)
+
+
+def test_the_papers_values_may_be_repeated_and_travel() -> None:
+    """Written out, copied with another option changed, and pickled."""
+    repeated = parsed("--paper", "--pack-step-tokens", "0", "--fairness-lambda", "500", "--jct-model", "cache-miss")
+    assert repeated == PrefillConfig(**PAPER)  # type: ignore[arg-type]
+    assert dataclasses.replace(repeated, max_body_mb=1.0).jct_model == "cache-miss"
+    assert pickle.loads(pickle.dumps(repeated)) == repeated
+
+
+def test_each_contradiction_of_the_papers_engine_is_named() -> None:
+    """Also a value that is our default: it was asked for."""
+    words = ["--paper", "--pack-step-tokens", "auto", "--fairness-lambda", "100", "--max-queue-s", "5"]
+    words += ["--jct-model", "fitted", "--sharers", "count", "--scheduling", "stock"]
+    with pytest.raises(ConfigurationError) as caught:
+        parsed(*words)
+    assert sorted(str(caught.value).splitlines()) == [
+        "--fairness-lambda is 100, and --paper means 500: leave one of the two out",
+        "--jct-model is fitted, and --paper means cache-miss: leave one of the two out",
+        "--max-queue-s is 5, and --paper means no bound: leave one of the two out",
+        "--pack-step-tokens is auto, and --paper means 0: leave one of the two out",
+        "--scheduling is stock, and --paper means calibrated-srjf: leave one of the two out",
+        "--sharers is count, and --paper means ignore: leave one of the two out",
+    ]
+
+
+def test_a_flag_of_sglangs_against_the_papers_engine_is_refused_with_a_remedy_that_works() -> None:
+    """`--pack-step-tokens auto` alone would be refused beside --paper."""
+    (problem,) = preflight.check_argv(PrefillConfig(paper=True), ["--prefill-max-requests", "8", "--port", "29999"])
+    assert problem.endswith("or start with --pack-step-tokens auto and without --paper")
+
+
+def test_the_offline_engine_takes_and_refuses_the_same() -> None:
+    """Before anything is started; its keyword arguments are the fields."""
+    from sgl_prefill.engine import Engine, sglang_defaults
+
+    assert sglang_defaults(PrefillConfig(paper=True))["prefill_max_requests"] == 1
+    with pytest.raises(ConfigurationError, match="--pack-step-tokens is auto, and --paper means 0"):
+        Engine(model_path="/no/such/model", paper=True, pack_step_tokens=None)
+
+
+def test_the_help_shows_every_default_and_what_the_paper_means() -> None:
+    """None is written as a user would."""
+    parser = argparse.ArgumentParser()
+    PrefillConfig.add_cli_arguments(parser)
+    text = " ".join(parser.format_help().split())
+    for words in ("(default: auto)", "(default: no bound)", "(default: 500)", "(default: half of the free memory)"):
+        assert words in text
+    for words in ("--pack-step-tokens 0", "--fairness-lambda 500", "--sharers ignore", "--jct-model cache-miss"):
+        assert words in text
+    assert "NOT_GIVEN" not in text
 
 
 def test_contradicting_flags_are_all_named_with_the_remedy() -> None:
@@ -99,7 +193,7 @@ def test_flags_that_agree_are_no_contradiction() -> None:
         "--port",
         "29999",
     ]
-    assert preflight.check_argv(PrefillConfig(), argv) == []
+    assert preflight.check_argv(PrefillConfig(pack_step_tokens=0), argv) == []
 
 
 def test_a_taken_port_is_named() -> None:

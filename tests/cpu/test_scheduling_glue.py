@@ -102,9 +102,8 @@ def request(name: str, tokens: list[int], arrival_s: float = 1.0, priority: int 
 def scheduler_with(tree: Any, waiting: list[Any], fairness_lambda: float = 0.0, **options: Any) -> Any:
     defaults = {"enable_priority_scheduling": False, "schedule_low_priority_values_first": False}
     scheduler = SimpleNamespace(tree_cache=tree, waiting_queue=waiting, **{**defaults, **options})
-    with mock.patch.object(
-        record, "config", return_value=PrefillConfig(fairness_lambda=fairness_lambda, jct_model="cache-miss")
-    ):
+    config = PrefillConfig(fairness_lambda=fairness_lambda, jct_model="cache-miss", pack_step_tokens=0)
+    with mock.patch.object(record, "config", return_value=config):
         step.after_init_schedule_policy(None, scheduler)
     return scheduler
 
