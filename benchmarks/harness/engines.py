@@ -19,12 +19,31 @@ from sgl_prefill.errors import ServerStartError
 # Threads that spin between matrix products take the cores from the HTTP process, and identical runs differ by half. Our
 # launcher sets it by itself where there is no accelerator; here every engine gets it.
 QUIET = {"OMP_WAIT_POLICY": "PASSIVE"}
+# Which attention, fused operators and weights our CPU platform uses, also in a stock server: `auto`, `off` (PyTorch's), or
+# the name of one build of the native kernel.
+KERNEL_VARIABLE = "SGL_PREFILL_CPU_KERNEL"
 # Names the Python of an environment with sglang==0.5.23 and, without its dependencies, this package (for the CPU platform).
 NEWER_PYTHON = "SGLANG_0_5_23_PYTHON"
 # Names the Python of an environment with llama-cpp-python, fastapi and uvicorn.
 LLAMA_CPP_PYTHON = "LLAMA_CPP_PYTHON"
 END_S = 30
 MAX_LOGPROB_DIFFERENCE = 0.25 if shapes.DTYPE == "bfloat16" else 0.01  # in steps and chunks of other sizes
+
+
+class Reference(NamedTuple):
+    """What stock SGLang attends with on a host, which is what a ratio to it compares."""
+
+    name: str
+    flags: tuple[str, ...]
+    kernel: str  # the value of KERNEL_VARIABLE
+
+
+AS_SHIPPED = Reference("torch_native", ("--attention-backend", "torch_native"), "off")  # as a user gets it
+PYTORCH_PATH = Reference("PyTorch path", (), "off")  # this package's attention, before it had a kernel of its own
+NEW_KERNEL = Reference("new kernel", (), "auto")
+ON_DEVICE = Reference("on this device", (), "off")  # SGLang's own attention: nothing of ours is in its place there
+# Those that ratios are given for, what a user would run first; NEW_KERNEL is reported beside them.
+REFERENCES = (ON_DEVICE,) if shapes.HAS_CUDA else (AS_SHIPPED, PYTORCH_PATH)
 
 
 class Engine(NamedTuple):
@@ -35,6 +54,22 @@ class Engine(NamedTuple):
     flags: tuple[str, ...] = ()
     python_variable: str | None = None  # of the environment, naming the Python that it runs in; None: this one
     max_logprob_difference: float = MAX_LOGPROB_DIFFERENCE  # from the engine that was asked first
+    environment: tuple[tuple[str, str], ...] = ()  # added to this process's
+    reference: Reference | None = None  # of stock SGLang in a comparison
+
+    def on(self, reference: Reference) -> Engine:
+        """The same policy of stock SGLang, attending in this way."""
+        return self._replace(
+            name=f"{self.name}, {reference.name}",
+            flags=(*self.flags, *reference.flags),
+            environment=(*self.environment, (KERNEL_VARIABLE, reference.kernel)),
+            reference=reference,
+        )
+
+    @property
+    def kernel(self) -> str:
+        """What is asked for in KERNEL_VARIABLE."""
+        return dict(self.environment).get(KERNEL_VARIABLE) or os.environ.get(KERNEL_VARIABLE) or "auto"
 
     @property
     def is_ours(self) -> bool:
@@ -53,8 +88,8 @@ def stock(policy: str, *flags: str) -> Engine:
     return Engine(f"stock {policy}", "sglang.launch_server", ("--schedule-policy", policy, *flags))
 
 
-ONE_A_STEP = ours("ours, one a step")
-PACKED = ours("ours, packed", "--pack-step-tokens", "auto")
+OURS = ours("ours")  # no flag: what headlines are about
+PAPER = ours("ours, --paper", "--paper")  # exactly the paper's engine
 
 
 def transformers() -> Engine:
@@ -81,6 +116,7 @@ class Running(NamedTuple):
     command: str
     record: dict[str, Any] | None  # the activation record of ours, None of others
     version: str | None  # of SGLang, None of outsiders
+    kernel: str | None = None  # the build of the native kernel that serves; None: PyTorch's attention, or SGLang's own
 
     def has_ended(self) -> bool:
         """Waits a little: SGLang's processes end each other one by one."""
@@ -112,11 +148,57 @@ def running(
         raise ServerStartError(f"not measured: {engine.python_variable} names no environment for {engine.name}")
     # An engine may be a module of this repository, wherever the benchmark was started.
     fixed = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"], "PYTHONPATH": str(report.REPOSITORY), **QUIET}
-    fixed |= environment or {}
+    fixed |= {**dict(engine.environment), **(environment or {})}
     flags = [*common, *engine.flags]
     with local_server.running(engine.module, flags, log, python=python, environment=fixed) as server:
         info = requests.get(f"{server.url}/server_info", timeout=60).json()
         record = info.get("sgl_prefill")
         if engine.is_ours != (record is not None):
             raise report.InvalidRunError(f"{engine.name}: the activation record is {record}")
-        yield Running(server.url, server.process.pid, report.portable(server.command), record, info.get("version"))
+        check_backend(engine, info)
+        pid = server.process.pid
+        kernel = check_kernel(engine, record, native_files(pid) if engine.reference is not None else [])
+        yield Running(server.url, pid, report.portable(server.command), record, info.get("version"), kernel)
+
+
+def check_backend(engine: Engine, info: dict[str, Any]) -> None:
+    """That stock attends as its reference says. Raises InvalidRunError."""
+    if engine.reference is None or shapes.HAS_CUDA:
+        return
+    found = info.get("prefill_attention_backend") or info["attention_backend"]
+    if found != ("torch_native" if engine.reference == AS_SHIPPED else "cpu_flash"):
+        raise report.InvalidRunError(f"{engine.name} attends with {found}")
+
+
+def check_kernel(engine: Engine, record: dict[str, Any] | None, files: Sequence[str]) -> str | None:
+    """The build of the native kernel that serves: ours says which, of stock the file that it has loaded tells.
+
+    Raises InvalidRunError where ours runs without it unasked or anybody runs it against its will, and ServerStartError where
+    stock should have it and has not.
+    """
+    if shapes.HAS_CUDA or not engine.is_sglang:
+        return None
+    build = ", ".join(files) or None
+    if record is not None:
+        told = record.get("cpu_kernel") or {"build": None, "reason": "the activation record has no cpu_kernel"}
+        build = told["build"]
+        if build is None and engine.kernel != "off":
+            raise report.InvalidRunError(
+                f"{engine.name} serves without the native kernel ({told['reason']}); {KERNEL_VARIABLE}=off measures that"
+            )
+    if build is not None and engine.kernel == "off":
+        raise report.InvalidRunError(f"{engine.name} runs the kernel {build}, and {KERNEL_VARIABLE} is off")
+    if build is None and engine.reference == NEW_KERNEL:
+        raise ServerStartError(f"not measured: {engine.name} has loaded no native kernel")
+    return build
+
+
+def native_files(pid: int) -> list[str]:
+    """Names of this package's shared libraries that a server's processes have loaded."""
+    root = psutil.Process(pid)
+    lines = [
+        line
+        for process in (root, *root.children(recursive=True))
+        for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    ]
+    return sorted({Path(line).name for line in lines if line.endswith(".so") and "sgl_prefill" in line})

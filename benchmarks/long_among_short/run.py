@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import report, shapes
 from benchmarks.harness import engines, traffic
 from benchmarks.harness.client import Due, Outcome
-from benchmarks.harness.compare import SATURATION, Comparison, Rate, Run, Served
+from benchmarks.harness.compare import SATURATION, Comparison, Rate, Run
+from benchmarks.harness.turns import Served
 from sgl_prefill.planner.workloads import Arrival
 
 MODEL = shapes.DEVICE_MODEL if shapes.HAS_CUDA else "llama-small"
@@ -31,10 +32,7 @@ ALONE: Rate = 0.0  # the long request and one hit
 MAX_QUEUE_S = 10.0
 STEP_S = 0.5  # the bound makes a request the next one: a step may be running
 BOUND = ("--max-queue-s", str(MAX_QUEUE_S))
-OURS = (
-    engines.ours("ours, one a step", *BOUND),
-    engines.ours("ours, packed", *BOUND, "--pack-step-tokens", "auto"),
-)
+BOUNDED = engines.ours("ours, --max-queue-s 10", *BOUND)
 
 
 def main() -> int:
@@ -66,8 +64,9 @@ def main() -> int:
     )
     with Comparison(arguments, requests_of, served) as comparison:
         comparison.conditions |= {"stream_s": stream_s, "long_tokens": LONG_TOKENS}
-        rivals = [engines.newer("shortest-prefill-first"), engines.stock("lpm"), engines.stock("fcfs")]
-        chosen = (OURS[0],) if arguments.quick else (*OURS, *rivals)
+        policies = (engines.newer("shortest-prefill-first"), engines.stock("lpm"), engines.stock("fcfs"))
+        rivals = [policy.on(reference) for reference in engines.REFERENCES for policy in policies]
+        chosen = (BOUNDED,) if arguments.quick else (BOUNDED, engines.PAPER, *rivals)
         longs = [one for engine in chosen if (one := wait_of_long(comparison, engine)) is not None]
     targets = [
         report.Target.at_most(
@@ -76,7 +75,7 @@ def main() -> int:
             MAX_QUEUE_S + STEP_S,
         )
         for one in longs
-        if one["engine"].startswith("ours")
+        if one["engine"] == BOUNDED.name
     ]
     comparison.finish(targets, long_request=longs)
     return 0

@@ -12,10 +12,10 @@ import os
 import re
 import statistics
 import sys
-import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -25,65 +25,98 @@ from transformers import AutoTokenizer
 
 from benchmarks import report, shapes
 from benchmarks.harness import client, engines, traffic
+from benchmarks.harness.turns import MANY, Contest, Served, Servers, of_reference, take_turns
 from benchmarks.outsiders.server import common_prefix
 from sgl_prefill import demo_model
+from sgl_prefill.errors import ServerStartError
 
 N_PASSAGES, QUICK_PASSAGES = 200, 10
 QUERIES, QUICK_QUERIES = 3, 1
 QUERY_CHARACTERS, PASSAGE_CHARACTERS = 4_000, 240
 MAX_PROBABILITY_DIFFERENCE = 0.05  # bfloat16, in steps of other sizes
-ENGINES = (
-    engines.ONE_A_STEP,
-    engines.PACKED,
-    engines.stock("fcfs"),
-    engines.stock("lpm"),
+CONTEST = Contest((engines.stock("lpm"), engines.stock("fcfs"), engines.newer("shortest-prefill-first")))
+SERVED = Served(
+    None,
+    ["--enable-metrics", "--max-running-requests", "64", "--context-length", "4096", "--max-total-tokens", "20000"],
+    ["--max-input-length", "4000", *shapes.budget(3)],
 )
+AT_LEAST = {engines.AS_SHIPPED: 8.0, engines.PYTORCH_PATH: 2.0, engines.ON_DEVICE: 2.0}
 
 
 def main() -> int:
     arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
     n_queries, n_passages = (QUICK_QUERIES, QUICK_PASSAGES) if arguments.quick else (QUERIES, N_PASSAGES)
-    conditions: dict[str, Any] = {**report.conditions(), "passages": n_passages, "commands": {}}
-    rows: list[dict[str, Any]] = []
-    records, scores = {}, {}
-    chosen = [*ENGINES[: 3 if arguments.quick else None]]
-    with tempfile.TemporaryDirectory() as scratch:
-        tokenizer: Any = AutoTokenizer.from_pretrained(demo_model.ensure())
-        common = [*shapes.demo_flags(), "--sleep-on-idle", "--enable-metrics", "--max-running-requests", "64"]
-        common += ["--context-length", "4096", "--max-total-tokens", "20000"]
-        bodies = [body(tokenizer, number, n_passages) for number in range(n_queries)]
-        for engine in chosen:
-            budget = ["--max-input-length", "4000", *shapes.budget(3)] if engine.is_ours else shapes.stock_budget()
-            with engines.running(engine, [*common, *budget], Path(scratch) / "log") as server:
-                conditions["commands"][engine.name], records[engine.name] = server.command, server.record
-                client.run(server.url, [client.Due(0.0, [1000] * 500)], "warm-up")
-                for number, one in enumerate(bodies):
-                    server.flush_cache()
-                    before = computed_tokens(server.url)
-                    seconds, scores[engine.name, number] = score(server.url, one)
-                    computed = computed_tokens(server.url) - before
-                    rows.append(
-                        {"engine": engine.name, "query": number, "seconds": seconds, "computed_tokens": computed}
-                    )
-                    print(rows[-1], file=sys.stderr)
-    for (name, number), found in scores.items():
-        client.check_agreement(found, scores[ENGINES[0].name, number], MAX_PROBABILITY_DIFFERENCE, name)
-    medians = {
-        engine.name: statistics.median(row["seconds"] for row in rows if row["engine"] == engine.name)
-        for engine in chosen
-    }
-    best = min(seconds for name, seconds in medians.items() if name.startswith("stock"))
-    targets = [
-        report.Target.at_least(f"reranking {n_passages} passages, cold: stock / {name}", best / medians[name], 2.0)
-        for name in medians
-        if name.startswith("ours")
-    ]
+    contest = CONTEST.smoke() if arguments.quick else CONTEST
+    tokenizer: Any = AutoTokenizer.from_pretrained(demo_model.ensure())
+    bodies = [body(tokenizer, number, n_passages) for number in range(n_queries)]
+    with Scoring(bodies) as scoring:
+        found = take_turns(contest, scoring.measure, statistics.median)
+    conditions = {**report.conditions(), "passages": n_passages, **scoring.conditions}
+    median_s = {engine: statistics.median([s for turn in turns for s in turn]) for engine, turns in found.items()}
+    targets = []
+    for engine in contest.ours:
+        for reference in contest.references:
+            if (best := of_reference(found, reference)) is not None:
+                name = f"reranking {n_passages} passages, cold: best stock, {reference.name} / {engine.name}"
+                ratio = median_s[best] / median_s[engine]
+                targets.append(report.Target.at_least(name, ratio, AT_LEAST[reference]))
     # Computed once, a query costs its tokens; what a second time costs would be as much again.
     once = {number: needed_tokens(tokenizer, one) for number, one in enumerate(bodies)}
-    ratios = [row["computed_tokens"] / once[row["query"]] for row in rows if row["engine"].startswith("ours")]
+    ratios = [row["computed_tokens"] / once[row["query"]] for row in scoring.rows if row["engine"].startswith("ours")]
     targets.append(report.Target.at_most("reranking: tokens that ours computed / least that can be", max(ratios), 1.01))
-    report.finish({"conditions": conditions, "activation_records": records, "rows": rows}, targets, arguments.json)
+    result = {"conditions": conditions, "activation_records": scoring.records, "rows": scoring.rows}
+    result |= {"medians": [{"engine": engine.name, "seconds": seconds} for engine, seconds in median_s.items()]}
+    report.finish({**result, "failed": scoring.failed}, targets, arguments.json)
     return 0
+
+
+class Scoring:
+    """The queries to one engine after the other; a context manager, which ends the servers."""
+
+    def __init__(self, bodies: Sequence[dict[str, Any]]) -> None:
+        self.conditions: dict[str, Any] = {"commands": {}, "kernel_of": {}, "sglang_of": {}}
+        self.records: dict[str, Any] = {}
+        self.rows: list[dict[str, Any]] = []
+        self.failed: list[dict[str, str]] = []
+        self._bodies, self._servers = bodies, Servers(SERVED, MANY)
+        self._scores: dict[int, list[list[float]]] = {}  # by query: of who was asked first
+
+    def __enter__(self) -> Self:
+        self._servers.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._servers.__exit__()
+
+    def measure(self, engine: engines.Engine, turn: str) -> list[float] | None:
+        """Seconds of each query, on an empty cache; None where a rival cannot be started or ends.
+
+        Raises InvalidRunError where passages or scores are wrong.
+        """
+        try:
+            server = self._servers.of(engine)
+            client.run(server.url, [client.Due(0.0, [1000] * 500)], "warm-up")
+            rows = [self._score(engine, server, turn, number) for number in range(len(self._bodies))]
+        except (ServerStartError, report.InvalidRunError) as error:
+            if engine.is_ours or (why := self._servers.why_failed(engine, error)) is None:
+                raise
+            self.failed.append({"engine": engine.name, "failed": why})
+            return None
+        self.rows += rows
+        self.records[engine.name] = server.record
+        for name, value in (("commands", server.command), ("kernel_of", server.kernel), ("sglang_of", server.version)):
+            self.conditions[name][engine.name] = value
+        return [row["seconds"] for row in rows]
+
+    def _score(self, engine: engines.Engine, server: engines.Running, turn: str, number: int) -> dict[str, Any]:
+        server.flush_cache()
+        before = computed_tokens(server.url)
+        seconds, scores = score(server.url, self._bodies[number])
+        computed = computed_tokens(server.url) - before
+        client.check_agreement(scores, self._scores.setdefault(number, scores), MAX_PROBABILITY_DIFFERENCE, engine.name)
+        row = {"engine": engine.name, "turn": turn, "query": number, "seconds": seconds, "computed_tokens": computed}
+        print(row, file=sys.stderr)
+        return row
 
 
 def needed_tokens(tokenizer: Any, one: dict[str, Any]) -> int:

@@ -17,12 +17,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import report, shapes
 from benchmarks.harness import engines, traffic
 from benchmarks.harness.client import Due, Figures
-from benchmarks.harness.compare import Comparison, Rate, Served
+from benchmarks.harness.compare import Comparison, Rate
+from benchmarks.harness.turns import MANY, Contest, Served, of_reference
 
 MODEL = shapes.DEVICE_MODEL if shapes.HAS_CUDA else "llama-small"
-N_EACH, QUICK_EACH = 50, 3
-ONE, PACKED = engines.ONE_A_STEP, engines.PACKED
-RIVALS = (engines.stock("fcfs"), engines.stock("lpm"))
+N_EACH, QUICK_EACH = 30, 3
+CONTEST = Contest((engines.stock("fcfs"), engines.stock("lpm"), engines.newer("shortest-prefill-first")))
+AT_LEAST = 4.0  # times the mean of the best policy
 SERVED = Served(
     MODEL,
     ["--context-length", "10000", "--max-total-tokens", "40000", "--max-running-requests", "64"],
@@ -37,28 +38,28 @@ def main() -> int:
     def requests_of(rate: Rate) -> list[Due]:
         return traffic.short_mix(rate, n_each)
 
-    with Comparison(arguments, requests_of, SERVED) as comparison:
-        x = comparison.saturation_of(ONE)
-        chosen = {"one a step": ONE} if arguments.quick else {"one a step": ONE, "packed": PACKED}
-        ours = {name: comparison.measure(engine, [x])[0].figures for name, engine in chosen.items()}
-        rivals = (*RIVALS, engines.newer("shortest-prefill-first")) if not arguments.quick else RIVALS[:1]
-        found = {rival.name: comparison.measure_rival(rival, [x]) for rival in rivals}
-    figures = {name: runs[0].figures for name, runs in found.items() if runs is not None}
-    comparison.finish(targets_of(ours, figures))
+    with Comparison(arguments, requests_of, SERVED, n_servers=MANY) as comparison:
+        x = comparison.saturation_of(engines.OURS)
+        contest = CONTEST.smoke() if arguments.quick else CONTEST
+        found = comparison.take_turns(contest, [x], cost=lambda one: one.mean_s)
+    comparison.finish(targets_of({engine: figures for engine, (figures,) in found.items()}))
     return 0
 
 
-def targets_of(ours: dict[str, Figures], rivals: dict[str, Figures]) -> list[report.Target]:
-    """Mean and P99 each against the policy that is best in it."""
-    default_s = rivals[RIVALS[0].name].mean_s
-    best_mean_s, best_p99_s = min(one.mean_s for one in rivals.values()), min(one.p99_s for one in rivals.values())
+def targets_of(found: dict[engines.Engine, Figures]) -> list[report.Target]:
+    """Against the policy with the lowest mean of each reference."""
     targets = []
-    for name, one in ours.items():
-        targets += [
-            report.Target.at_least(f"short mix, {name}: mean, stock fcfs / ours", default_s / one.mean_s, 3),
-            report.Target.at_least(f"short mix, {name}: mean, best policy / ours", best_mean_s / one.mean_s, 3),
-            report.Target.at_most(f"short mix, {name}: P99, ours / lowest of any policy", one.p99_s / best_p99_s, 1.0),
-        ]
+    for engine in found:
+        for reference in engines.REFERENCES:
+            best = of_reference(found, reference)
+            if engine.is_ours and best is not None:
+                ratio, p99_ratio = (
+                    found[best].mean_s / found[engine].mean_s,
+                    found[engine].p99_s / found[best].p99_s,
+                )
+                row, theirs = f"short mix, {engine.name}", f"best policy, {reference.name}"
+                targets.append(report.Target.at_least(f"{row}: mean, {theirs} / ours", ratio, AT_LEAST))
+                targets.append(report.Target.at_most(f"{row}: P99, ours / {theirs}", p99_ratio, 1.0))
     return targets
 
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import report, shapes
 from benchmarks.guard import run as guard
 from benchmarks.harness import client, engines, profile, traffic
-from benchmarks.harness.compare import Served
+from benchmarks.harness.turns import Served
 from benchmarks.post_recommendation import run as post_recommendation
 from benchmarks.reranking import run as reranking
 from benchmarks.short_mix import run as short_mix
@@ -83,21 +83,21 @@ def works(is_quick: bool) -> list[Work]:
     messages = guard.prompts(n_messages)
     posts = traffic.post_recommendation(None, "single", post_recommendation.SCALE, n_users=n_users)
     lengths = traffic.short_mix(None, n_each_length)
-    ours = (engines.PACKED, engines.ONE_A_STEP)
+    ours, lpm = (engines.OURS, engines.PAPER), engines.stock("lpm").on(engines.REFERENCES[-1])
     return [
-        Work("reranking", DEMO, (*ours, engines.stock("lpm")), n_passages, lambda url: reranking.score(url, body)),
-        Work("guard", DEMO, (*ours, engines.stock("lpm")), n_messages, lambda url: client.run(url, messages, "guard")),
+        Work("reranking", DEMO, (*ours, lpm), n_passages, lambda url: reranking.score(url, body)),
+        Work("guard", DEMO, (*ours, lpm), n_messages, lambda url: client.run(url, messages, "guard")),
         Work(
             "WL1",
             post_recommendation.SERVED,
-            (post_recommendation.PACKED, post_recommendation.ONE, engines.stock("dfs-weight")),
+            (*ours, engines.stock("dfs-weight").on(engines.REFERENCES[-1])),
             len(posts),
             lambda url: client.run(url, posts, "WL1"),
         ),
         Work(
             "short mix",
             short_mix.SERVED,
-            (engines.ONE_A_STEP, engines.stock("fcfs")),
+            (engines.OURS, engines.stock("fcfs").on(engines.REFERENCES[-1])),
             len(lengths),
             lambda url: client.run(url, lengths, "short mix"),
         ),

@@ -16,8 +16,9 @@ import requests
 from matplotlib import pyplot
 
 from benchmarks import figures, make_report, report, shapes
-from benchmarks.harness import client, engines, traffic
-from benchmarks.harness.compare import SATURATION, Comparison, Rate, Run, Served
+from benchmarks.harness import client, engines, traffic, turns
+from benchmarks.harness.compare import SATURATION, Comparison, Rate, Run
+from benchmarks.harness.turns import Served
 from benchmarks.outsiders import server as outsider
 from benchmarks.post_recommendation import run as post_recommendation
 from sgl_prefill import local_server
@@ -238,6 +239,105 @@ def test_an_engine_without_its_activation_record_fails_the_run(tmp_path: Path, m
             pass
 
 
+@pytest.mark.parametrize(
+    ("engine", "record", "files", "expected"),
+    [
+        (OURS, {"cpu_kernel": {"build": "amx", "reason": None}}, [], "amx"),
+        (RIVAL.on(engines.PYTORCH_PATH), None, [], None),
+        (RIVAL.on(engines.NEW_KERNEL), None, ["attention-amx.so"], "attention-amx.so"),
+        (engines.transformers(), None, [], None),
+    ],
+)
+def test_a_result_says_which_build_of_the_kernel_served(
+    engine: engines.Engine, record: Any, files: list[str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(engines.KERNEL_VARIABLE, raising=False)
+    assert engines.check_kernel(engine, record, files) == expected
+
+
+@pytest.mark.parametrize(
+    ("engine", "record", "files", "why"),
+    [
+        (OURS, {"cpu_kernel": {"build": None, "reason": "no compiler"}}, [], "without the native kernel .no compiler"),
+        (OURS, {}, [], "has no cpu_kernel"),
+        (RIVAL.on(engines.PYTORCH_PATH), None, ["attention-amx.so"], "runs the kernel attention-amx.so"),
+        (RIVAL.on(engines.AS_SHIPPED), None, ["attention-amx.so"], "runs the kernel attention-amx.so"),
+        (RIVAL.on(engines.NEW_KERNEL), None, [], "not measured: stock fcfs, new kernel"),
+    ],
+)
+def test_an_engine_with_another_kernel_than_it_is_taken_for_does_not_count(
+    engine: engines.Engine, record: Any, files: list[str], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(engines.KERNEL_VARIABLE, raising=False)
+    with pytest.raises((report.InvalidRunError, ServerStartError), match=why):
+        engines.check_kernel(engine, record, files)
+
+
+def test_ours_without_the_kernel_counts_where_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a build where none was asked for does not."""
+    monkeypatch.setenv(engines.KERNEL_VARIABLE, "off")
+    assert engines.check_kernel(OURS, {"cpu_kernel": {"build": None, "reason": "off"}}, []) is None
+    with pytest.raises(report.InvalidRunError, match="runs the kernel amx"):
+        engines.check_kernel(OURS, {"cpu_kernel": {"build": "amx", "reason": None}}, [])
+
+
+@pytest.mark.parametrize(
+    ("reference", "backend", "is_right"),
+    [
+        (engines.AS_SHIPPED, None, True),
+        (engines.AS_SHIPPED, "cpu_flash", False),
+        (engines.PYTORCH_PATH, "cpu_flash", True),
+        (engines.PYTORCH_PATH, None, False),
+    ],
+)
+def test_stock_that_attends_in_another_way_does_not_count(
+    reference: engines.Reference, backend: str | None, is_right: bool
+) -> None:
+    """Without a backend of its own for prefill it takes torch_native."""
+    info = {"attention_backend": "torch_native", "prefill_attention_backend": backend}
+    if is_right:
+        return engines.check_backend(RIVAL.on(reference), info)
+    with pytest.raises(report.InvalidRunError, match="attends with"):
+        engines.check_backend(RIVAL.on(reference), info)
+    return None
+
+
+def test_ours_takes_turns_with_the_best_policy_of_each_reference() -> None:
+    """Everybody once; then the finalists and the new kernel below the best policy of the PyTorch path; a failure is left out."""
+    lpm, newer, outsider = engines.stock("lpm"), engines.newer("hrrn"), engines.transformers()
+    seconds = {
+        "ours": 1.0,
+        "stock fcfs, torch_native": 9.0,
+        "stock lpm, torch_native": 8.0,
+        "stock fcfs, PyTorch path": 3.0,
+        "stock lpm, PyTorch path": 4.0,
+        "stock fcfs, new kernel": 2.0,
+        "transformers": 7.0,
+    }
+    asked: list[str] = []
+
+    def measure(engine: engines.Engine, turn: str) -> float | None:
+        asked.append(f"{engine.name}, {turn}")
+        return seconds.get(engine.name)
+
+    contest = turns.Contest((RIVAL, lpm, newer), 2, (OURS,), others=(outsider,))
+    found = turns.take_turns(contest, measure, lambda one: one)
+    finalists = [
+        "ours",
+        "stock lpm, torch_native",
+        "stock fcfs, PyTorch path",
+        "stock fcfs, new kernel",
+        "transformers",
+    ]
+    assert {engine.name: runs for engine, runs in found.items()} == {name: [seconds[name]] * 2 for name in finalists}
+    assert [name for name in asked if name.endswith("turn 2")] == [f"{name}, turn 2" for name in finalists]
+    assert len([name for name in asked if name.endswith("turn 1")]) == 1 + 2 * 3 + 1 + 1
+    assert turns.of_reference(found, engines.AS_SHIPPED) == lpm.on(engines.AS_SHIPPED)
+    asked.clear()
+    turns.take_turns(contest.smoke(), measure, lambda one: one)
+    assert asked == ["ours, turn 1", "stock fcfs, PyTorch path, turn 1"]
+
+
 class Backlog:
     """Engines that serve so many requests a second, first come, first served, of which 100 come at the rate asked for."""
 
@@ -264,7 +364,7 @@ class Backlog:
 
 def carried(ours_per_s: float, rival_per_s: float, times: tuple[float, ...]) -> tuple[dict[str, Any], Backlog]:
     compared: Any = Backlog({OURS: ours_per_s, RIVAL: rival_per_s})
-    at_once = compared.measure(OURS, [SATURATION])[0], compared.measure(RIVAL, [SATURATION])[0]
+    at_once = tuple(compared.measure(engine, [SATURATION])[0].figures for engine in (OURS, RIVAL))
     return post_recommendation.capacity(compared, OURS, RIVAL, at_once, times, turns_s=50.0), compared
 
 
@@ -294,7 +394,7 @@ def test_a_long_run_of_a_rival_is_made_once() -> None:
     """200 s at 0.5 a second: one turn, whatever ours is asked."""
     found, compared = carried(2.0, 0.5, (1.0, 2.0, 3.0))
     assert found["times"] == 3.0
-    assert {turn for name, turn in compared.turns if name == RIVAL.name} == {"", "against ours"}
+    assert {turn for name, turn in compared.turns if name == RIVAL.name} == {"", "at its own pace"}
 
 
 def test_arrivals_are_poisson() -> None:

@@ -1,0 +1,164 @@
+"""Who takes turns with whom: servers that stay up, and ours beside the best policy of each reference.
+
+Between minutes a machine's speed differs by more than engines do, so that engines one after the other compare minutes.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple, Self, TypeVar
+
+import psutil
+
+from benchmarks import report, shapes
+from benchmarks.harness import engines
+from sgl_prefill.errors import ServerStartError
+
+# A server of a small model has two to three GiB in its processes; one is not started where that would fill the machine.
+SERVER_BYTES = 4 << 30
+MANY = 8  # servers: all that take turns
+FIRST_TURN = "turn 1"
+T = TypeVar("T")
+
+
+class Served(NamedTuple):
+    """The model that all engines serve, and with which flags."""
+
+    model: str | None  # of benchmarks/models, with random weights; None: the demo model
+    flags_of_all: Sequence[str]
+    flags_of_ours: Sequence[str]
+
+    def model_flags(self, folder: Path) -> list[str]:
+        if self.model is None:
+            return shapes.demo_flags()
+        shapes.write(self.model, folder / "model")
+        if shapes.HAS_CUDA:  # these models are too large to be written
+            return shapes.dummy_flags(folder / "model")
+        shapes.write_weights(folder / "model")
+        return shapes.weight_flags(folder / "model", shapes.DTYPE)
+
+    def flags(self, engine: engines.Engine) -> list[str]:
+        if not engine.is_sglang:
+            return []
+        own = self.flags_of_ours if engine.is_ours else shapes.stock_budget()
+        return ["--sleep-on-idle", *self.flags_of_all, *own]
+
+
+class Servers:
+    """Servers by engine, started when they are asked for; a context manager, which ends the last ones.
+
+    As many stay up as were allowed and memory holds, the one that was asked last longest. A device holds one.
+    """
+
+    def __init__(self, served: Served, n_most: int) -> None:
+        self._served, self._n_most = served, 1 if shapes.HAS_CUDA else n_most
+        self._running: dict[str, tuple[engines.Running, ExitStack]] = {}  # the one that was asked last is the last
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+        self._model_flags = self._served.model_flags(self._folder)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in list(self._running):
+            self.stop(name)
+        self._stack.close()
+
+    def of(self, engine: engines.Engine) -> engines.Running:
+        """Raises what `engines.running` raises."""
+        if engine.name in self._running:
+            self._running[engine.name] = self._running.pop(engine.name)
+        else:
+            while len(self._running) >= self._n_most or (self._running and not _has_room()):
+                self.stop(next(iter(self._running)))
+            print(f"starting {engine.name}", file=sys.stderr)
+            flags = [*self._model_flags, *self._served.flags(engine)]
+            stack = ExitStack()
+            server = stack.enter_context(engines.running(engine, flags, self._folder / f"{engine.name}.log"))
+            self._running[engine.name] = server, stack
+        return self._running[engine.name][0]
+
+    def why_failed(self, engine: engines.Engine, error: Exception) -> str | None:
+        """What a rival that cannot be started, or ends under the load, is reported with; None for any other error."""
+        why = str(error)
+        if not isinstance(error, ServerStartError):
+            if engine.name not in self._running or not self._running[engine.name][0].has_ended():
+                return None
+            why = f"ended under the load: {why}"
+            self.stop(engine.name)
+        return why.strip().splitlines()[-1][-300:]
+
+    def stop(self, name: str) -> None:
+        self._running.pop(name)[1].close()
+
+
+class Contest(NamedTuple):
+    """Who is compared, and how often."""
+
+    policies: Sequence[engines.Engine]  # of stock SGLang, without a reference
+    n_turns: int = 3
+    ours: Sequence[engines.Engine] = (engines.OURS, engines.PAPER)
+    references: Sequence[engines.Reference] = engines.REFERENCES
+    others: Sequence[engines.Engine] = ()
+
+    def smoke(self) -> Contest:
+        """The fewest that can be compared."""
+        return Contest(self.policies[:1], 1, self.ours[:1], self.references[-1:])
+
+
+def take_turns(
+    contest: Contest, measure: Callable[[engines.Engine, str], T | None], cost: Callable[[T], float]
+) -> dict[engines.Engine, list[T]]:
+    """Measure everybody once, then ours, the best policy of each reference and the others in turns.
+
+    Where there are turns, the best policy of the PyTorch path also runs with the new kernel.
+
+    Args:
+        measure: a run of an engine, with the name of its turn; None where it failed.
+        cost: who has the lowest in the first turn is the best policy.
+    Returns:
+        The runs of those that took turns; an engine that failed is left out.
+    """
+    first: dict[engines.Engine, T] = {}
+
+    def try_once(engine: engines.Engine) -> None:
+        if (measured := measure(engine, FIRST_TURN)) is not None:
+            first[engine] = measured
+
+    for one in contest.ours:
+        try_once(one)
+    finalists = [*contest.ours]
+    for reference in contest.references:
+        for policy in contest.policies:
+            try_once(policy.on(reference))
+        started = [policy for policy in contest.policies if policy.on(reference) in first]
+        if not started:
+            raise report.InvalidRunError(f"no policy of stock SGLang could be measured on {reference.name}")
+        best = min(started, key=lambda policy: cost(first[policy.on(reference)]))
+        finalists.append(best.on(reference))
+        if reference == engines.PYTORCH_PATH and contest.n_turns > 1:
+            try_once(best.on(engines.NEW_KERNEL))
+            finalists.append(best.on(engines.NEW_KERNEL))
+    for one in contest.others:
+        try_once(one)
+        finalists.append(one)
+    found = {engine: [first[engine]] for engine in finalists if engine in first}
+    for number in range(2, contest.n_turns + 1):
+        for engine, runs in found.items():
+            if (measured := measure(engine, f"turn {number}")) is not None:
+                runs.append(measured)
+    return found
+
+
+def of_reference(found: Iterable[engines.Engine], reference: engines.Reference) -> engines.Engine | None:
+    """The engine of this reference that took turns."""
+    return next((engine for engine in found if engine.reference == reference), None)
+
+
+def _has_room() -> bool:
+    return bool(psutil.virtual_memory().available >= SERVER_BYTES)
