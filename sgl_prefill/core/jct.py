@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -28,35 +28,44 @@ FIXED_SHARE = 0.1
 
 
 class Observation(NamedTuple):
-    """One timed prefill."""
+    """One timed step."""
 
-    n_input_tokens: int
-    n_cached_tokens: int
+    requests: tuple[tuple[int, int], ...]  # (input tokens, cached tokens) of each
     ms: float
 
 
 class Work(NamedTuple):
     """Predicted milliseconds, apart by what they are spent on: a machine may be wrong about one of the two."""
 
-    steps_ms: float  # beginning and ending forward passes
+    steps_ms: float  # beginning and ending forward passes, and each request's part of that
     tokens_ms: float  # what the tokens of the requests add
 
 
 class FittedJct(NamedTuple):
-    """Milliseconds of one prefill as a sum of what it consists of; every coefficient is >= 0."""
+    """Milliseconds of one step as a sum of what it consists of; every coefficient is >= 0."""
 
     step_ms: float  # a forward pass of any length
     miss_token_ms: float  # matrix products: for each token that is computed
     pair_ms: float  # attention: for each pair of a computed token and a token that it sees
     cached_token_ms: float  # lookups: for each token that is not computed
+    request_ms: float = 0.0  # for each request: its place in the batch, its attention calls, its row of logits
 
     def __call__(self, n_input_tokens: int, n_cached_tokens: int) -> float:
-        _, n_miss, n_pairs, n_cached = _features(n_input_tokens, n_cached_tokens)
-        return self.step_ms + self.miss_token_ms * n_miss + self.pair_ms * n_pairs + self.cached_token_ms * n_cached
+        """A step of one request."""
+        return self.step_ms + self.request_ms + self._tokens_ms(n_input_tokens, n_cached_tokens)
 
-    def of_step(self, requests: Iterable[tuple[int, int]]) -> Work:
+    def of_step(self, requests: Collection[tuple[int, int]]) -> Work:
         """One forward pass over several requests, each (n_input_tokens, n_cached_tokens)."""
-        return Work(self.step_ms, sum(self(n_input, n_cached) - self.step_ms for n_input, n_cached in requests))
+        return self.of_steps(1, requests)
+
+    def of_steps(self, n_steps: int, requests: Collection[tuple[int, int]]) -> Work:
+        """So many forward passes over all of these requests together."""
+        tokens_ms = sum(self._tokens_ms(n_input, n_cached) for n_input, n_cached in requests)
+        return Work(n_steps * self.step_ms + len(requests) * self.request_ms, tokens_ms)
+
+    def _tokens_ms(self, n_input_tokens: int, n_cached_tokens: int) -> float:
+        n_miss, n_pairs, n_cached = _token_features(n_input_tokens, n_cached_tokens)
+        return self.miss_token_ms * n_miss + self.pair_ms * n_pairs + self.cached_token_ms * n_cached
 
     def full_price_tokens(self) -> int | None:
         """Computed tokens from which on one more costs its full price: a step's fixed cost is a tenth of its time there.
@@ -68,37 +77,51 @@ class FittedJct(NamedTuple):
         return math.ceil(self.step_ms / self.miss_token_ms * (1 / FIXED_SHARE - 1))
 
 
-def _features(n_input_tokens: int, n_cached_tokens: int) -> tuple[float, float, float, float]:
+def _token_features(n_input_tokens: int, n_cached_tokens: int) -> tuple[float, float, float]:
     n_miss = n_input_tokens - n_cached_tokens
     n_pairs = n_miss * (n_input_tokens + n_cached_tokens + 1) / 2
-    return 1.0, n_miss, n_pairs, n_cached_tokens
+    return n_miss, n_pairs, n_cached_tokens
+
+
+def _features(requests: Sequence[tuple[int, int]]) -> list[float]:
+    """What each coefficient of FittedJct is multiplied by, in their order."""
+    of_tokens = np.array([_token_features(n_input, n_cached) for n_input, n_cached in requests]).sum(axis=0)
+    return [1.0, *of_tokens, len(requests)]
 
 
 def fit(observations: Sequence[Observation]) -> FittedJct:
     """Least squares of the relative error, so that a hit of 5 ms counts as much as a miss of 5 s.
 
-    A coefficient that came out negative (noise) is set to 0 and the others are fitted anew. Raises ValueError where there
-    are fewer observations than coefficients.
+    A coefficient that came out negative (noise) is set to 0 and the others are fitted anew. What a request costs is told from
+    what a step costs by steps of several requests alone. Where there are none, or where the noise in them would leave a step
+    without a cost, so that nothing could be gained by packing, `request_ms` is 0 and all of it is the step's. Raises
+    ValueError where there are fewer observations than coefficients.
     """
-    n_features = len(FittedJct._fields)
-    if len(observations) < n_features:
-        raise ValueError(f"{len(observations)} observations cannot determine {n_features} coefficients")
+    step, request = (FittedJct._fields.index(name) for name in ("step_ms", "request_ms"))
+    kept = list(range(len(FittedJct._fields)))
+    if all(len(one.requests) == 1 for one in observations):
+        kept.remove(request)
+    if len(observations) < len(kept):
+        raise ValueError(f"{len(observations)} observations cannot determine {len(kept)} coefficients")
     times_ms = np.array([one.ms for one in observations])
-    rows = np.array([_features(one.n_input_tokens, one.n_cached_tokens) for one in observations]) / times_ms[:, None]
+    rows = np.array([_features(one.requests) for one in observations]) / times_ms[:, None]
     scales = np.maximum(np.abs(rows).max(axis=0), 1e-300)  # the columns differ by eight orders of magnitude
-    kept = list(range(n_features))
     while True:
         solution, *_ = np.linalg.lstsq((rows / scales)[:, kept], np.ones(len(times_ms)), rcond=None)
         if (solution >= 0).all() or not kept:
             break
-        kept.pop(int(np.argmin(solution)))
-    coefficients = np.zeros(n_features)
+        most_negative = kept[int(np.argmin(solution))]
+        kept.remove(request if most_negative == step and request in kept else most_negative)
+    coefficients = np.zeros(len(FittedJct._fields))
     coefficients[kept] = solution / scales[kept]
     return FittedJct(*coefficients.tolist())
 
 
 class Drift:
     """How much slower than the profile the machine is at present: a factor for steps and one for their tokens.
+
+    What each request adds to a step (`request_ms`) goes with the step's factor: both are the time of starting kernels and of
+    Python, which a busy host stretches alike, while tokens are arithmetic.
 
     A Kalman filter over relative errors (the two factors wander a little with each observation), so that it follows a machine
     that slows down, and an outlier moves it little. It multiplies predictions and not the order of requests, which it could

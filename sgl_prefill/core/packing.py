@@ -1,4 +1,4 @@
-"""Which requests share a step (past the paper, which runs one a step).
+"""Which requests share a step, and how many steps they take (past the paper, which runs one a step).
 
 A prefill of few tokens costs as much as reading the weights and starting the step: hits of 15 to 150 tokens cannot fill a
 machine alone. So a step takes the best request and, in order, others until its tokens cost their full price.
@@ -7,8 +7,8 @@ machine alone. So a step takes the best request and, in order, others until its 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Collection, Hashable, Iterable
+from typing import NamedTuple, TypeVar
 
 Request = TypeVar("Request", bound=Hashable)
 
@@ -47,3 +47,23 @@ def pack(
         if len(picked) >= max_requests:
             break
     return picked
+
+
+class Steps(NamedTuple):
+    """How requests fill steps."""
+
+    n_steps: int
+    room_tokens: int  # that the last of them leaves to others, as are
+    room_requests: int
+
+
+def fill_steps(miss_tokens: Collection[int], max_tokens: int, max_requests: int) -> Steps:
+    """The steps of these requests, where each is filled to its end; a request that is longer than a step has one to itself.
+
+    One request a step where `max_tokens` is 0.
+    """
+    if max_tokens == 0:
+        return Steps(len(miss_tokens), 0, 0)
+    n_tokens = sum(min(n_miss, max_tokens) for n_miss in miss_tokens)
+    n_steps = max(-(-n_tokens // max_tokens), -(-len(miss_tokens) // max_requests))
+    return Steps(n_steps, n_steps * max_tokens - n_tokens, n_steps * max_requests - len(miss_tokens))

@@ -122,12 +122,15 @@ class SrjfQueue(Generic[Request]):
         """Waiting requests with better scores, in no order. Costs O(waiting requests)."""
         return self._by_score.before(request)
 
-    def starvation_s(self, taken: Request, now_s: float) -> float:
-        """How long the oldest request has waited when a later one is taken; 0 where none is passed over."""
+    def starvation_s(self, taken: Collection[Request], now_s: float) -> float:
+        """How long the oldest request has waited when later ones are taken; 0 where none is passed over."""
         oldest = self.oldest()
-        if oldest is None or self._waiting[oldest].arrival_s >= self._waiting[taken].arrival_s:
+        if oldest is None or oldest in taken:
             return 0.0
-        return max(now_s - self._waiting[oldest].arrival_s, 0.0)
+        oldest_arrival_s = self._waiting[oldest].arrival_s
+        if oldest_arrival_s >= max(self._waiting[one].arrival_s for one in taken):
+            return 0.0
+        return max(now_s - oldest_arrival_s, 0.0)
 
     def in_order(self, now_s: float) -> Iterator[Request]:
         """`first`, then the others by their scores, without removing them. For steps of several requests."""

@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sgl_prefill.core.jct import FittedJct, JctModel, Work
 from sgl_prefill.core.kv_plan import available_beside_wanted, ceil_to
 from sgl_prefill.core.match_index import MatchIndex
-from sgl_prefill.core.packing import pack
+from sgl_prefill.core.packing import Steps, fill_steps, pack
 from sgl_prefill.core.srjf import SrjfQueue, Waiting
 from sgl_prefill.scheduling.arrival import arrival_s
 from sgl_prefill.scheduling.radix_probe import find_match
@@ -90,28 +90,41 @@ class CalibratedQueue:
             return [] if first is None else [first]
         return pack(self.order.in_order(now_s), self._miss_tokens, self._waits_for, max_tokens, max_requests)
 
-    def work_until_done(self, req: Req, jct_ms: FittedJct, pack_tokens: int, max_requests: int) -> tuple[Work, int]:
+    def work_until_done(self, req: Req, jct_ms: FittedJct, max_tokens: int, max_requests: int) -> tuple[Work, int]:
         """(what is to be done until a waiting request has run, were nobody to arrive any more; how many run before it).
 
-        A prefix that several of them wait for is counted once. Costs O(waiting requests).
+        A prefix that several of them wait for is counted once, and their steps with all who share them: later requests fill
+        the last. Costs O(waiting requests).
         """
         before = self.order.before(req)
         groups: dict[Hashable, list[Req]] = {}
         for other in [*before, req]:
             groups.setdefault(self._waits_for(other) or other, []).append(other)
-        tokens_ms, n_tokens = 0.0, 0
+        requests = []
         for members in groups.values():
             n_shared = _shared_prefix(self._cache, members[0], members[1]) if len(members) > 1 else 0
             for index, member in enumerate(members):
                 n_input, n_cached, *_ = self.order.waiting(member)
-                if index > 0:
-                    n_cached = _usable(member, n_input, n_shared)
-                tokens_ms += jct_ms(n_input, n_cached) - jct_ms.step_ms
-                n_tokens += n_input - n_cached
-        n_steps = len(before) + 1
-        if pack_tokens > 0:
-            n_steps = max(-(-n_tokens // pack_tokens), -(-n_steps // max_requests))
-        return Work(n_steps * jct_ms.step_ms, tokens_ms), len(before)
+                requests.append((n_input, n_cached if index == 0 else _usable(member, n_input, n_shared)))
+        steps = fill_steps([n_input - n_cached for n_input, n_cached in requests], max_tokens, max_requests)
+        if len(groups) < len(requests) and steps.n_steps == 1:
+            steps = steps._replace(n_steps=2)  # nobody shares a step with the one whose prefix it waits for
+        requests += self._riders({*before, req}, steps)
+        return jct_ms.of_steps(steps.n_steps, requests), len(before)
+
+    def _riders(self, ahead: set[Req], steps: Steps) -> list[tuple[int, int]]:
+        """(input tokens, cached tokens) of requests that take what room is left; the oldest, for to sort them would cost."""
+        riders: list[tuple[int, int]] = []
+        room_tokens = steps.room_tokens
+        for other in self.order:
+            if room_tokens <= 0 or len(riders) >= steps.room_requests:
+                break
+            n_miss = self._miss_tokens(other)
+            if other not in ahead and n_miss <= room_tokens:
+                n_input, n_cached, *_ = self.order.waiting(other)
+                riders.append((n_input, n_cached))
+                room_tokens -= n_miss
+        return riders
 
     def available_slots(self, req: Req, n_cached: int, n_missing: int, n_free: int) -> int:
         """Durable slots for a request that is about to run: free ones, and cached ones that nobody waits for.

@@ -46,7 +46,7 @@ class PolicyMetrics:
         )
         self._error = histogram(
             "jct_error_ratio",
-            "Difference of predicted and actual job completion time over the actual one.",
+            "Difference of predicted and actual time of a step over the actual one.",
             _ERROR_RATIOS,
         )
         self._cached = counter("cached_tokens", "Input tokens found in the prefix cache.")
@@ -83,6 +83,6 @@ class PolicyMetrics:
             self._evicted.inc(facts["evicted_tokens"])
 
     def prediction(self, predicted_ms: float, actual_ms: float) -> None:
-        """Of the request that has just run."""
+        """Of the step that has just run."""
         if actual_ms > 0:
             self._error.observe(abs(predicted_ms - actual_ms) / actual_ms)

@@ -89,14 +89,14 @@ class Policy:
         """The requests of the next step, the best first; they stay in the queue."""
         picked = self.queue.pick(now_s, *self.step_size)
         if self.metrics is not None and picked:
-            self.metrics.starvation(self.queue.order.starvation_s(picked[0], now_s))
+            self.metrics.starvation(self.queue.order.starvation_s(picked, now_s))
         return picked
 
     def start(self, reqs: Sequence[Req], now_s: float) -> None:
         """These are about to run together: tell their clients how long the model says that it takes."""
         if self.jct_ms is not None and reqs:
             waiting = [self.queue.order.waiting(req) for req in reqs]
-            self._running = self.jct_ms.of_step((one.n_input_tokens, one.n_cached_tokens) for one in waiting)
+            self._running = self.jct_ms.of_step([(one.n_input_tokens, one.n_cached_tokens) for one in waiting])
             shown_ms = round(self.drift.ms(self._running), 3)
             for req in reqs:
                 reply_facts.add(req.time_stats, predicted_jct_ms=shown_ms)
@@ -110,8 +110,8 @@ class Policy:
         work, self._running = self._running, None
         done = [req for req in reqs if req.time_stats.prefill_finished_time > 0]  # the others failed
         if done and work is not None:
-            stats = done[0].time_stats
-            actual_ms = 1000 * (stats.prefill_finished_time - stats.forward_entry_time)
+            finished_s = max(req.time_stats.prefill_finished_time for req in done)
+            actual_ms = 1000 * (finished_s - done[0].time_stats.forward_entry_time)
             if self.metrics is not None:
                 self.metrics.prediction(self.drift.ms(work), actual_ms)
             self.drift.observe(work, actual_ms)

@@ -16,41 +16,29 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
-class MadeUpRequest:
-    """One request that has run; `release` gives its slots back."""
+class MadeUpStep:
+    """Requests that run in one forward pass; `release` gives their slots back."""
 
-    def __init__(self, model_runner: ModelRunner, token_ids: Sequence[int], cached_slots: torch.Tensor | None = None):
-        """Runs at once. `cached_slots`: KV slots that hold the prefix already, one a token."""
+    def __init__(
+        self,
+        model_runner: ModelRunner,
+        prompts: Sequence[Sequence[int]],
+        cached_slots: torch.Tensor | None = None,
+    ) -> None:
+        """Runs nothing yet. `cached_slots`: KV slots that hold the same prefix of every prompt already, one a token."""
         self._runner = model_runner
         prefix = torch.empty(0, dtype=torch.int64, device=model_runner.device) if cached_slots is None else cached_slots
-        self._req = _request(token_ids, prefix)
-        self.output = self._run()  # float32: logits of the last token, [vocabulary]; or the embedding, [dimensions]
-
-    @property
-    def slots(self) -> torch.Tensor:
-        """Its KV slots in position order, int64."""
-        n_tokens = len(self._req.origin_input_ids)
-        row: torch.Tensor = self._runner.req_to_token_pool.req_to_token[self._req.req_pool_idx, :n_tokens]
-        return row.to(torch.int64)
-
-    def release(self) -> None:
-        allocator = self._runner.token_to_kv_pool_allocator
-        plan = plan_of(self._req)
-        n_durable = len(self._req.origin_input_ids) if plan is None else plan.n_durable
-        n_cached = len(self._req.prefix_indices)
-        allocator.free_segment(self.slots[n_cached:n_durable], start_pos=n_cached)
-        if plan is not None and isinstance(allocator, SuffixKVAllocator):
-            allocator.give_back_scratch(plan)
-        self._runner.req_to_token_pool.free(self._req)
+        self._reqs = [_request(f"made-up-{index}", token_ids, prefix) for index, token_ids in enumerate(prompts)]
 
     @torch.inference_mode()
-    def _run(self) -> torch.Tensor:
+    def run(self) -> torch.Tensor:
+        """Float32: logits of each prompt's last token, [prompts, vocabulary]; or embeddings, [prompts, dimensions]."""
         from sglang.srt.managers.schedule_batch import ScheduleBatch
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
         runner = self._runner
         batch = ScheduleBatch.init_new(
-            [self._req],
+            self._reqs,
             runner.req_to_token_pool,
             runner.token_to_kv_pool_allocator,
             _NoPrefixCache(runner),
@@ -63,16 +51,45 @@ class MadeUpRequest:
             batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
         forward_batch = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
         output = runner.forward(forward_batch).logits_output
-        values: torch.Tensor = output.next_token_logits[0] if runner.is_generation else output.embeddings[0]
+        values: torch.Tensor = output.next_token_logits if runner.is_generation else output.embeddings
         return values.float()
 
+    def release(self) -> None:
+        allocator = self._runner.token_to_kv_pool_allocator
+        for req in self._reqs:
+            plan = plan_of(req)
+            n_durable = len(req.origin_input_ids) if plan is None else plan.n_durable
+            n_cached = len(req.prefix_indices)
+            allocator.free_segment(self._slots_of(req)[n_cached:n_durable], start_pos=n_cached)
+            if plan is not None and isinstance(allocator, SuffixKVAllocator):
+                allocator.give_back_scratch(plan)
+            self._runner.req_to_token_pool.free(req)
 
-def _request(token_ids: Sequence[int], prefix: torch.Tensor) -> Req:
+    def _slots_of(self, req: Req) -> torch.Tensor:
+        row: torch.Tensor = self._runner.req_to_token_pool.req_to_token[req.req_pool_idx, : len(req.origin_input_ids)]
+        return row.to(torch.int64)
+
+
+class MadeUpRequest(MadeUpStep):
+    """A step of one request, which has run."""
+
+    def __init__(self, model_runner: ModelRunner, token_ids: Sequence[int], cached_slots: torch.Tensor | None = None):
+        """Runs at once. `cached_slots`: KV slots that hold the prefix already, one a token."""
+        super().__init__(model_runner, [token_ids], cached_slots)
+        self.output = self.run()[0]  # float32: logits of the last token, [vocabulary]; or the embedding, [dimensions]
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """Its KV slots in position order, int64."""
+        return self._slots_of(self._reqs[0])
+
+
+def _request(rid: str, token_ids: Sequence[int], prefix: torch.Tensor) -> Req:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     req = Req(
-        rid="made-up",
+        rid=rid,
         origin_input_text="",
         origin_input_ids=array("q", token_ids),
         sampling_params=SamplingParams(max_new_tokens=0, temperature=0),

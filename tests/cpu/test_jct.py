@@ -12,15 +12,17 @@ from hypothesis import strategies as st
 
 from sgl_prefill.core.jct import Drift, FittedJct, Observation, Work, fit
 
-TRUE = FittedJct(step_ms=4.0, miss_token_ms=0.8, pair_ms=3e-5, cached_token_ms=0.001)
+TRUE = FittedJct(step_ms=4.0, miss_token_ms=0.8, pair_ms=3e-5, cached_token_ms=0.001, request_ms=1.5)
 GRID = [
-    (n_cached + n_miss, n_cached) for n_cached, n_miss in itertools.product((0, 500, 2000, 8000), (8, 64, 256, 1024))
+    ((n_cached + n_miss, n_cached),) for n_cached, n_miss in itertools.product((0, 500, 2000, 8000), (8, 64, 256, 1024))
 ]
+SEVERAL = [((504, 500),) * n_requests for n_requests in (1, 4, 16)]
 
 
 def timed(machine: FittedJct, noise: float = 0.0) -> list[Observation]:
     rng = random.Random(0)
-    return [Observation(n, c, machine(n, c) * (1 + rng.uniform(-noise, noise))) for n, c in GRID]
+    steps = [*GRID, *SEVERAL]
+    return [Observation(step, sum(machine.of_step(step)) * (1 + rng.uniform(-noise, noise))) for step in steps]
 
 
 def test_pairs_are_what_attention_computes() -> None:
@@ -28,11 +30,38 @@ def test_pairs_are_what_attention_computes() -> None:
     assert FittedJct(0, 0, 1, 0)(5, 3) == 9
 
 
+def test_a_packed_step_pays_for_its_start_once_and_for_each_request() -> None:
+    """2 ms, twice 3 ms, and 10 and 20 computed tokens of 0.5 ms. A step of one costs what the request alone costs."""
+    machine = FittedJct(step_ms=2.0, miss_token_ms=0.5, pair_ms=0.0, cached_token_ms=0.0, request_ms=3.0)
+    assert sum(machine.of_step([(10, 0), (50, 30)])) == 2 + 2 * 3 + 0.5 * 30
+    assert sum(machine.of_step([(10, 0)])) == machine(10, 0) == 10
+    assert sum(machine.of_steps(3, [(10, 0), (50, 30)])) == 3 * 2 + 2 * 3 + 0.5 * 30
+
+
 def test_the_fit_finds_a_machine_without_noise_and_extrapolates() -> None:
     """To 16 times the longest computed part of the grid."""
     fitted = fit(timed(TRUE))
     assert fitted == pytest.approx(TRUE, rel=1e-6)
     assert fitted(16000, 0) == pytest.approx(TRUE(16000, 0), rel=1e-6)
+    packed = [(120, 100)] * 30
+    assert sum(fitted.of_step(packed)) == pytest.approx(sum(TRUE.of_step(packed)), rel=1e-6)
+
+
+def test_steps_of_one_request_cannot_tell_a_request_from_a_step() -> None:
+    """All of it is the step's, and what a request alone costs is as well known."""
+    alone = [one for one in timed(TRUE) if len(one.requests) == 1]
+    fitted = fit(alone)
+    assert fitted.request_ms == 0
+    assert fitted.step_ms == pytest.approx(TRUE.step_ms + TRUE.request_ms, rel=1e-6)
+    assert fitted(700, 500) == pytest.approx(TRUE(700, 500), rel=1e-6)
+
+
+def test_noise_that_leaves_a_step_without_a_cost_is_not_believed() -> None:
+    """On a busy machine 4 requests took as long as 16 steps: packing would have been switched off by the profile."""
+    noisy = [one._replace(ms=one.ms * 16) if len(one.requests) == 4 else one for one in timed(TRUE)]
+    noisy = [one._replace(ms=one.ms * 40) if len(one.requests) == 16 else one for one in noisy]
+    assert fit(noisy).step_ms > 0
+    assert fit(noisy).full_price_tokens()
 
 
 def test_noise_of_a_fifth_moves_a_long_prediction_by_less_than_a_fifth() -> None:
@@ -44,7 +73,7 @@ def test_noise_of_a_fifth_moves_a_long_prediction_by_less_than_a_fifth() -> None
 @given(st.lists(st.floats(0.01, 1e4), min_size=len(GRID), max_size=len(GRID)))
 def test_whatever_is_observed_more_work_never_costs_less(times_ms: list[float]) -> None:
     """Negative coefficients would let a longer request go first."""
-    fitted = fit([Observation(n, c, ms) for (n, c), ms in zip(GRID, times_ms, strict=True)])
+    fitted = fit([Observation(step, ms) for step, ms in zip(GRID, times_ms, strict=True)])
     assert min(fitted) >= 0
     assert fitted(2000, 0) >= fitted(1000, 0) >= 0
 
@@ -52,6 +81,8 @@ def test_whatever_is_observed_more_work_never_costs_less(times_ms: list[float]) 
 def test_too_few_observations_are_refused() -> None:
     with pytest.raises(ValueError, match="3 observations cannot determine 4"):
         fit(timed(TRUE)[:3])
+    with pytest.raises(ValueError, match="4 observations cannot determine 5"):
+        fit(timed(TRUE)[-4:])
 
 
 def test_drift_finds_which_part_of_the_profile_is_wrong() -> None:

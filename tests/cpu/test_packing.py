@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sgl_prefill.core.jct import FittedJct
-from sgl_prefill.core.packing import LOOK_AT, pack
+from sgl_prefill.core.packing import LOOK_AT, Steps, fill_steps, pack
 
 
 class Job(NamedTuple):
@@ -64,9 +64,9 @@ def test_the_full_price_begins_where_a_steps_fixed_cost_is_a_tenth_of_its_time()
     assert FittedJct(9.0, 0.0, 0.0, 0.0).full_price_tokens() is None
 
 
-def test_a_step_of_several_requests_pays_for_its_start_once() -> None:
-    """And a step of one costs what the request costs."""
-    model = FittedJct(step_ms=5.0, miss_token_ms=0.1, pair_ms=0.001, cached_token_ms=0.01)
-    one, other = (100, 50), (200, 0)
-    assert sum(model.of_step([one])) == model(*one)
-    assert abs(sum(model.of_step([one, other])) - (model(*one) + model(*other) - 5.0)) < 1e-9
+def test_steps_are_filled_and_a_long_request_has_one_to_itself() -> None:
+    """10 of 30 tokens fill 3 steps of 100; a miss of 14,000 takes one, not 140; places run out before tokens do."""
+    assert fill_steps([30] * 10, max_tokens=100, max_requests=32) == Steps(3, room_tokens=0, room_requests=86)
+    assert fill_steps([14_000, 50], max_tokens=100, max_requests=32) == Steps(2, room_tokens=50, room_requests=62)
+    assert fill_steps([1] * 10, max_tokens=100, max_requests=4) == Steps(3, room_tokens=290, room_requests=2)
+    assert fill_steps([1] * 10, max_tokens=0, max_requests=1) == Steps(10, room_tokens=0, room_requests=0)

@@ -15,8 +15,10 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 from sgl_prefill.config import PrefillConfig
+from sgl_prefill.core.jct import FittedJct, Work, cache_miss_tokens
 from sgl_prefill.errors import SeamError
 from sgl_prefill.scheduling import step
+from sgl_prefill.scheduling.calibrated_queue import CalibratedQueue
 from sgl_prefill.scheduling.radix_probe import count_cached_tokens
 from sgl_prefill.scheduling.waiting_list import WaitingList
 from sgl_prefill.scheduling.watched_cache import WatchedRadixCache
@@ -228,6 +230,39 @@ def test_the_list_takes_requests_out_by_identity_and_knows_what_else_happened_to
             expected = [req for req in expected if req not in gone]
             assert followed.take_changes() == []
         assert followed == expected
+
+
+MACHINE = FittedJct(step_ms=100.0, miss_token_ms=1.0, pair_ms=0.0, cached_token_ms=0.0, request_ms=5.0)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "asked", "work"),
+    [
+        ([30, 31, 32], 2, Work(100 + 3 * 5, 30 + 31 + 32)),  # one step holds them all
+        ([30, 31, 32], 0, Work(100 + 3 * 5, 30 + 31 + 32)),  # and the first waits for its company
+        ([30, 31, 32, 33, 34], 4, Work(2 * 100 + 5 * 5, 30 + 31 + 32 + 33 + 34)),
+        ([14_000], 0, Work(100 + 5, 14_000)),  # a miss has its step to itself, and it is one
+        ([30, 14_000], 0, Work(100 + 5, 30)),  # which the other does not share
+    ],
+)
+def test_a_deadline_counts_the_steps_of_several_requests_that_lie_before_it(
+    lengths: list[int], asked: int, work: Work
+) -> None:
+    """100 tokens a step. It had counted 140 steps for one request of 14,000 tokens, and nothing for those that ride along."""
+    queue = CalibratedQueue(watched_tree(), cache_miss_tokens, fairness_lambda=0.0)
+    waiting = [request(str(n), [10 + index] * n) for index, n in enumerate(lengths)]
+    for req in waiting:
+        queue.add(req)
+    assert queue.work_until_done(waiting[asked], MACHINE, 100, 32) == (work, asked)
+
+
+def test_a_deadline_counts_two_steps_where_a_request_waits_for_anothers_prefix() -> None:
+    """50 tokens and 5 more of another that shares them would fit one step, but the second finds them cached after it."""
+    queue = CalibratedQueue(watched_tree(), cache_miss_tokens, fairness_lambda=0.0)
+    first, second = request("first", [7] * 50), request("second", [7] * 50 + [8] * 5)
+    queue.add(first)
+    queue.add(second)
+    assert queue.work_until_done(second, MACHINE, 100, 32) == (Work(2 * 100 + 2 * 5, 50 + 5), 1)
 
 
 def test_a_prefix_cache_that_the_probe_cannot_read_is_refused_by_name() -> None:

@@ -139,3 +139,12 @@ def test_who_waited_for_one_prefix_together_keeps_its_place_once_that_is_compute
     queue.credit_together(["young"])
     assert list(queue.in_order(4.0)) == ["young", "other"]
     assert queue.first(7.5) == "other"
+
+
+def test_nobody_starves_who_rides_along() -> None:
+    """The oldest has waited 9 s: passed over where it is not among those taken, however the best of them came."""
+    queue: SrjfQueue[str] = SrjfQueue(cache_miss_tokens, fairness_lambda=0.0)
+    for name, n_tokens, arrival_s in (("old", 500, 1.0), ("new", 10, 5.0), ("newer", 20, 6.0)):
+        queue.put(name, Waiting(n_tokens, 0, arrival_s))
+    assert queue.starvation_s(["new", "newer"], now_s=10.0) == 9.0
+    assert queue.starvation_s(["new", "old"], now_s=10.0) == 0.0
