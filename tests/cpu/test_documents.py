@@ -22,8 +22,11 @@ def test_the_readme_names_every_option_with_its_default() -> None:
     for field in dataclasses.fields(PrefillConfig):
         flag = "--" + field.name.replace("_", "-")
         (row,) = [line for line in README.splitlines() if line.startswith(f"| `{flag}") and flag in line.split("|")[1]]
-        if isinstance(field.default, (str, float)):
-            shown = f"{field.default:g}" if isinstance(field.default, float) else f"`{field.default}`"
+        default = field.metadata["default"]
+        if default is None:
+            assert field.metadata["none"] in row.split("|")[2]
+        elif isinstance(default, (str, float)):
+            shown = f"{default:g}" if isinstance(default, float) else f"`{default}`"
             assert shown in row.split("|")[2]
 
 
