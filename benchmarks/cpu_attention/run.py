@@ -25,6 +25,7 @@ import requests
 import torch
 
 from benchmarks import report, shapes
+from benchmarks.harness import engines as harness
 from sgl_prefill import local_server
 
 MODEL = "llama-6-layers"
@@ -62,7 +63,10 @@ def main() -> int:
             ("torch_native", "sglang.launch_server", ["--attention-backend", "torch_native"]),
         ):
             print(f"starting {name}", file=sys.stderr)
-            options: dict[str, Any] = {"environment": {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]}}
+            environment = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]}
+            if name == "torch_native":  # as a user gets it
+                environment[harness.KERNEL_VARIABLE] = harness.AS_SHIPPED.kernel
+            options: dict[str, Any] = {"environment": environment}
             engines[name] = stack.enter_context(
                 local_server.running(module, [*flags, *more], folder / f"{name}.log", **options)
             )
@@ -95,6 +99,7 @@ def check_engines(engines: dict[str, local_server.LocalServer]) -> dict[str, Any
         raise report.InvalidRunError("our server does not run the cpu_flash attention backend")
     if info["torch_native"]["attention_backend"] != "torch_native" or info["torch_native"]["prefill_attention_backend"]:
         raise report.InvalidRunError("the stock server does not run torch_native")
+    harness.check_kernel(harness.OURS, record, [])
     return dict(record)
 
 
@@ -162,7 +167,10 @@ def flops(n_tokens: int) -> dict[str, float]:
 
 
 def measure_ceiling(n_tokens: int) -> dict[str, float]:
-    """What this machine reaches on each part alone: a bfloat16 GEMM of the MLP's shape, and the flash kernel."""
+    """What this machine reaches alone: a bfloat16 GEMM of the MLP's shape, which attention is held against too.
+
+    PyTorch's flash kernel is beside it: what attention reached before this package had a kernel of its own.
+    """
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     x, weight = torch.randn(n_tokens, HIDDEN).bfloat16(), torch.randn(2 * MLP, HIDDEN).bfloat16()
     gemm_s = best_of(lambda: torch.nn.functional.linear(x, weight), 3)
@@ -176,7 +184,7 @@ def measure_ceiling(n_tokens: int) -> dict[str, float]:
         "flash_flop_per_s": work["attention"] / LAYERS / flash_s,
     }
     linear_s = work["linear"] / rates["gemm_flop_per_s"]
-    attention_s = work["attention"] / rates["flash_flop_per_s"]
+    attention_s = work["attention"] / rates["gemm_flop_per_s"]
     return {
         **rates,
         "cold_prompt_linear_seconds": linear_s,
@@ -207,13 +215,13 @@ def targets_of(rows: list[dict[str, Any]], ceiling: dict[str, float], lengths: L
         report.Target.at_least(
             f"{suffix}: torch_native / ours, seconds",
             median_s("suffix", "torch_native") / median_s("suffix", "ours"),
-            10,
+            60,
         ),
         report.Target.at_least(
-            f"{cold}: torch_native / ours, seconds", median_s("cold", "torch_native") / median_s("cold", "ours"), 1.5
+            f"{cold}: torch_native / ours, seconds", median_s("cold", "torch_native") / median_s("cold", "ours"), 2.2
         ),
         report.Target.at_least(
-            f"{cold}: achieved FLOP/s over the measured ceiling", achieved / ceiling["cold_prompt_flop_per_s"], 0.75
+            f"{cold}: achieved FLOP/s over the measured ceiling", achieved / ceiling["cold_prompt_flop_per_s"], 0.7
         ),
     ]
 

@@ -8,6 +8,7 @@ Stock SGLang, chunked and unchunked, and our engine with each of its two techniq
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -47,8 +48,12 @@ CLOSE_ENOUGH = 0.05  # of the budget, from above or below; equal lengths on two 
 MAX_SEARCH_STEPS = 5
 LARGEST_STEP = 3.0  # from one length to the next: memory is not quite linear
 QUICK_TOKENS = 1000
-# A served input is watched for as long as this; then its memory has repeated layer by layer for a while.
+# The input of an ablation is watched for as long as this; then its memory has repeated layer by layer for a while. What the
+# product serves is waited for to its end.
 WATCH_S = 120.0
+ANSWER_S = 3600.0
+PRODUCT = "ours, both"
+MAX_LOGPROB_DIFFERENCE = 0.25  # bfloat16, in one pass and in chunks
 CHUNK_TOKENS = 256  # ours
 # The ablation, and the search for stock's best chunk size, are made on the first model alone.
 RATIO_ENGINES = (f"stock, chunks of {STOCK_CHUNKS[0]}", "stock, unchunked", "ours, both")
@@ -133,15 +138,32 @@ def measure(model: str, engine: Engine, is_quick: bool) -> dict[str, Any]:
     """The longest input within the budget, and how it was served."""
     with tempfile.TemporaryDirectory() as name:
         folder = shapes.write(model, Path(name))
+        # Its answers are compared; the other model's weights are too large to be written here.
+        if is_checked := model == MODELS[0] and engine.name == PRODUCT:
+            shapes.write_weights(folder)
         if engine.is_ours:
             budget = ["--memory-budget-gb", f"{(weight_bytes(model) + BUDGET_BYTES) / 2**30:.5f}"]
             predicted, how = ask_mil(engine, folder, budget)
             length = min(QUICK_TOKENS, predicted) if is_quick else predicted
-            served = serve(engine, folder, [*budget, "--max-input-length", str(length)], length, WATCH_S)
+            limit_s = ANSWER_S if engine.name == PRODUCT else WATCH_S
+            served = serve(engine, folder, [*budget, "--max-input-length", str(length)], length, limit_s)
+            if is_checked and served["answered"]:
+                served["difference"] = difference_from_stock(folder, length, served["logprobs"])
         else:
             tries = search_stock(engine, folder, MAX_SEARCH_STEPS if not is_quick else 0)
             predicted, how, served = longest_within(tries), {"tries": tries}, tries[-1]
     return {"longest_input_tokens": predicted, "how": how, "served": served}
+
+
+def difference_from_stock(folder: Path, n_tokens: int, logprobs: list[float]) -> float:
+    """The largest, in a log-probability, from what stock SGLang answers in one pass with as much memory as it likes."""
+    (unchunked,) = [one for one in engines() if one.name == "stock, unchunked"]
+    memory = ["--max-total-tokens", str(n_tokens + FIRST_TOKENS), "--mem-fraction-static", "0.7"]
+    with running(unchunked, folder, memory) as server:
+        answer = ask(server, n_tokens, ANSWER_S)
+    if answer is None:
+        raise report.InvalidRunError(f"stock SGLang has not answered {n_tokens} tokens in {ANSWER_S:.0f} s")
+    return max(abs(mine - theirs) for mine, theirs in zip(logprobs, logprobs_of(answer), strict=True))
 
 
 def measure_on_device(model: str, engine: Engine) -> dict[str, Any]:
@@ -196,7 +218,7 @@ def weight_bytes(model: str) -> int:
 
 def common_flags(folder: Path) -> list[str]:
     return [
-        *shapes.dummy_flags(folder),
+        *(shapes.weight_flags(folder) if list(folder.glob("*.safetensors")) else shapes.dummy_flags(folder)),
         "--sleep-on-idle",
         "--max-running-requests",
         "4",
@@ -269,6 +291,7 @@ def serve(engine: Engine, folder: Path, flags: list[str], n_tokens: int, timeout
         "seconds": round(seconds, 1),
         "answered": answer is not None,
         "kept_tokens": None if answer is None else answer.get("kept_tokens"),
+        "logprobs": None if answer is None else logprobs_of(answer),
         "command": report.portable(server.command),
     }
 
@@ -313,6 +336,14 @@ def ask(
     return meta
 
 
+def logprobs_of(meta: dict[str, Any]) -> list[float]:
+    """Raises InvalidRunError where one is no log-probability."""
+    logprobs = [float(entry[0]) for entry in meta["output_token_ids_logprobs"][0]]
+    if not all(math.isfinite(one) and one <= 0 for one in logprobs):
+        raise report.InvalidRunError(f"the answer is {logprobs}")
+    return logprobs
+
+
 def mib(n_bytes: int) -> float:
     return round(n_bytes / 2**20, 1)
 
@@ -325,24 +356,30 @@ def targets_of(rows: list[dict[str, Any]]) -> list[report.Target]:
             for row in rows
             if row["model"] == model and row["longest_input_tokens"] is not None
         }
-        if "ours, both" not in longest:
+        if PRODUCT not in longest:
             continue
         chunked = max((n for name, n in longest.items() if name.startswith("stock, chunks")), default=None)
         if chunked is not None:
             targets.append(
                 report.Target.at_least(
-                    f"{model}: longest input, ours / stock at its best chunk size", longest["ours, both"] / chunked, 4
+                    f"{model}: longest input, ours / stock at its best chunk size", longest[PRODUCT] / chunked, 4
                 )
             )
         if "stock, unchunked" in longest:
             targets.append(
                 report.Target.at_least(
                     f"{model}: longest input, ours / stock unchunked",
-                    longest["ours, both"] / longest["stock, unchunked"],
+                    longest[PRODUCT] / longest["stock, unchunked"],
                     5,
                 )
             )
-        (both,) = [row for row in rows if row["model"] == model and row["engine"] == "ours, both"]
+        (both,) = [row for row in rows if row["model"] == model and row["engine"] == PRODUCT]
+        if (served := both.get("served")) is not None:
+            answered = f"{model}: the longest input is answered to its end (1: yes)"
+            targets.append(report.Target.at_least(answered, float(served["answered"]), 1))
+            if "difference" in served:
+                right = f"{model}: its log-probabilities, largest difference from stock in one pass"
+                targets.append(report.Target.at_most(right, served["difference"], MAX_LOGPROB_DIFFERENCE))
         measured, explained = activation_bytes_per_token(both["how"]["mil_output"]), explained_bytes_per_token(model)
         targets.append(
             report.Target.at_least(

@@ -1,13 +1,17 @@
-"""Where does the time of a request go, in ours and in stock SGLang?
+"""What does one step cost with and without the native kernel, and where does the time of a request go, beside stock SGLang?
 
     python benchmarks/step_profile/run.py [--quick] [--json PATH]
 
-The workloads of other benchmarks, all at once. See the README beside this file.
+Single steps in a process without a server, by setting in turns; and the workloads of other benchmarks, all at once. See the
+README beside this file.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -37,6 +41,19 @@ DEMO = Served(
 )
 
 
+# The same engine before it had a kernel, and as it is.
+PYTORCH_PATH = engines.OURS._replace(name="PyTorch path", environment=((engines.KERNEL_VARIABLE, "off"),))
+SETTINGS = (PYTORCH_PATH, engines.OURS)
+TURNS = 3
+AT_LEAST = {  # times as fast
+    "8 x 20 behind 290": 2.2,
+    "8 x 64 behind 1200": 2.6,
+    "16 x 15 behind 1400, 4 layers of 512": 3.0,
+    "one request of 20": 1.7,
+}
+MOST_CALLS = 3000
+
+
 class Work(NamedTuple):
     """What each of these engines does, and how much of it there is."""
 
@@ -49,9 +66,11 @@ class Work(NamedTuple):
 
 def main() -> int:
     arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
-    conditions: dict[str, Any] = {**report.conditions(), "commands": {}}
+    conditions: dict[str, Any] = {**report.conditions(), "commands": {}, "kernel_of": {}}
     records: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
+    step_rows, ceiling = measure_steps(1 if arguments.quick else TURNS, arguments.quick)
+    steps = medians_of(step_rows, ceiling)
     for work in works(arguments.quick):
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
@@ -61,10 +80,64 @@ def main() -> int:
                 with engines.running(engine, flags, folder / "log") as server:
                     name = f"{work.name}: {engine.name}"
                     conditions["commands"][name], records[name] = server.command, server.record
+                    conditions["kernel_of"][name] = server.kernel
                     rows.append({"work": work.name, "engine": engine.name, **measure(work, server, folder / "trace")})
                     print(rows[-1], file=sys.stderr)
-    report.finish({"conditions": conditions, "activation_records": records, "rows": rows}, [], arguments.json)
+    result = {"conditions": conditions, "activation_records": records, "steps": steps, "ceiling": ceiling, "rows": rows}
+    report.finish({**result, "step_rows": step_rows}, targets_of(steps), arguments.json)
     return 0
+
+
+def measure_steps(n_turns: int, is_quick: bool) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """(a row for each step, setting and turn; the highest rates that any turn found this machine to reach).
+
+    Each turn is a process of its own. Raises InvalidRunError where it fails, or has another kernel than it is taken for.
+    """
+    rows: list[dict[str, Any]] = []
+    ceilings: list[dict[str, float]] = []
+    command = [sys.executable, str(Path(__file__).with_name("steps.py")), *(["--quick"] if is_quick else [])]
+    for turn in range(1, n_turns + 1):
+        for setting in SETTINGS:
+            environment = {**os.environ, **engines.QUIET, **dict(setting.environment)}
+            done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+            if done.returncode != 0:
+                raise report.InvalidRunError(f"{setting.name}: {done.stderr[-2000:]}")
+            told = json.loads(done.stdout.splitlines()[-1])
+            kernel = engines.check_kernel(setting, told, [])
+            rows += [{"setting": setting.name, "turn": turn, "kernel": kernel, **row} for row in told["rows"]]
+            ceilings.append(told["ceiling"])
+            print(f"turn {turn}, {setting.name}: {told['rows']}", file=sys.stderr)
+    return rows, {name: max(one[name] for one in ceilings) for name in ceilings[0]}
+
+
+def medians_of(rows: list[dict[str, Any]], ceiling: dict[str, float]) -> list[dict[str, Any]]:
+    """Over the turns, with what the arithmetic of a step takes at the machine's own rates.
+
+    A matrix product takes as long as its operations or as reading its weights, whichever is longer.
+    """
+    steps = []
+    for step in dict.fromkeys(row["step"] for row in rows):
+        for setting in SETTINGS:
+            turns = [row for row in rows if (row["step"], row["setting"]) == (step, setting.name)]
+            ms, work = statistics.median(row["ms"] for row in turns), turns[0]["work"]
+            linear_s = max(
+                work["linear_flop"] / ceiling["flop_per_s"], work["weight_bytes"] / ceiling["read_bytes_per_s"]
+            )
+            least_ms = 1000 * (linear_s + work["attention_flop"] / ceiling["flop_per_s"])
+            row = {"step": step, "setting": setting.name, "kernel": turns[0]["kernel"], "ms": ms}
+            calls = statistics.median(row["operator_calls"] for row in turns)
+            steps.append({**row, "operator_calls": calls, "arithmetic_ms": least_ms, "arithmetic_share": least_ms / ms})
+    return steps
+
+
+def targets_of(steps: list[dict[str, Any]]) -> list[report.Target]:
+    of = {(row["step"], row["setting"]): row for row in steps}
+    targets = []
+    for step, at_least in AT_LEAST.items():
+        before, now = of[step, PYTORCH_PATH.name], of[step, engines.OURS.name]
+        targets.append(report.Target.at_least(f"{step}: ms, PyTorch path / ours", before["ms"] / now["ms"], at_least))
+        targets.append(report.Target.at_most(f"{step}: operator calls of ours", now["operator_calls"], MOST_CALLS))
+    return targets
 
 
 def works(is_quick: bool) -> list[Work]:
