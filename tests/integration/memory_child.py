@@ -241,7 +241,7 @@ def raised(call: Callable[[], Any]) -> str:
 
 def waiting(folder: Path) -> dict[str, Any]:
     """What waiting requests will use stays; and of a burst with one new prefix the prefix is computed once."""
-    engine = start(folder, "llama", config={"fairness_lambda": 0.0, "jct_model": "fitted"})
+    engine = start(folder, "llama", config={"fairness_lambda": 0.0, "jct_model": "fitted", "pack_step_tokens": 0})
     rng = random.Random(3)
     engine.set_durable(DURABLE)
     shared = prompt(rng, 200)

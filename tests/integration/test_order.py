@@ -1,4 +1,4 @@
-"""One request per step, shortest first, and a client that leaves."""
+"""The paper's order, a client that leaves, deadlines and metrics."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import itertools
 import json
 import re
 import socket
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import requests
 
-from tests.integration.conftest import Server
+from tests.integration.conftest import Server, running
 
 FAIRNESS_LAMBDA = 500.0
 LABELS = {"allowed_token_ids": [5, 6]}
@@ -40,13 +42,33 @@ def run_burst(server: Server, prompts: list[list[int]]) -> list[Run]:
     ]
 
 
+@pytest.fixture(scope="module")
+def paper_server(tmp_path_factory: pytest.TempPathFactory, demo_folder: Path) -> Iterator[Server]:
+    """The paper's engine with the demo model."""
+    log = tmp_path_factory.mktemp("paper") / "log.txt"
+    flags = ["--paper", "--model-path", str(demo_folder), "--memory-budget-gb", "2"]
+    with running("sgl_prefill.launch_server", log, *flags) as paper:
+        yield paper
+
+
 def prompt_of(n_tokens: int, salt: int) -> list[int]:
     """Shares no prefix with a prompt of another salt."""
     return [100 + salt, *(1000 + (salt * 7919 + i * 31) % 30_000 for i in range(n_tokens - 1))]
 
 
-def test_waiting_requests_run_one_at_a_time_and_shortest_first(server: Server) -> None:
+def test_the_record_of_the_papers_engine_shows_what_the_flag_means(paper_server: Server) -> None:
+    """Whoever reads a result sees which engine made it; no time was spent on a JCT profile."""
+    record = requests.get(paper_server.url + "/server_info", timeout=60).json()["sgl_prefill"]
+    shown = ("paper", "scheduling", "fairness_lambda", "jct_model", "sharers", "max_queue_s", "pack_step_tokens")
+    assert [record["config"][name] for name in shown] == [
+        *(True, "calibrated-srjf", FAIRNESS_LAMBDA, "cache-miss", "ignore", None, 0)
+    ]
+    assert "jct_model" not in record
+
+
+def test_waiting_requests_run_one_at_a_time_and_shortest_first(paper_server: Server) -> None:
     """A long request blocks the scheduler while six others arrive, longest first; they run shortest first."""
+    server = paper_server
     requests.post(server.url + "/flush_cache", timeout=60)
     prompts = [prompt_of(3000, salt=1), *(prompt_of(n, salt=n) for n in (900, 750, 600, 450, 300, 150))]
     runs = run_burst(server, prompts)
@@ -63,8 +85,25 @@ def test_waiting_requests_run_one_at_a_time_and_shortest_first(server: Server) -
     assert n_compared >= 10, "hardly anything waited: the test showed nothing"
 
 
-def test_a_request_whose_prefix_was_just_computed_overtakes_shorter_ones(server: Server) -> None:
+def test_waiting_requests_share_a_step_by_default_and_are_told_its_time(server: Server) -> None:
+    """A long request blocks the scheduler while 16 short ones arrive: few steps hold them, each with one prediction."""
+    requests.post(server.url + "/flush_cache", timeout=60)
+    info = requests.get(server.url + "/server_info", timeout=60).json()["sgl_prefill"]
+    assert info["step_size"]["max_tokens"] > 40
+    assert info["step_size"]["max_requests"] == 32
+    prompts = [prompt_of(3000, salt=21), *(prompt_of(10, salt=70 + n) for n in range(16))]
+    outputs = server.post("/generate", {"input_ids": prompts, **LABELS}).json()
+    predictions: dict[float, set[float]] = {}
+    for output in outputs[1:]:
+        steps = predictions.setdefault(output["meta_info"]["forward_entry_time"], set())
+        steps.add(output["meta_info"]["predicted_jct_ms"])
+    assert len(predictions) <= 8, "each ran alone"
+    assert all(len(shown) == 1 for shown in predictions.values())
+
+
+def test_a_request_whose_prefix_was_just_computed_overtakes_shorter_ones(paper_server: Server) -> None:
     """Calibration: once 300 tokens are cached, a prompt of 550 that starts with them runs before one of 400."""
+    server = paper_server
     requests.post(server.url + "/flush_cache", timeout=60)
     first = prompt_of(300, salt=11)
     runs = run_burst(server, [[*first, *prompt_of(250, salt=13)], prompt_of(400, salt=12), first])
