@@ -38,21 +38,37 @@ CLAIMS = (
         "post_recommendation",
         "fcfs",
     ),
-    Claim("Several times longer inputs on the same memory (Table 2)", "mil", "longest input"),
+    Claim("Several times longer inputs on the same memory (Table 2)", "mil", "longest input, ours"),
     Claim("Hybrid prefilling costs next to no throughput (section 4)", "hybrid_overhead", "unchunked"),
     Claim("Hybrid prefilling beats chunked prefill in throughput (Fig. 10)", "hybrid_overhead", "chunks"),
     Claim(
-        "Long requests that share nothing: more throughput (WL2, Figs. 6 and 7)", "credit_verification", "throughput"
+        "Long requests that share nothing: more throughput (WL2, Figs. 6 and 7)",
+        "credit_verification",
+        "throughput, ours / ",
     ),
     Claim("The time of a prefill can be predicted (section 6.3)", "jct_model", "Pearson"),
     Claim("Calibration keeps the hit rate when the cache is small (Fig. 5, section 6.2)", "planner", "tokens saved"),
     Claim(
         "One request a step loses nothing against batches (section 6.1; tried on hits of 15 tokens)",
         "bursts",
-        "one a step: mean",
+        "(one a step|--paper): mean",
     ),
-    Claim("Shortest remaining job first lowers the mean latency (section 6)", "live_policy", "fcfs / ours one a step"),
+    Claim(
+        "Shortest remaining job first lowers the mean latency (section 6)",
+        "live_policy",
+        "fcfs / ours(, --paper| one a step)",
+    ),
     Claim("lambda trades mean against P99 (Fig. 11)", "planner", "lambda 2000"),
+)
+
+COMPARED = (
+    "* *ours*: no flag at all; *ours, --paper*: exactly the paper's engine (one request a step)",
+    "* *torch_native*: stock SGLang as a user gets it, on the CPU platform alone",
+    "* *PyTorch path*: stock SGLang with this package's attention before it had a kernel of its own",
+    "* *new kernel*: stock SGLang with the kernel too: what is left to ours is order and packing; without a target",
+    "\nA ratio is to the best policy of a reference, of either version of SGLang, where a benchmark measures several. Rows that"
+    " name an engine *one a step* or *packed*, or stock SGLang without a reference, are from before the kernel, on the PyTorch"
+    " path.",
 )
 
 FIGURES = {
@@ -76,6 +92,10 @@ def text(folder: Path = HERE) -> str:
         "On the machines of this page, at its scale. A claim holds where every target that bears on it is met, and"
         " partly where the numbers go its way.\n",
         *_table(["claim", "verdict", "measured"], ([claim.text, *verdict(claim, results)] for claim in CLAIMS)),
+        "\n## What is compared\n",
+        *COMPARED,
+        "\n## Processors\n",
+        *_processors(results),
         "\n## Lost or wrong answers\n",
         lost_or_wrong(results),
         "\n## Not measured\n",
@@ -150,7 +170,7 @@ def _section(folder: Path, name: str, result: Result) -> list[str]:
     lines.append(
         f"{machine['processor']}, {machine['cores']} cores, {accelerator}; SGLang {' and '.join(sglangs)}, PyTorch"
         f" {versions['torch']}, commit {_commit(conditions)}, OMP_NUM_THREADS={conditions['OMP_NUM_THREADS']}."
-        f"{_setting(conditions)}\n"
+        f"{_setting(conditions)}{_kernels(conditions)}\n"
     )
     targets = result["targets"]
     shown = (
@@ -172,7 +192,7 @@ def _section(folder: Path, name: str, result: Result) -> list[str]:
 
 
 # Of the lists in a result, those that are tables; the rows of these benchmarks are data.
-TABLES = ("rows", "medians", "means", "rivals", "capacities", "long_request", "failed")
+TABLES = ("steps", "rows", "medians", "means", "rivals", "capacities", "long_request", "failed")
 WITHOUT_ROWS = ("planner", "jct_model", "memory_trace")
 RUN_COLUMNS = ("engine", "offered_per_s", "requests_per_s", "mean_s", "p50_s", "p99_s", "cached_share")
 
@@ -219,6 +239,24 @@ def _setting(conditions: dict[str, Any]) -> str:
         if name != "model" and isinstance(value, int | float)
     ]
     return f" Here: {', '.join(said)}." if said else ""
+
+
+def _kernels(conditions: dict[str, Any]) -> str:
+    """Which engines ran a build of the native kernel, where the result tells."""
+    engines_of: dict[str, list[str]] = {}
+    for engine, build in conditions.get("kernel_of", {}).items():
+        if build is not None:
+            engines_of.setdefault(build, []).append(engine)
+    said = [f"{build} ({', '.join(engines)})" for build, engines in engines_of.items()]
+    return f" Native kernel: {'; '.join(said)}; none in the others." if said else ""
+
+
+def _processors(results: dict[str, Result]) -> list[str]:
+    """Numbers of two kinds of processor are not to be compared: bfloat16 is fast on one alone."""
+    measured: dict[str, list[str]] = {}
+    for name, result in results.items():
+        measured.setdefault(result["conditions"]["hardware"]["processor"], []).append(f"`{name}`")
+    return [f"* {processor}: {', '.join(names)}" for processor, names in measured.items()]
 
 
 def _link(folder: Path, name: str) -> str:

@@ -507,6 +507,18 @@ def test_the_verdict_on_a_claim_follows_from_its_targets(value: float | None, ex
     assert make_report.verdict(claim, results)[0] == expected
 
 
+def test_the_report_says_which_kernel_and_which_processor_a_row_ran_on(tmp_path: Path) -> None:
+    result = result_of(report.Target.at_least("WL2, throughput, ours / the best stock setting, torch_native", 2.5, 2.2))
+    kernels = {"ours": "amx", "ours, --paper": "amx", "stock fcfs, PyTorch path": None}
+    result["conditions"] = {**CONDITIONS, "kernel_of": kernels}
+    folder = tmp_path / "credit_verification"
+    folder.mkdir()
+    (folder / "result.json").write_text(json.dumps(result))
+    said = make_report.text(tmp_path)
+    assert "Native kernel: amx (ours, ours, --paper); none in the others." in said
+    assert "* a processor: `credit_verification`" in said
+
+
 def test_the_report_counts_the_answers_of_comparisons_alone() -> None:
     """Results without latencies under load do not check answers against another engine's, dummy weights answer all alike."""
     compared, profiled = {"requests": 1500, "p99_s": 1.0}, {"requests": 10, "request_ms": 3.0}
