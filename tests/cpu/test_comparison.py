@@ -21,6 +21,7 @@ from benchmarks.harness.compare import SATURATION, Comparison, Rate, Run
 from benchmarks.harness.turns import Served
 from benchmarks.outsiders import server as outsider
 from benchmarks.post_recommendation import run as post_recommendation
+from benchmarks.step_profile import run as step_profile
 from sgl_prefill import local_server
 from sgl_prefill.errors import ServerStartError
 
@@ -395,6 +396,29 @@ def test_a_long_run_of_a_rival_is_made_once() -> None:
     found, compared = carried(2.0, 0.5, (1.0, 2.0, 3.0))
     assert found["times"] == 3.0
     assert {turn for name, turn in compared.turns if name == RIVAL.name} == {"", "at its own pace"}
+
+
+def test_a_step_is_held_against_its_arithmetic() -> None:
+    """At 1 TFLOP/s and 10 GB/s: 2 ms of products, less than the 4 ms of reading their weights, and 1 ms of attention."""
+    rows = [
+        {
+            "step": step,
+            "setting": setting,
+            "turn": turn,
+            "kernel": None,
+            "ms": ms * turn,
+            "operator_calls": 2000,
+            "work": {"linear_flop": 2 * 10**9, "attention_flop": 10**9, "weight_bytes": 40 * 10**6},
+        }
+        for step in step_profile.AT_LEAST
+        for setting, ms in (("PyTorch path", 15.0), ("ours", 5.0))
+        for turn in (1, 2, 3)
+    ]
+    steps = step_profile.medians_of(rows, {"flop_per_s": 1e12, "read_bytes_per_s": 1e10})
+    before, ours = steps[:2]
+    assert (before["ms"], ours["ms"], ours["arithmetic_share"]) == (30.0, 10.0, pytest.approx(0.5))
+    targets = step_profile.targets_of(steps)
+    assert [target.value for target in targets] == [3.0, 2000] * len(step_profile.AT_LEAST)
 
 
 def test_arrivals_are_poisson() -> None:
