@@ -21,7 +21,7 @@ from sgl_prefill.errors import ServerStartError
 QUIET = {"OMP_WAIT_POLICY": "PASSIVE"}
 # Which attention, fused operators and weights our CPU platform uses, also in a stock server: `auto`, `off` (PyTorch's), or
 # the name of one build of the native kernel.
-KERNEL_VARIABLE = "SGL_PREFILL_CPU_KERNEL"
+KERNEL_VARIABLE = "PREFILL_CPU_KERNEL"
 # Names the Python of an environment with sglang==0.5.23 and, without its dependencies, this package (for the CPU platform).
 NEWER_PYTHON = "SGLANG_0_5_23_PYTHON"
 # Names the Python of an environment with llama-cpp-python, fastapi and uvicorn.

@@ -1,6 +1,6 @@
 """Times of single steps in this process, as one JSON line: python benchmarks/step_profile/steps.py [--quick]
 
-What runs is chosen by the environment (SGL_PREFILL_CPU_KERNEL), so that run.py starts one process for each setting.
+What runs is chosen by the environment (PREFILL_CPU_KERNEL), so that run.py starts one process for each setting.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from sgl_prefill.core.kv_plan import ceil_to
+from sgl_prefill.cpu.native.library import native
 
 # More rows (the log-probabilities of a long tail) are bound by arithmetic, where float32 costs three times as much.
 MAX_ROWS = 32
@@ -58,4 +59,7 @@ def around_compute_lm_head(
     )
     if not is_ours:
         return original(processor, hidden_states, lm_head, embedding_bias)
+    kernels = native().kernels
+    if kernels is not None and kernels.fits_logits(hidden_states, weight):
+        return kernels.logits(hidden_states, weight)
     return float32_logits(hidden_states, weight)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 
-from sgl_prefill.hybrid.split import Argument, Piece, SplitBody
+from sgl_prefill.cpu.fused import Linear
+from sgl_prefill.hybrid.split import Argument, Attention, Piece, SplitBody
 
 
 class LayerIO(Protocol):
@@ -17,17 +18,25 @@ class LayerIO(Protocol):
         """Put K and V of the batch's tokens [start, end) into the KV pool. key, value: [end - start, heads, head_dim]."""
         ...
 
-    def attend(self, layer_id: int, query: torch.Tensor, output: torch.Tensor) -> None:
-        """Attention of all of the batch's tokens, K and V being in the pool. query, output: [tokens, ...]."""
+    def attend(
+        self, layer_id: int, query: torch.Tensor, output: torch.Tensor, *, only_last_rows: bool = False
+    ) -> None:
+        """Attention of all of the batch's tokens, K and V being in the pool. query, output: [tokens, ...].
+
+        only_last_rows: of the last token of each request alone, [requests, ...].
+        """
         ...
 
 
 class HybridBody:
     """Runs a split body with `chunk_tokens` rows at a time."""
 
-    def __init__(self, split: SplitBody, chunk_tokens: int) -> None:
+    def __init__(self, split: SplitBody, chunk_tokens: int, products: Sequence[Linear] = ()) -> None:
         self.split = split
         self.chunk_tokens = chunk_tokens
+        self.products = products  # the matrix products with weights that can be packed; none where kernels do not serve
+        # Whether extends of at most one chunk run here too and not in SGLang's own layers.
+        self.serves_short = bool(products)
         # Memory profiles set this: of the first two pieces and the last one only the first and the last chunk are
         # computed, in buffers that are all written once. All other layers do the same in the same buffers, so that a
         # pass over any length costs next to nothing and takes the memory of a whole one.
@@ -38,28 +47,104 @@ class HybridBody:
         """Of the full-length buffers; K and V of one layer and the batch's own indices come on top."""
         return sum(spec.row_bytes for spec in self.split.buffers)
 
-    def run(self, token_rows: dict[str, torch.Tensor], io: LayerIO) -> torch.Tensor:
-        """Hidden states after the body, [tokens, hidden size]. `token_rows`: the inputs named in `trace.TOKEN_INPUTS`."""
+    def run(
+        self, token_rows: dict[str, torch.Tensor], io: LayerIO, last_rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Hidden states after the body, [tokens, hidden size].
+
+        token_rows: the inputs named in `trace.TOKEN_INPUTS`. last_rows: int64 [requests], the last token of each request, where
+        nobody reads the hidden states of others: behind the last layer's K and V only these are computed, and the other
+        rows are left as they come.
+        """
         n_tokens = token_rows["input_ids"].shape[0]
-        device = token_rows["input_ids"].device
-        buffers = [
-            torch.empty((n_tokens, *spec.row_shape), dtype=spec.dtype, device=device) for spec in self.split.buffers
-        ]
-        if self.only_what_decides_memory:
-            for buffer in buffers:
-                buffer.zero_()
-        for index, piece in enumerate(self.split.pieces):
+        is_one_chunk = n_tokens <= self.chunk_tokens and not self.only_what_decides_memory
+        values = [None] * len(self.split.buffers) if is_one_chunk else self._buffers(n_tokens, token_rows)
+        n_whole = len(self.split.pieces) - (last_rows is not None)
+        for index, piece in enumerate(self.split.pieces[:n_whole]):
             if self.only_what_decides_memory and 1 < index < len(self.split.pieces) - 1:
                 continue
             attention = self.split.attentions[index] if index < len(self.split.attentions) else None
-            for start, end in self._chunks(n_tokens):
-                results = self._run_chunk(piece, buffers, token_rows, start, end)
-                if attention is not None and attention.writes_kv:
-                    io.write_kv(attention.layer_id, start, end, *results[-2:])
-                self._store(piece, results, buffers, start, end)
-            if attention is not None:
-                io.attend(attention.layer_id, buffers[attention.query], buffers[attention.output])
-        return buffers[self.split.result]
+            if is_one_chunk:
+                self._run_at_once(piece, attention, values, token_rows, io)
+            else:
+                assert _all_there(values)
+                self._run_in_chunks(piece, attention, values, token_rows, io)
+            if attention is not None and not (last_rows is not None and index == n_whole - 1):
+                query = values[attention.query]
+                assert query is not None
+                if is_one_chunk:
+                    values[attention.output] = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+                output = values[attention.output]
+                assert output is not None
+                io.attend(attention.layer_id, query, output)
+        if last_rows is None:
+            result = values[self.split.result]
+            assert result is not None
+            return result
+        return self._only_last_rows(values, token_rows, io, last_rows)
+
+    def _buffers(self, n_tokens: int, token_rows: dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
+        """Of full length, in which what crosses a cut lives."""
+        device = token_rows["input_ids"].device
+        make = torch.zeros if self.only_what_decides_memory else torch.empty
+        return [make((n_tokens, *spec.row_shape), dtype=spec.dtype, device=device) for spec in self.split.buffers]
+
+    def _run_at_once(
+        self,
+        piece: Piece,
+        attention: Attention | None,
+        values: list[torch.Tensor | None],
+        token_rows: dict[str, torch.Tensor],
+        io: LayerIO,
+    ) -> None:
+        """A piece over all rows: its results are the values that cross, and none is copied."""
+        n_tokens = token_rows["input_ids"].shape[0]
+        results = self._run_chunk(piece, values, token_rows, 0, n_tokens)
+        if attention is not None and attention.writes_kv:
+            io.write_kv(attention.layer_id, 0, n_tokens, *results[-2:])
+        for buffer, result in zip(piece.outputs, results, strict=True):
+            if buffer is not None:
+                values[buffer] = result
+
+    def _run_in_chunks(
+        self,
+        piece: Piece,
+        attention: Attention | None,
+        buffers: list[torch.Tensor],
+        token_rows: dict[str, torch.Tensor],
+        io: LayerIO,
+    ) -> None:
+        for start, end in self._chunks(token_rows["input_ids"].shape[0]):
+            results = self._run_chunk(piece, buffers, token_rows, start, end)
+            if attention is not None and attention.writes_kv:
+                io.write_kv(attention.layer_id, start, end, *results[-2:])
+            self._store(piece, results, buffers, start, end)
+
+    def _only_last_rows(
+        self,
+        values: list[torch.Tensor | None],
+        token_rows: dict[str, torch.Tensor],
+        io: LayerIO,
+        last_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """The last attention and the piece behind it, of these rows alone."""
+        attention, piece = self.split.attentions[-1], self.split.pieces[-1]
+        read = {argument.buffer for argument in piece.arguments if argument.buffer is not None} | {attention.query}
+        rows = [
+            value.index_select(0, last_rows) if value is not None and buffer in read else None
+            for buffer, value in enumerate(values)
+        ]
+        query = rows[attention.query]
+        assert query is not None
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        io.attend(attention.layer_id, query, output, only_last_rows=True)
+        rows[attention.output] = output
+        inputs = {name: value.index_select(0, last_rows) for name, value in token_rows.items()}
+        results = self._run_chunk(piece, rows, inputs, 0, len(last_rows))
+        scored = results[piece.outputs.index(self.split.result)]
+        n_tokens = token_rows["input_ids"].shape[0]
+        hidden = torch.empty((n_tokens, *scored.shape[1:]), dtype=scored.dtype, device=scored.device)
+        return hidden.index_copy_(0, last_rows, scored)
 
     def _chunks(self, n_tokens: int) -> list[tuple[int, int]]:
         starts = range(0, n_tokens, self.chunk_tokens)
@@ -68,13 +153,23 @@ class HybridBody:
 
     @staticmethod
     def _run_chunk(
-        piece: Piece, buffers: list[torch.Tensor], token_rows: dict[str, torch.Tensor], start: int, end: int
+        piece: Piece,
+        buffers: Sequence[torch.Tensor | None],
+        token_rows: dict[str, torch.Tensor],
+        start: int,
+        end: int,
     ) -> Sequence[torch.Tensor]:
+        is_whole = end - start == token_rows["input_ids"].shape[0]
+
         def value_of(argument: Argument) -> Any:
+            rows: torch.Tensor | None = None
             if argument.buffer is not None:
-                return buffers[argument.buffer][start:end]
-            if argument.token_rows is not None:
-                return token_rows[argument.token_rows][start:end]
+                rows = buffers[argument.buffer]
+                assert rows is not None
+            elif argument.token_rows is not None:
+                rows = token_rows[argument.token_rows]
+            if rows is not None:
+                return rows if is_whole else rows[start:end]
             return end - start if argument.is_chunk_length else argument.constant
 
         results: Sequence[torch.Tensor] = piece.module(*map(value_of, piece.arguments))
@@ -101,3 +196,7 @@ class HybridBody:
             pairs.append((rows, result.clone() if is_view_of_target else result))
         for rows, result in pairs:
             rows.copy_(result)
+
+
+def _all_there(values: list[torch.Tensor | None]) -> TypeGuard[list[torch.Tensor]]:
+    return all(value is not None for value in values)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sgl_prefill import disk_cache
+from sgl_prefill.cpu import fused
 from sgl_prefill.cpu.detect import has_accelerator
 from sgl_prefill.errors import UntraceableModelError
 from sgl_prefill.hybrid.body import HybridBody
@@ -48,7 +49,8 @@ def after_init_attention_backends(result: None, model_runner: ModelRunner) -> No
     with context.of(None):
         hybrid.chunk_tokens = config.hybrid_chunk_tokens or _fitting_chunk_tokens(hybrid, model_runner)
     model_runner.sgl_prefill_hybrid = hybrid
-    _route_long_extends(body, hybrid, context)
+    reads_last_rows = hybrid.serves_short and model_runner.is_generation
+    _route(body, hybrid, context, reads_last_rows=reads_last_rows)
     logger.info(
         "hybrid prefilling: chunks of %d tokens, %d bytes a token kept between layers",
         hybrid.chunk_tokens,
@@ -121,10 +123,16 @@ def _build(model_runner: ModelRunner, body: torch.nn.Module) -> HybridBody:
             seq_lens_sum=n_tokens,
         )
 
-    with forward_context(ForwardContext(attn_backend=model_runner.attn_backend)):
+    backend = prefill_backend(model_runner.attn_backend)
+    kernels = getattr(backend, "kernels", None)  # of our CPU backend
+    recorded: AbstractContextManager[None] = nullcontext()
+    if kernels is not None:
+        recorded = fused.recorded_as_operations(body, model_runner.dtype)
+    with forward_context(ForwardContext(attn_backend=model_runner.attn_backend)), recorded:
         traced = trace_body(body, make_batch, device)
-    in_place = _attends_in_place(model_runner.attn_backend)
-    return HybridBody(split_body(traced, attention_in_place=in_place), chunk_tokens=0)
+    products = [] if kernels is None else fused.lower(traced, kernels)
+    split = split_body(traced, attention_in_place=_attends_in_place(backend))
+    return HybridBody(split, chunk_tokens=0, products=products)
 
 
 class _ExpertContext:
@@ -156,8 +164,12 @@ def _is_captured() -> bool:
     return bool(get_is_capture_mode() or is_in_breakable_cuda_graph() or is_in_tc_piecewise_cuda_graph())
 
 
-def _route_long_extends(body: torch.nn.Module, hybrid: HybridBody, context: _ExpertContext) -> None:
-    """Put a dispatcher in the place of `body.forward`. An extend of at most one chunk keeps SGLang's own path."""
+def _route(
+    body: torch.nn.Module, hybrid: HybridBody, context: _ExpertContext, *, reads_last_rows: bool
+) -> None:
+    """Put a dispatcher in the place of `body.forward`. An extend of at most one chunk keeps SGLang's own path, unless native
+    kernels serve the body. reads_last_rows: of the hidden states only those of the rows whose logits are asked for are read.
+    """
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
@@ -167,10 +179,12 @@ def _route_long_extends(body: torch.nn.Module, hybrid: HybridBody, context: _Exp
     def forward(
         input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch, *args: Any, **kwargs: Any
     ) -> Any:
+        mode = forward_batch.forward_mode
+        is_short = input_ids is not None and len(input_ids) <= hybrid.chunk_tokens
         is_plain = (
             input_ids is None
-            or len(input_ids) <= hybrid.chunk_tokens
-            or forward_batch.forward_mode != ForwardMode.EXTEND
+            or (is_short and not hybrid.serves_short)
+            or not (mode == ForwardMode.EXTEND or (hybrid.serves_short and mode.is_decode()))
             or any(value is not None for value in (*args, *kwargs.values()))  # input embeddings, pipeline stages
             or _is_captured()
         )
@@ -181,10 +195,28 @@ def _route_long_extends(body: torch.nn.Module, hybrid: HybridBody, context: _Exp
             "positions": positions,
             "out_cache_loc": forward_batch.out_cache_loc,
         }
+        last_rows = _last_rows(forward_batch) if reads_last_rows else None
         with context.of(forward_batch):
-            return hybrid.run(token_rows, BatchIO(forward_batch, layers))
+            return hybrid.run(token_rows, BatchIO(forward_batch, layers), last_rows)
 
     body.forward = forward
+
+
+def _last_rows(forward_batch: ForwardBatch) -> torch.Tensor | None:
+    """The last row of each request of an extend, None where hidden states of other rows are read too: log-probabilities of the
+    input, or hidden states that go back to the client."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    if forward_batch.forward_mode != ForwardMode.EXTEND or forward_batch.capture_hidden_mode.need_capture():
+        return None
+    if forward_batch.multi_item_delimiter_indices is not None:
+        return None
+    lens = forward_batch.extend_seq_lens_cpu
+    if forward_batch.return_logprob:
+        starts = forward_batch.extend_logprob_start_lens_cpu
+        if any(start < n_new - 1 for start, n_new in zip(starts, lens, strict=True)):
+            return None
+    return torch.tensor(lens, dtype=torch.int64, device=forward_batch.input_ids.device).cumsum(0) - 1
 
 
 class BatchIO:
@@ -198,19 +230,28 @@ class BatchIO:
         self._backend = prefill_backend(get_attn_backend())
         self._pool = get_token_to_kv_pool()
         self._slots = forward_batch.out_cache_loc
+        self._kernels = getattr(self._backend, "kernels", None)  # of our CPU backend
 
     def write_kv(self, layer_id: int, start: int, end: int, key: torch.Tensor, value: torch.Tensor) -> None:
         from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
         layer = self._layers[layer_id]
-        where = KVWriteLoc(self._slots[start:end], None)
-        self._pool.set_kv_buffer(layer, where, key, value, layer.k_scale, layer.v_scale)
+        slots = self._slots[start:end]
+        is_native = self._kernels is not None and slots.dtype == torch.int64
+        if is_native and key.dtype == value.dtype == self._pool.store_dtype:
+            self._kernels.store(self._pool.get_key_buffer(layer_id), slots, _heads(key, layer.qk_head_dim))
+            self._kernels.store(self._pool.get_value_buffer(layer_id), slots, _heads(value, layer.v_head_dim))
+            return
+        self._pool.set_kv_buffer(layer, KVWriteLoc(slots, None), key, value, layer.k_scale, layer.v_scale)
 
-    def attend(self, layer_id: int, query: torch.Tensor, output: torch.Tensor) -> None:
+    def attend(
+        self, layer_id: int, query: torch.Tensor, output: torch.Tensor, *, only_last_rows: bool = False
+    ) -> None:
         layer = self._layers[layer_id]
         if _attends_in_place(self._backend):
-            self._backend.attend_into(output, query, layer)
+            self._backend.attend_into(output, query, layer, only_last_rows=only_last_rows)
             return
+        assert not only_last_rows
         # Some backends read a batch's own K and V from their arguments, not from the pool.
         key = self._own_rows(self._pool.get_key_buffer(layer_id))
         value = self._own_rows(self._pool.get_value_buffer(layer_id))
@@ -230,6 +271,11 @@ class BatchIO:
         first, n_tokens = int(self._slots[0]), len(self._slots)
         is_run = bool((self._slots[1:] - self._slots[:-1] == 1).all())
         return slice(first, first + n_tokens) if is_run else None
+
+
+def _heads(x: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """[tokens, heads, head_dim] of [tokens, heads * head_dim], or as it is."""
+    return x if x.dim() == 3 else x.unflatten(1, (-1, head_dim))
 
 
 def prefill_backend(backend: Any) -> Any:

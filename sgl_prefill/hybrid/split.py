@@ -170,8 +170,8 @@ class _Cut:
         """Shape of one token's row. Raises UntraceableModelError where the value has no row a token."""
         empty = {attention: output for output, attention in self._stands_for.items()}
         value = empty.get(node, node).meta.get("example_value")
-        symbol = self.traced.token_symbol
-        if isinstance(value, torch.Tensor) and value.dim() > 0 and _is_symbol(value.shape[0], symbol):
+        symbols = self.traced.token_symbols
+        if isinstance(value, torch.Tensor) and value.dim() > 0 and _is_symbol(value.shape[0], symbols):
             row = value.shape[1:]
             if all(isinstance(size, int) for size in row):
                 return BufferSpec(tuple(row), value.dtype)
@@ -179,8 +179,8 @@ class _Cut:
         raise UntraceableModelError(f"a value between two layers ({node.name}, {shape}) has no row for each token")
 
 
-def _is_symbol(size: Any, symbol: Any) -> bool:
-    return isinstance(size, torch.SymInt) and size.node.expr == symbol
+def _is_symbol(size: Any, symbols: frozenset[Any]) -> bool:
+    return isinstance(size, torch.SymInt) and size.node.expr in symbols
 
 
 class _BufferPlan:

@@ -7,7 +7,7 @@ slots, the number of tokens, or a tensor of the model. A body that reads anythin
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -30,7 +30,8 @@ class TracedBody(NamedTuple):
     """One recorded forward pass over the body."""
 
     module: fx.GraphModule
-    token_symbol: Any  # the sympy symbol of the number of tokens
+    token_symbols: frozenset[Any]  # the sympy symbols of the number of tokens: one, or more where nothing in the graph ties two
+    # inputs' lengths together
     inputs: dict[fx.Node, InputSource]  # of every placeholder
 
 
@@ -74,14 +75,13 @@ def trace_body(body: torch.nn.Module, make_batch: Callable[[torch.Tensor], Any],
         raise UntraceableModelError("its body returns something besides the hidden states")
     assert recorder.module is not None
     graph = recorder.module.graph
-    symbol = _token_symbol(graph)
+    placeholders = list(zip(graph.find_nodes(op="placeholder"), recorder.example_inputs, strict=True))
+    row_names = {id(rows): name for name, rows in tokens.items()}
+    symbols = _token_symbols(node for node, value in placeholders if id(value) in row_names)
     batch_fields = {id(value): name for name, value in vars(forward_batch).items() if isinstance(value, torch.Tensor)}
-    sources = {
-        node: _source_of(node, value, symbol, {id(rows): name for name, rows in tokens.items()}, batch_fields)
-        for node, value in zip(graph.find_nodes(op="placeholder"), recorder.example_inputs, strict=True)
-    }
+    sources = {node: _source_of(node, value, symbols, row_names, batch_fields) for node, value in placeholders}
     _refuse_sequence_mixing(graph)
-    return TracedBody(recorder.module, symbol, sources)
+    return TracedBody(recorder.module, symbols, sources)
 
 
 class _Recorder:
@@ -127,21 +127,20 @@ def _sglang_traces(forward_batch: Any) -> Iterator[None]:
         context_manager.logger.disabled = False
 
 
-def _token_symbol(graph: fx.Graph) -> Any:
-    for node in graph.find_nodes(op="placeholder"):
-        value = node.meta.get("example_value")
-        size: Any = value.shape[0] if isinstance(value, torch.Tensor) and value.dim() == 1 else None
-        if isinstance(size, torch.SymInt):
-            return size.node.expr
-    raise UntraceableModelError("its graph does not depend on the number of tokens")
+def _token_symbols(token_rows: Iterable[fx.Node]) -> frozenset[Any]:
+    sizes = (node.meta["example_value"].shape[0] for node in token_rows)
+    symbols = frozenset(size.node.expr for size in sizes if isinstance(size, torch.SymInt))
+    if not symbols:
+        raise UntraceableModelError("its graph does not depend on the number of tokens")
+    return symbols
 
 
 def _source_of(
-    node: fx.Node, real: Any, symbol: Any, token_rows: dict[int, str], batch_fields: dict[int, str]
+    node: fx.Node, real: Any, symbols: frozenset[Any], token_rows: dict[int, str], batch_fields: dict[int, str]
 ) -> InputSource:
     traced = node.meta["example_value"]
     if isinstance(traced, torch.SymInt):
-        if traced.node.expr != symbol:
+        if traced.node.expr not in symbols:
             raise UntraceableModelError(f"its graph depends on a second size ({node.name})")
         return InputSource(is_token_count=True)
     if not isinstance(traced, torch.Tensor):

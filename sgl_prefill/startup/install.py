@@ -12,7 +12,10 @@ from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core import memory_plan
 from sgl_prefill.core.kv_plan import ceil_to
 from sgl_prefill.core.memory_plan import MemoryPlan
+from sgl_prefill.cpu import fused
+from sgl_prefill.cpu.native.library import native
 from sgl_prefill.errors import MemoryPlanError
+from sgl_prefill.hybrid.install import hybrid_of
 from sgl_prefill.kv.allocator import SuffixKVAllocator
 from sgl_prefill.seam import record
 from sgl_prefill.startup import jct_profile, memory_profile, parity_gate
@@ -79,18 +82,32 @@ def around_get_worker_info(original: Callable[..., tuple[Any, ...]], worker: TpM
 
 def _prepare(runner: ModelRunner) -> None:
     config = record.config()
-    plan = _agreed(_plan(runner, config), runner)
-    _apply(runner, plan)
+    reference = None
     if config.skip_parity_gate:
         logger.warning("--skip-parity-gate: nobody has checked that all paths of this engine give the same answers")
-        differences = None
     else:
-        differences = parity_gate.run(runner)
+        reference = parity_gate.reference(runner)
+    if runner.device == "cpu":
+        record.add(cpu_kernel=native().shown(), packed_weights=_pack_weights(runner))
+    plan = _agreed(_plan(runner, config), runner)
+    _apply(runner, plan)
+    differences = None if reference is None else parity_gate.run(runner, reference)
     if config.scheduling == "calibrated-srjf" and (config.jct_model == "fitted" or config.pack_step_tokens is None):
         runner.sgl_prefill_jct = jct_profile.fitted_model(runner, plan.max_input_tokens)
         record.add(jct_model=runner.sgl_prefill_jct._asdict())
     runner.sgl_prefill_memory_plan = plan
     record.add(memory=_shown(plan), parity_gate=differences)
+
+
+def _pack_weights(runner: ModelRunner) -> dict[str, Any] | None:
+    """Lay the weights of matrix products out for this processor; what was done, None where the model runs in SGLang's layers."""
+    hybrid = hybrid_of(runner)
+    if hybrid is None or not hybrid.serves_short:
+        return None
+    problem = fused.pack(hybrid.products)
+    if problem is not None:
+        logger.warning("%s", problem)
+    return {"bytes": fused.packed_bytes(hybrid.products), "problem": problem}
 
 
 def _plan(runner: ModelRunner, config: PrefillConfig) -> MemoryPlan:

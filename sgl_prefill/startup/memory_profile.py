@@ -25,6 +25,7 @@ import torch
 from sgl_prefill import disk_cache, tensor_memory
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.memory_plan import MemoryUse
+from sgl_prefill.cpu.fused import packed_bytes
 from sgl_prefill.errors import MemoryPlanError
 from sgl_prefill.hybrid.install import hybrid_of, prefill_backend
 from sgl_prefill.resident_memory import PeakWatch, anonymous_bytes
@@ -190,8 +191,10 @@ def memory_use(
 ) -> MemoryUse:
     """All that the plan needs to know."""
     one_layer, all_layers = kv_bytes_per_token(model_runner)
+    hybrid = hybrid_of(model_runner)
+    packed = 0 if hybrid is None else packed_bytes(hybrid.products)
     return MemoryUse(
-        weights_bytes=weights_bytes(model_runner.model),
+        weights_bytes=weights_bytes(model_runner.model) + packed,
         budget_bytes=budget_bytes,
         fixed_bytes=activations.fixed_bytes,
         activation_bytes_per_token=activations.bytes_per_token,

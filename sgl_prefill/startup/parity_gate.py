@@ -1,6 +1,7 @@
 """Before the first request: hybrid against plain, cache hit against miss, scratch against durable slots.
 
 Each pair runs the same made-up prompt. Nothing is served where two log-probability rows differ by more than the tolerance.
+The plain path is SGLang's own layers; with native kernels it runs before their weights are packed, and then never again.
 """
 
 from __future__ import annotations
@@ -33,10 +34,16 @@ COMPARED_TOKENS = 100
 SEED = 0
 
 
-def run(model_runner: ModelRunner) -> dict[str, float]:
+def reference(model_runner: ModelRunner) -> torch.Tensor:
+    """What SGLang's own layers answer, for `run`."""
+    with _plain_path(model_runner):
+        return _result(MadeUpRequest(model_runner, _token_ids(model_runner)), model_runner)
+
+
+def run(model_runner: ModelRunner, reference: torch.Tensor) -> dict[str, float]:
     """The largest difference of each pair that this engine has. Raises ParityError above the tolerance."""
     started = time.perf_counter()
-    differences = dict(_pairs(model_runner))
+    differences = dict(_pairs(model_runner, reference))
     tolerance = TOLERANCE.get(model_runner.dtype, TOLERANCE[torch.bfloat16])
     if wrong := {pair: difference for pair, difference in differences.items() if not difference <= tolerance}:
         shown = ", ".join(f"{pair} differ by {difference:.3g}" for pair, difference in wrong.items())
@@ -49,14 +56,22 @@ def run(model_runner: ModelRunner) -> dict[str, float]:
     return differences
 
 
-def _pairs(model_runner: ModelRunner) -> Iterator[tuple[str, float]]:
-    vocab_size = model_runner.model_config.vocab_size
+def _token_ids(model_runner: ModelRunner) -> list[int]:
     generator = torch.Generator().manual_seed(SEED)
-    token_ids: list[int] = torch.randint(0, vocab_size, (GATE_TOKENS,), generator=generator).tolist()
+    token_ids: list[int] = torch.randint(
+        0, model_runner.model_config.vocab_size, (GATE_TOKENS,), generator=generator
+    ).tolist()
+    return token_ids
+
+
+def _pairs(model_runner: ModelRunner, reference: torch.Tensor) -> Iterator[tuple[str, float]]:
+    token_ids = _token_ids(model_runner)
     hybrid = hybrid_of(model_runner)
     allocator = model_runner.token_to_kv_pool_allocator
-    with _chunks_of(model_runner, 2 * GATE_TOKENS), _durable_slots(allocator, GATE_TOKENS):
-        reference = _result(MadeUpRequest(model_runner, token_ids), model_runner)
+    if hybrid is not None and hybrid.serves_short:
+        with _chunks_of(model_runner, 2 * GATE_TOKENS), _durable_slots(allocator, GATE_TOKENS):
+            at_once = _result(MadeUpRequest(model_runner, token_ids), model_runner)
+            yield "native kernels and plain", _difference(reference, at_once)
     if hybrid is not None:
         with _chunks_of(model_runner, GATE_CHUNK_TOKENS), _durable_slots(allocator, GATE_TOKENS):
             yield (
@@ -89,6 +104,20 @@ def _result(request: MadeUpRequest, model_runner: ModelRunner) -> torch.Tensor:
 def _difference(reference: torch.Tensor, other: torch.Tensor) -> float:
     likeliest = reference.topk(min(COMPARED_TOKENS, len(reference))).indices
     return float((reference[likeliest] - other[likeliest]).abs().max())
+
+
+@contextmanager
+def _plain_path(model_runner: ModelRunner) -> Iterator[None]:
+    hybrid = hybrid_of(model_runner)
+    if hybrid is None:
+        yield
+        return
+    kept, hybrid.serves_short = hybrid.serves_short, False
+    try:
+        with _chunks_of(model_runner, 2 * GATE_TOKENS):
+            yield
+    finally:
+        hybrid.serves_short = kept
 
 
 @contextmanager

@@ -1,0 +1,280 @@
+"""A traced body for a CPU: its norms, gates and rotary embeddings as native kernels, its matrix products with packed weights.
+
+While the body is recorded, layers that a kernel computes stand as one operation each in the graph (`recorded_as_operations`);
+in the recorded graph those operations, and the matrix products, become modules that call the kernels (`lower`). SGLang's own
+layers stay as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+from sgl_prefill.cpu.native.calls import DTYPES, Kernels
+from sgl_prefill.hybrid.trace import TracedBody, op_name
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "sgl_prefill_fused"
+# Rows for which oneDNN lays packed weights out; from 16 rows on the layout is the same.
+PACKED_FOR_ROWS = 256
+
+_library: Any = None
+
+
+def define_operations() -> None:
+    """The operations that stand in a recorded graph. They have no kernel: `lower` takes them out again. Idempotent."""
+    global _library
+    if _library is not None:
+        return
+    _library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+    _library.define("rms_norm(Tensor x, Tensor weight, float eps, float offset) -> Tensor")
+    _library.define(
+        "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, float offset) -> (Tensor, Tensor)"
+    )
+    _library.define("gated(Tensor gate_up, str activation) -> Tensor")
+    _library.define("rotate(Tensor positions, Tensor x, Tensor cos_sin, int head_size, bool is_neox) -> Tensor")
+    _library.impl("rms_norm", lambda x, *_: torch.empty_like(x), "Meta")
+    _library.impl("add_rms_norm", lambda x, *_: (torch.empty_like(x), torch.empty_like(x)), "Meta")
+    _library.impl("gated", lambda x, _: x.new_empty((x.shape[0], x.shape[1] // 2)), "Meta")
+    _library.impl("rotate", lambda _, x, *__: torch.empty_like(x), "Meta")
+
+
+@contextmanager
+def recorded_as_operations(body: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Within it, layers of `body` that a kernel computes run as one operation each."""
+    define_operations()
+    replaced = []
+    for module in body.modules():
+        if (stand_in := _stand_in(module, dtype)) is not None:
+            replaced.append((module, module._forward_method))
+            module._forward_method = stand_in
+    try:
+        yield
+    finally:
+        for module, original in replaced:
+            module._forward_method = original
+
+
+def _stand_in(module: torch.nn.Module, dtype: torch.dtype) -> Callable[..., Any] | None:
+    """What runs in a layer's place while it is recorded; None where no kernel computes just what it computes."""
+    from sglang.srt.layers.activation import GeluAndMul, SiluAndMul
+    from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+
+    if dtype not in DTYPES:
+        return None
+    if type(module) is SiluAndMul:
+        return lambda x: _flat(_gated, x, "silu")
+    if type(module) is GeluAndMul and module.approximate == "tanh":
+        return lambda x: _flat(_gated, x, "gelu_tanh")
+    if type(module) is RMSNorm:
+        plain: Any = module
+        is_plain = (
+            plain.override_orig_dtype is None
+            and not plain.fp32_residual
+            and plain.variance_size_override is None
+            and not plain.cast_x_before_out_mul
+            and plain.weight.dtype == dtype
+        )
+        return _norm_stand_in(module, 0.0) if is_plain else None
+    if type(module) is GemmaRMSNorm and module.weight.dtype == dtype:
+        return _norm_stand_in(module, 1.0)
+    is_rotary = isinstance(module, RotaryEmbedding) and type(module).forward_native is RotaryEmbedding.forward_native
+    if is_rotary and not hasattr(module, "sin_cos_cache") and module.cos_sin_cache.dtype in DTYPES:
+        return _rotary_stand_in(module)
+    return None
+
+
+def _flat(operation: Callable[..., torch.Tensor], x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    return operation(x, *arguments)
+
+
+def _gated(x: torch.Tensor, activation: str) -> torch.Tensor:
+    result: torch.Tensor = torch.ops.sgl_prefill_fused.gated(x, activation)
+    return result
+
+
+def _norm_stand_in(norm: Any, offset: float) -> Callable[..., Any]:
+    native: Callable[..., Any] = norm.forward_native
+
+    def forward(
+        x: torch.Tensor, residual: torch.Tensor | None = None, post_residual_addition: torch.Tensor | None = None
+    ) -> Any:
+        if post_residual_addition is not None or x.shape[-1] != norm.weight.shape[0]:
+            return native(x, residual, post_residual_addition)
+        eps = norm.variance_epsilon
+        if residual is not None:
+            return torch.ops.sgl_prefill_fused.add_rms_norm(x, residual, norm.weight, eps, offset)
+        return torch.ops.sgl_prefill_fused.rms_norm(x, norm.weight, eps, offset)
+
+    return forward
+
+
+def _rotary_stand_in(rotary: Any) -> Callable[..., Any]:
+    native: Callable[..., Any] = rotary.forward_native
+
+    def forward(
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        fused_set_kv_buffer_arg: Any = None,
+    ) -> Any:
+        if offsets is not None or fused_set_kv_buffer_arg is not None or query.dim() != 2 or positions.dim() != 1:
+            return native(positions, query, key, offsets, fused_set_kv_buffer_arg)
+        arguments = rotary.cos_sin_cache, rotary.head_size, bool(rotary.is_neox_style)
+        rotate = torch.ops.sgl_prefill_fused.rotate
+        return rotate(positions, query, *arguments), rotate(positions, key, *arguments)
+
+    return forward
+
+
+class Linear(torch.nn.Module):
+    """x @ weight.T + bias, packed for oneDNN once `pack` was called."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.source: torch.Tensor | None = weight  # the model's own parameter, emptied when it is packed
+        self.packed: torch.Tensor | None = None
+        self.bias_rows = bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.packed is None:
+            assert self.source is not None
+            return torch.nn.functional.linear(x, self.source, self.bias_rows)
+        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias_rows, "none", [], "")
+        return result
+
+
+class _RmsNorm(torch.nn.Module):
+    def __init__(self, kernels: Kernels, weight: torch.Tensor, eps: float, offset: float) -> None:
+        super().__init__()
+        self._kernels, self._weight, self._eps, self._offset = kernels, weight.detach(), eps, offset
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1])
+        return self._kernels.rms_norm(rows, self._weight, self._eps, None, self._offset).view(x.shape)
+
+
+class _AddRmsNorm(_RmsNorm):
+    is_in_place = False  # whether nobody else reads the residual that goes in
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        total = residual if self.is_in_place and residual.is_contiguous() else residual.clone()
+        return self._kernels.rms_norm(x, self._weight, self._eps, total, self._offset), total
+
+
+class _Gated(torch.nn.Module):
+    def __init__(self, kernels: Kernels, activation: str) -> None:
+        super().__init__()
+        self._kernels, self._activation = kernels, activation
+
+    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return self._kernels.gated(gate_up.contiguous(), self._activation)
+
+
+class _Rotate(torch.nn.Module):
+    is_in_place = False
+
+    def __init__(self, kernels: Kernels, cos_sin: torch.Tensor, head_size: int, is_neox: bool) -> None:
+        super().__init__()
+        self._kernels, self._cos_sin, self._head_size, self._is_neox = kernels, cos_sin, head_size, is_neox
+
+    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        result = x if self.is_in_place else x.clone()
+        heads = result.unflatten(1, (-1, self._head_size))
+        self._kernels.rotate(heads, positions, self._cos_sin, is_neox=self._is_neox)
+        return result
+
+
+def lower(traced: TracedBody, kernels: Kernels) -> list[Linear]:
+    """Put modules that call kernels in the place of recorded operations, and of matrix products with weights of the model.
+
+    The graph is changed in place. Returns the products, whose weights can be packed (`pack`).
+    """
+    graph, inputs = traced.module.graph, traced.inputs
+    tables: dict[int, torch.Tensor] = {}  # rotary tables in float32, one for all layers
+    linears: list[Linear] = []
+
+    def constant(node: Any) -> Any:
+        return inputs[node].constant if isinstance(node, fx.Node) and node in inputs else None
+
+    for number, node in enumerate(list(graph.nodes)):
+        if node.op != "call_function":
+            continue
+        module: torch.nn.Module | None = None
+        arguments: tuple[Any, ...] = ()
+        name = op_name(node)
+        if name == f"{NAMESPACE}.rms_norm":
+            x, weight, eps, offset = node.args
+            module, arguments = _RmsNorm(kernels, constant(weight), eps, offset), (x,)
+        elif name == f"{NAMESPACE}.add_rms_norm":
+            x, residual, weight, eps, offset = node.args
+            module, arguments = _AddRmsNorm(kernels, constant(weight), eps, offset), (x, residual)
+            module.is_in_place = _is_only_read_by(node, residual)
+        elif name == f"{NAMESPACE}.gated":
+            module, arguments = _Gated(kernels, node.args[1]), (node.args[0],)
+        elif name == f"{NAMESPACE}.rotate":
+            positions, x, cos_sin, head_size, is_neox = node.args
+            table = constant(cos_sin)
+            in_float32 = tables.setdefault(id(table), table.float().contiguous())
+            module, arguments = _Rotate(kernels, in_float32, head_size, is_neox), (positions, x)
+            module.is_in_place = _is_only_read_by(node, x)
+        elif node.target is torch._C._nn.linear:
+            x, weight, bias = (*node.args, None)[:3]
+            weight_rows = constant(weight)
+            has_constants = isinstance(weight_rows, torch.Tensor) and (bias is None or constant(bias) is not None)
+            if has_constants and weight_rows.dtype in DTYPES and weight_rows.dim() == 2:
+                bias_rows = None if bias is None else constant(bias).detach()
+                module, arguments = Linear(weight_rows, bias_rows), (x,)
+                linears.append(module)
+        if module is None:
+            continue
+        target = f"sgl_prefill_{number}"
+        traced.module.add_submodule(target, module)
+        node.op, node.target, node.args, node.kwargs = "call_module", target, arguments, {}
+    for node in list(graph.find_nodes(op="placeholder")):
+        if not node.users and isinstance(inputs[node].constant, torch.Tensor):
+            graph.erase_node(node)
+            del inputs[node]
+    return linears
+
+
+def _is_only_read_by(node: fx.Node, x: Any) -> bool:
+    """Whether the value may be overwritten: made in the graph, and read here alone. A view may be: of its rows, nobody else
+    reads this part."""
+    return isinstance(x, fx.Node) and x.op != "placeholder" and list(x.users) == [node]
+
+
+def pack(linears: Sequence[Linear]) -> str | None:
+    """Pack the weights for the processor, one at a time, each in the place of the model's own: memory does not grow.
+
+    Returns why the rest was left as it is, or None.
+    """
+    by_source: dict[int, torch.Tensor] = {}
+    for linear in linears:
+        source = linear.source
+        if source is None:
+            continue
+        try:
+            packed = by_source.get(id(source))
+            if packed is None:
+                packed = torch.ops.mkldnn._reorder_linear_weight(source.detach(), PACKED_FOR_ROWS)
+        except (RuntimeError, MemoryError) as error:
+            return f"packing weights stopped ({str(error).splitlines()[0]}): the others are used as they are"
+        by_source[id(source)] = linear.packed = packed
+        linear.source = None
+        source.data = torch.empty((0, *source.shape[1:]), dtype=source.dtype)
+    return None
+
+
+def packed_bytes(linears: Sequence[Linear]) -> int:
+    """What packed weights take, which are no parameters of the model any more."""
+    kept = {id(linear.packed): linear.packed for linear in linears if linear.packed is not None}
+    return sum(int(torch.ops.mkldnn._nbytes(packed)) for packed in kept.values())

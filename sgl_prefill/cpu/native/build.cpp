@@ -1,0 +1,11 @@
+// One build of all kernels: compiled once for each kind of processor, with SGL_PREFILL_BUILD as its name.
+#include "tokenwise.h"
+
+#define TEXT(x) #x
+#define NAME(x) TEXT(x)
+#define TABLE_(x) sgl_prefill_##x
+#define TABLE(x) TABLE_(x)
+
+namespace B = SGL_PREFILL_BUILD;
+extern "C" const Build TABLE(SGL_PREFILL_BUILD) = {
+    NAME(SGL_PREFILL_BUILD), B::attention, B::rms_norm, B::gated, B::rotate, B::store_rows, B::logits};

@@ -1,0 +1,50 @@
+// What is handed over from Python (ctypes structures of the same fields in kernels.py). Strides count elements.
+#pragma once
+#include <cstdint>
+
+extern "C" {
+
+struct Attention {
+  // Queries and results, [tokens, heads, dim], bfloat16 or float32 as the pools; `out` may be `query`.
+  const void* query;
+  int64_t query_token, query_head;
+  void* out;
+  int64_t out_token, out_head;
+  float* lse;  // [tokens, heads], natural logarithm of the softmax denominators; null: not asked for
+  // Pools, [slots, kv heads, dim].
+  const void* key_pool;
+  int64_t key_slot, key_head;
+  const void* value_pool;
+  int64_t value_slot, value_head;
+  // The KV slot of position p of request r: slots[slot_row[r] * slots_stride + p].
+  const int32_t* slots;
+  int64_t slots_stride;
+  const int64_t* slot_row;    // [requests]
+  const int32_t* first_token; // [requests + 1]: rows of the query tensor; a request's are its last positions
+  const int32_t* kv_tokens;   // [requests]
+  // Requests in groups that share their first positions' slots: order[group_start[g]] ... share shared_tokens[g].
+  const int32_t* order;         // [requests]
+  const int32_t* group_start;   // [groups + 1]
+  const int32_t* shared_tokens; // [groups]
+  int32_t requests, groups, heads, kv_heads, dim;
+  int32_t is_float32, is_causal;
+  int32_t window_tokens;  // a query at position p sees keys from p - window_tokens on; negative: all
+  float scale, soft_cap;  // soft_cap 0: none
+  int32_t threads;
+};
+
+// One build's functions; every one returns 0, or 1 where it cannot serve these arguments, or 2 without memory.
+struct Build {
+  const char* name;
+  int (*attention)(const Attention*);
+  int (*rms_norm)(void* out, const void* x, int64_t x_row, void* residual, const void* weight, float weight_offset, float eps,
+                  int64_t rows, int64_t columns, int32_t is_float32, int32_t threads);
+  int (*gated)(void* out, const void* gate_up, int64_t rows, int64_t columns, int32_t kind, int32_t is_float32, int32_t threads);
+  int (*rotate)(void* x, int64_t x_row, int64_t x_head, const int64_t* positions, const float* cos_sin, int64_t rows,
+                int32_t heads, int32_t rotary_dim, int32_t is_neox, int32_t is_float32, int32_t threads);
+  int (*store)(void* pool, int64_t slot_bytes, const int64_t* slots, const void* x, int64_t x_row_bytes, int64_t rows,
+               int64_t row_bytes, int32_t threads);
+  int (*logits)(float* out, const void* hidden, const void* weight, int64_t rows, int64_t vocabulary, int64_t columns,
+                int32_t is_float32, int32_t threads);
+};
+}

@@ -1,0 +1,197 @@
+// What surrounds attention and matrix products, each in one pass over its rows: RMSNorm with residual, gated activations,
+// rotary embedding, and the logits of a few rows in float32.
+#pragma once
+#include <omp.h>
+
+#include "attention.h"
+
+namespace SGL_PREFILL_BUILD {
+
+constexpr int64_t WORTH_A_THREAD = 16384;  // elements
+
+INLINE int threads_for(int64_t elements, int threads) {
+  return (int)std::max<int64_t>(std::min<int64_t>(threads, elements / WORTH_A_THREAD), 1);
+}
+
+// out = norm(x + residual) * (offset + weight), residual = x + residual; a null residual counts as 0. Where the offset is not
+// 0 (Gemma) the sum is rounded to T before it is normalized, else not: as SGLang's layers have it.
+template <class T>
+int rms_norm_of(T* out, const T* x, int64_t x_row, T* residual, const T* weight, float offset, float eps, int64_t rows,
+                int64_t columns, int threads) {
+  std::atomic<bool> failed{false};
+#pragma omp parallel num_threads(threads_for(rows * columns, threads))
+  {
+    Buffer memory(4 * columns);
+    if (memory.at == nullptr) failed = true;
+    float* sum = (float*)memory.at;
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; ++row) {
+      if (failed) continue;
+      const T* from = x + row * x_row;
+      T* kept = residual ? residual + row * columns : nullptr;
+      Floats squares = {};
+      float rest = 0;
+      int64_t i = 0;
+      for (; i + WIDTH <= columns; i += WIDTH) {
+        Floats value = load(from + i);
+        if (kept) {
+          value += load(kept + i);
+          store(kept + i, value);
+          if (offset != 0) value = load(kept + i);
+        }
+        squares += value * value;
+        store(sum + i, value);
+      }
+      for (; i < columns; ++i) {
+        float value = widen(from[i]);
+        if (kept) {
+          value += widen(kept[i]);
+          store_one(kept + i, value);
+          if (offset != 0) value = widen(kept[i]);
+        }
+        rest += value * value;
+        sum[i] = value;
+      }
+      const float scale = 1 / std::sqrt((sum_of(squares) + rest) / columns + eps);
+      T* to = out + row * columns;
+      for (i = 0; i + WIDTH <= columns; i += WIDTH) store(to + i, load(sum + i) * scale * (load(weight + i) + offset));
+      for (; i < columns; ++i) store_one(to + i, sum[i] * scale * (widen(weight[i]) + offset));
+    }
+  }
+  return failed ? 2 : 0;
+}
+
+int rms_norm(void* out, const void* x, int64_t x_row, void* residual, const void* weight, float offset, float eps, int64_t rows,
+             int64_t columns, int32_t is_float32, int32_t threads) {
+  if (is_float32)
+    return rms_norm_of((float*)out, (const float*)x, x_row, (float*)residual, (const float*)weight, offset, eps, rows, columns, threads);
+  return rms_norm_of((bf16*)out, (const bf16*)x, x_row, (bf16*)residual, (const bf16*)weight, offset, eps, rows, columns, threads);
+}
+
+enum Activation { SILU = 0, GELU_TANH = 1 };
+
+INLINE Floats activated(Floats x, int kind) {
+  // gelu(x) = x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3))
+  const Floats inner = kind == SILU ? x : x * 1.5957691216057308f * (1.0f + 0.044715f * x * x);
+  return x / (1.0f + exp2_of(larger(inner * -LOG2_E, all(-120.0f))));
+}
+
+template <class T>
+void gated_of(T* out, const T* gate_up, int64_t rows, int64_t columns, int kind, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads_for(rows * columns, threads))
+  for (int64_t row = 0; row < rows; ++row) {
+    const T *gate = gate_up + 2 * row * columns, *up = gate + columns;
+    T* to = out + row * columns;
+    int64_t i = 0;
+    for (; i + WIDTH <= columns; i += WIDTH) store(to + i, activated(load(gate + i), kind) * load(up + i));
+    for (; i < columns; ++i) store_one(to + i, activated(all(widen(gate[i])), kind)[0] * widen(up[i]));
+  }
+}
+
+// act(gate) * up; gate_up: [rows, 2 * columns]
+int gated(void* out, const void* gate_up, int64_t rows, int64_t columns, int32_t kind, int32_t is_float32, int32_t threads) {
+  if (is_float32) gated_of((float*)out, (const float*)gate_up, rows, columns, kind, threads);
+  else gated_of((bf16*)out, (const bf16*)gate_up, rows, columns, kind, threads);
+  return 0;
+}
+
+template <class T>
+void rotate_of(T* x, int64_t x_row, int64_t x_head, const int64_t* positions, const float* cos_sin, int64_t rows, int heads,
+               int rotary_dim, int is_neox, int threads) {
+  const int half = rotary_dim / 2;
+#pragma omp parallel for schedule(static) num_threads(threads_for(rows * heads * rotary_dim, threads))
+  for (int64_t row = 0; row < rows; ++row) {
+    const float *cos = cos_sin + positions[row] * rotary_dim, *sin = cos + half;
+    for (int head = 0; head < heads; ++head) {
+      T* at = x + row * x_row + head * x_head;
+      int i = 0;
+      if (is_neox)
+        for (; i + WIDTH <= half; i += WIDTH) {
+          const Floats one = load(at + i), other = load(at + half + i), c = load(cos + i), s = load(sin + i);
+          store(at + i, one * c - other * s), store(at + half + i, other * c + one * s);
+        }
+      for (; i < half; ++i) {
+        T *first = is_neox ? at + i : at + 2 * i, *second = is_neox ? at + half + i : at + 2 * i + 1;
+        const float one = widen(*first), other = widen(*second);
+        store_one(first, one * cos[i] - other * sin[i]), store_one(second, other * cos[i] + one * sin[i]);
+      }
+    }
+  }
+}
+
+// Rotary embedding in place; cos_sin: [positions, rotary_dim], cosines first. is_neox: halves, else neighbours are rotated.
+int rotate(void* x, int64_t x_row, int64_t x_head, const int64_t* positions, const float* cos_sin, int64_t rows, int32_t heads,
+           int32_t rotary_dim, int32_t is_neox, int32_t is_float32, int32_t threads) {
+  if (is_float32) rotate_of((float*)x, x_row, x_head, positions, cos_sin, rows, heads, rotary_dim, is_neox, threads);
+  else rotate_of((bf16*)x, x_row, x_head, positions, cos_sin, rows, heads, rotary_dim, is_neox, threads);
+  return 0;
+}
+
+// Row i of x to pool slot slots[i].
+int store_rows(void* pool, int64_t slot_bytes, const int64_t* slots, const void* x, int64_t x_row_bytes, int64_t rows,
+               int64_t row_bytes, int32_t threads) {
+#pragma omp parallel for schedule(static) num_threads(threads_for(rows * row_bytes / 4, threads))
+  for (int64_t row = 0; row < rows; ++row)
+    std::memcpy((char*)pool + slots[row] * slot_bytes, (const char*)x + row * x_row_bytes, row_bytes);
+  return 0;
+}
+
+template <class F>
+int logits_of(float* out, const typename F::Element* hidden, const typename F::Element* weight, int64_t rows, int64_t vocabulary,
+              int64_t columns, int threads) {
+  if (F::padded(columns) != columns) return 1;
+  std::atomic<bool> failed{false};
+  const int64_t n_groups = (rows + F::LANES - 1) / F::LANES, words = columns / F::PER_WORD;
+  Buffer queries(sizeof(typename F::Word) * n_groups * F::LANES * words);
+  if (queries.at == nullptr) return 2;
+  typename F::Word* q = (typename F::Word*)queries.at;
+  for (int64_t row = 0; row < n_groups * F::LANES; row += WIDTH) {
+    const typename F::Element* lanes[WIDTH];
+    for (int i = 0; i < WIDTH; ++i) lanes[i] = hidden + std::min(row + i, rows - 1) * columns;
+    F::pack_queries(q + row / F::LANES * F::LANES * words + row % F::LANES, lanes, columns);
+  }
+  const int64_t n_blocks = (vocabulary + F::KEYS - 1) / F::KEYS;
+#pragma omp parallel num_threads(threads)
+  {
+    // Where rows of the weight are not packed keys as they are, and for the last ones.
+    Buffer memory(sizeof(typename F::Word) * F::KEYS * words + 4 * F::KEYS * F::LANES);
+    if (memory.at == nullptr) failed = true;
+    float* s = (float*)memory.at;
+    typename F::Word* packed = (typename F::Word*)(s + F::KEYS * F::LANES);
+    F::begin();
+#pragma omp for schedule(static)
+    for (int64_t block = 0; block < n_blocks; ++block) {
+      if (failed) continue;
+      const int64_t first = block * F::KEYS, n = std::min<int64_t>(F::KEYS, vocabulary - first);
+      const typename F::Word* k = (const typename F::Word*)(weight + first * columns);
+      if (!F::IS_PACKED || n < F::KEYS) {
+        int32_t slots[F::KEYS];
+        for (int i = 0; i < n; ++i) slots[i] = i;
+        F::pack_keys(packed, weight + first * columns, columns, slots, n, columns);
+        k = packed;
+      }
+      for (int64_t group = 0; group < n_groups; ++group) {
+        const int here = (int)std::min<int64_t>(F::LANES, rows - group * F::LANES);
+        for (int part = 0; part < F::PARTS; ++part)
+          if (here <= WIDTH) F::template scores<1>(s, k, 0, q + group * F::LANES * words, columns, part);
+          else F::template scores<F::LANES / WIDTH>(s, k, 0, q + group * F::LANES * words, columns, part);
+        for (int lane = 0; lane < here; ++lane) {
+          float* to = out + (group * F::LANES + lane) * vocabulary + first;
+          for (int i = 0; i < n; ++i) to[i] = s[i * F::LANES + lane];
+        }
+      }
+    }
+    F::end();
+  }
+  return failed ? 2 : 0;
+}
+
+// hidden @ weight.T accumulated in float32; hidden: [rows, columns], weight: [vocabulary, columns], out: [rows, vocabulary]
+int logits(float* out, const void* hidden, const void* weight, int64_t rows, int64_t vocabulary, int64_t columns,
+           int32_t is_float32, int32_t threads) {
+  if (columns % 2) return 1;
+  if (is_float32) return logits_of<Wide<float>>(out, (const float*)hidden, (const float*)weight, rows, vocabulary, columns, threads);
+  return logits_of<Narrow>(out, (const bf16*)hidden, (const bf16*)weight, rows, vocabulary, columns, threads);
+}
+
+}  // namespace SGL_PREFILL_BUILD
