@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sgl_prefill import demo_model
+from sgl_prefill.cpu.native.build import digest
+from sgl_prefill.cpu.native.library import native
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -56,6 +58,7 @@ def circumstances(model_runner: ModelRunner) -> dict[str, Any]:
         "model": model_runner.model_config.hf_config.to_dict(),
         "dtype": str(model_runner.dtype),
         "attention": model_runner.prefill_attention_backend_str,
+        "kernels": (digest(), native().shown()) if is_host else None,
     }
 
 

@@ -18,6 +18,8 @@ from sgl_prefill.cpu.detect import has_accelerator
 from sgl_prefill.errors import ConfigurationError, SeamError, SglPrefillError
 from sgl_prefill.seam import fingerprints
 
+SPIN_COUNT = "50000"  # of GNU OpenMP, some 0.1 ms
+
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
@@ -54,8 +56,9 @@ def parse(argv: list[str], *, listens: bool = True) -> tuple[PrefillConfig, Serv
         raise ConfigurationError("\n".join(problems))
     if listens:
         if not has_accelerator():
-            # Threads that spin between matrix products take the cores from this process and the detokenizer.
-            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+            # Threads that spin on after a step take the cores from this process and the detokenizer; threads that sleep between
+            # two kernels of a step cost half of its speed. So they spin about as long as Python takes between two kernels.
+            os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
         prefork.begin()
     server_args = _prepare([*preflight.required_flags(config), *defaults, *_model_flags(for_sglang), *for_sglang])
     preflight.check_server_args(config, server_args, listens=listens)

@@ -19,6 +19,8 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
 from sgl_prefill.config import PrefillConfig
+from sgl_prefill.cpu.detect import has_accelerator
+from sgl_prefill.cpu.native.library import native
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.scheduling import deadlines
 
@@ -61,6 +63,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 obj.sampling_params = {"max_new_tokens": 0}
             check_lists_against_prompts(obj)
             self._check_internal_fields(obj)
+            self._check_embeddings(obj)
             self._check_sampling_params(obj)
             self._check_logprob_options(obj)
         async for output in super().generate_request(obj, request):
@@ -87,6 +90,40 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 )
         if obj.multi_item_delimiter_indices is not None and not self.server_args.enable_mis:
             raise BadRequestError("multi_item_delimiter_indices needs a server started with --enable-mis")
+
+    @property
+    def _packs_weights(self) -> bool:
+        """Whether the model runs on weights that were packed at the start, in the place of SGLang's own layers."""
+        return not has_accelerator() and self.prefill_config.hybrid_prefill != "off" and native().kernels is not None
+
+    def _check_embeddings(self, obj: GenerateReqInput) -> None:
+        if self._packs_weights and (obj.input_embeds is not None or obj.positional_embed_overrides is not None):
+            raise BadRequestError(
+                "input_embeds and embed overrides need SGLang's own layers, and this server computes prompts of token ids"
+                " with packed weights: start it with --hybrid-prefill off"
+            )
+
+    async def update_weights_from_disk(self, *arguments: Any, **options: Any) -> tuple[bool, str]:
+        """As SGLang's; refused where the model's weights are packed, as are the following."""
+        return self._refusal or await super().update_weights_from_disk(*arguments, **options)
+
+    async def update_weights_from_tensor(self, *arguments: Any, **options: Any) -> tuple[bool, str]:
+        return self._refusal or await super().update_weights_from_tensor(*arguments, **options)
+
+    async def update_weights_from_distributed(self, *arguments: Any, **options: Any) -> tuple[bool, str]:
+        return self._refusal or await super().update_weights_from_distributed(*arguments, **options)
+
+    async def update_weights_from_ipc(self, *arguments: Any, **options: Any) -> tuple[bool, str]:
+        return self._refusal or await super().update_weights_from_ipc(*arguments, **options)
+
+    @property
+    def _refusal(self) -> tuple[bool, str] | None:
+        if not self._packs_weights:
+            return None
+        return False, (
+            "this server's weights were packed for the processor when it started and cannot be replaced:"
+            " start another with the new ones, or this one with --hybrid-prefill off"
+        )
 
     def _check_sampling_params(self, obj: GenerateReqInput) -> None:
         given = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params or {}]

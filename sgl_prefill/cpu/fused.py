@@ -7,7 +7,7 @@ layers stay as they are.
 
 from __future__ import annotations
 
-import logging
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,8 +17,6 @@ from torch import fx
 
 from sgl_prefill.cpu.native.calls import DTYPES, Kernels
 from sgl_prefill.hybrid.trace import TracedBody, op_name
-
-logger = logging.getLogger(__name__)
 
 NAMESPACE = "sgl_prefill_fused"
 # Rows for which oneDNN lays packed weights out; from 16 rows on the layout is the same.
@@ -49,8 +47,9 @@ def define_operations() -> None:
 def recorded_as_operations(body: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Within it, layers of `body` that a kernel computes run as one operation each."""
     define_operations()
-    replaced = []
-    for module in body.modules():
+    replaced: list[tuple[Any, Any]] = []
+    layers: list[Any] = list(body.modules())
+    for module in layers:
         if (stand_in := _stand_in(module, dtype)) is not None:
             replaced.append((module, module._forward_method))
             module._forward_method = stand_in
@@ -70,9 +69,9 @@ def _stand_in(module: torch.nn.Module, dtype: torch.dtype) -> Callable[..., Any]
     if dtype not in DTYPES:
         return None
     if type(module) is SiluAndMul:
-        return lambda x: _flat(_gated, x, "silu")
+        return lambda x: torch.ops.sgl_prefill_fused.gated(x, "silu")
     if type(module) is GeluAndMul and module.approximate == "tanh":
-        return lambda x: _flat(_gated, x, "gelu_tanh")
+        return lambda x: torch.ops.sgl_prefill_fused.gated(x, "gelu_tanh")
     if type(module) is RMSNorm:
         plain: Any = module
         is_plain = (
@@ -89,15 +88,6 @@ def _stand_in(module: torch.nn.Module, dtype: torch.dtype) -> Callable[..., Any]
     if is_rotary and not hasattr(module, "sin_cos_cache") and module.cos_sin_cache.dtype in DTYPES:
         return _rotary_stand_in(module)
     return None
-
-
-def _flat(operation: Callable[..., torch.Tensor], x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    return operation(x, *arguments)
-
-
-def _gated(x: torch.Tensor, activation: str) -> torch.Tensor:
-    result: torch.Tensor = torch.ops.sgl_prefill_fused.gated(x, activation)
-    return result
 
 
 def _norm_stand_in(norm: Any, offset: float) -> Callable[..., Any]:
@@ -188,7 +178,7 @@ class _Rotate(torch.nn.Module):
 
     def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         result = x if self.is_in_place else x.clone()
-        heads = result.unflatten(1, (-1, self._head_size))
+        heads = result.view(result.shape[0], -1, self._head_size)
         self._kernels.rotate(heads, positions, self._cos_sin, is_neox=self._is_neox)
         return result
 
@@ -247,9 +237,19 @@ def lower(traced: TracedBody, kernels: Kernels) -> list[Linear]:
 
 
 def _is_only_read_by(node: fx.Node, x: Any) -> bool:
-    """Whether the value may be overwritten: made in the graph, and read here alone. A view may be: of its rows, nobody else
-    reads this part."""
-    return isinstance(x, fx.Node) and x.op != "placeholder" and list(x.users) == [node]
+    """Whether a value may be overwritten: a kernel or a product has made it for this node alone, or made what was split into it
+    and parts that do not overlap."""
+    if not isinstance(x, fx.Node) or list(x.users) != [node]:
+        return False
+    maker = x
+    if x.target is operator.getitem and isinstance(x.args[0], fx.Node):
+        maker = x.args[0]
+        if maker.op == "call_method" and maker.target == "split":
+            whole = maker.args[0]
+            if not isinstance(whole, fx.Node) or list(whole.users) != [maker]:
+                return False
+            maker = whole
+    return maker.op == "call_module"
 
 
 def pack(linears: Sequence[Linear]) -> str | None:

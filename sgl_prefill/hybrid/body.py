@@ -18,9 +18,7 @@ class LayerIO(Protocol):
         """Put K and V of the batch's tokens [start, end) into the KV pool. key, value: [end - start, heads, head_dim]."""
         ...
 
-    def attend(
-        self, layer_id: int, query: torch.Tensor, output: torch.Tensor, *, only_last_rows: bool = False
-    ) -> None:
+    def attend(self, layer_id: int, query: torch.Tensor, output: torch.Tensor, *, only_last_rows: bool = False) -> None:
         """Attention of all of the batch's tokens, K and V being in the pool. query, output: [tokens, ...].
 
         only_last_rows: of the last token of each request alone, [requests, ...].
@@ -58,7 +56,9 @@ class HybridBody:
         """
         n_tokens = token_rows["input_ids"].shape[0]
         is_one_chunk = n_tokens <= self.chunk_tokens and not self.only_what_decides_memory
-        values = [None] * len(self.split.buffers) if is_one_chunk else self._buffers(n_tokens, token_rows)
+        values: list[torch.Tensor | None] = [None] * len(self.split.buffers)
+        if not is_one_chunk:
+            values = self._buffers(n_tokens, token_rows)
         n_whole = len(self.split.pieces) - (last_rows is not None)
         for index, piece in enumerate(self.split.pieces[:n_whole]):
             if self.only_what_decides_memory and 1 < index < len(self.split.pieces) - 1:

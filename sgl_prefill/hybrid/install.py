@@ -164,9 +164,7 @@ def _is_captured() -> bool:
     return bool(get_is_capture_mode() or is_in_breakable_cuda_graph() or is_in_tc_piecewise_cuda_graph())
 
 
-def _route(
-    body: torch.nn.Module, hybrid: HybridBody, context: _ExpertContext, *, reads_last_rows: bool
-) -> None:
+def _route(body: torch.nn.Module, hybrid: HybridBody, context: _ExpertContext, *, reads_last_rows: bool) -> None:
     """Put a dispatcher in the place of `body.forward`. An extend of at most one chunk keeps SGLang's own path, unless native
     kernels serve the body. reads_last_rows: of the hidden states only those of the rows whose logits are asked for are read.
     """
@@ -230,7 +228,7 @@ class BatchIO:
         self._backend = prefill_backend(get_attn_backend())
         self._pool = get_token_to_kv_pool()
         self._slots = forward_batch.out_cache_loc
-        self._kernels = getattr(self._backend, "kernels", None)  # of our CPU backend
+        self._kernels: Any = getattr(self._backend, "kernels", None)  # of our CPU backend
 
     def write_kv(self, layer_id: int, start: int, end: int, key: torch.Tensor, value: torch.Tensor) -> None:
         from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -244,9 +242,7 @@ class BatchIO:
             return
         self._pool.set_kv_buffer(layer, KVWriteLoc(slots, None), key, value, layer.k_scale, layer.v_scale)
 
-    def attend(
-        self, layer_id: int, query: torch.Tensor, output: torch.Tensor, *, only_last_rows: bool = False
-    ) -> None:
+    def attend(self, layer_id: int, query: torch.Tensor, output: torch.Tensor, *, only_last_rows: bool = False) -> None:
         layer = self._layers[layer_id]
         if _attends_in_place(self._backend):
             self._backend.attend_into(output, query, layer, only_last_rows=only_last_rows)
@@ -275,7 +271,7 @@ class BatchIO:
 
 def _heads(x: torch.Tensor, head_dim: int) -> torch.Tensor:
     """[tokens, heads, head_dim] of [tokens, heads * head_dim], or as it is."""
-    return x if x.dim() == 3 else x.unflatten(1, (-1, head_dim))
+    return x if x.dim() == 3 else x.view(x.shape[0], -1, head_dim)
 
 
 def prefill_backend(backend: Any) -> Any:

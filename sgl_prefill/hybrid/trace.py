@@ -30,7 +30,9 @@ class TracedBody(NamedTuple):
     """One recorded forward pass over the body."""
 
     module: fx.GraphModule
-    token_symbols: frozenset[Any]  # the sympy symbols of the number of tokens: one, or more where nothing in the graph ties two
+    token_symbols: frozenset[
+        Any
+    ]  # the sympy symbols of the number of tokens: one, or more where nothing in the graph ties two
     # inputs' lengths together
     inputs: dict[fx.Node, InputSource]  # of every placeholder
 

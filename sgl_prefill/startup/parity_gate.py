@@ -37,7 +37,12 @@ SEED = 0
 def reference(model_runner: ModelRunner) -> torch.Tensor:
     """What SGLang's own layers answer, for `run`."""
     with _plain_path(model_runner):
-        return _result(MadeUpRequest(model_runner, _token_ids(model_runner)), model_runner)
+        return answer(model_runner)
+
+
+def answer(model_runner: ModelRunner) -> torch.Tensor:
+    """What the engine as it stands answers to the gate's prompt."""
+    return _result(MadeUpRequest(model_runner, _token_ids(model_runner)), model_runner)
 
 
 def run(model_runner: ModelRunner, reference: torch.Tensor) -> dict[str, float]:

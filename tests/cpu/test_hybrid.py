@@ -82,18 +82,21 @@ class RunningMean:
         assert layer_id == len(self.attended), "a layer writes after the one before it has attended"
         self.pool[0, start:end], self.pool[1, start:end] = key, value
 
-    def attend(self, layer_id: int, query: torch.Tensor, output: torch.Tensor) -> None:
+    def attend(self, layer_id: int, query: torch.Tensor, output: torch.Tensor, *, only_last_rows: bool = False) -> None:
         self.attended.append(layer_id)
         mean = self.pool.cumsum(1) / torch.arange(1, self.pool.shape[1] + 1)[None, :, None, None]
-        output.copy_(query + mean.permute(1, 0, 2, 3).reshape(len(query), -1).repeat(1, 2)[:, :HIDDEN])
+        rows = mean.permute(1, 0, 2, 3).reshape(mean.shape[1], -1).repeat(1, 2)[:, :HIDDEN]
+        output.copy_(query + (rows[-1:] if only_last_rows else rows))
         self.pool.fill_(torch.nan)
 
 
-def run(split: SplitBody, chunk_tokens: int, input_ids: torch.Tensor) -> torch.Tensor:
+def run(
+    split: SplitBody, chunk_tokens: int, input_ids: torch.Tensor, last_rows: torch.Tensor | None = None
+) -> torch.Tensor:
     positions = torch.arange(len(input_ids))
     token_rows = {"input_ids": input_ids, "positions": positions, "out_cache_loc": positions}
     with torch.no_grad():
-        return HybridBody(split, chunk_tokens).run(token_rows, RunningMean(len(input_ids)))
+        return HybridBody(split, chunk_tokens).run(token_rows, RunningMean(len(input_ids)), last_rows)
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -106,6 +109,14 @@ def test_any_chunk_size_gives_what_one_chunk_gives(in_place: bool, n_tokens: int
     assert whole.isfinite().all()
     for chunk_tokens in (1, 7, 24, 64, n_tokens + 1):
         torch.testing.assert_close(run(split, chunk_tokens, input_ids), whole, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, 200])
+def test_the_last_layer_of_scored_rows_alone_gives_those_rows(chunk_tokens: int) -> None:
+    split = split_body(trace(Body()), attention_in_place=True)
+    input_ids = torch.randint(0, VOCABULARY, (131,), generator=torch.Generator().manual_seed(1))
+    last = run(split, chunk_tokens, input_ids, torch.tensor([130]))
+    torch.testing.assert_close(last[130], run(split, chunk_tokens, input_ids)[130], rtol=0, atol=1e-5)
 
 
 def test_buffers_are_reused_between_layers_and_k_and_v_have_none() -> None:

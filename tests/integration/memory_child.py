@@ -5,6 +5,7 @@ Prints one JSON line on stdout. SGLang keeps process-wide state, which the test 
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import sys
@@ -192,11 +193,12 @@ def faults(folder: Path) -> dict[str, Any]:
 
     runner = engine.scheduler.tp_worker.model_runner
     engine.flush()
-    result["gate"] = parity_gate.run(runner)
+    gate = functools.partial(parity_gate.run, runner, parity_gate.answer(runner))
+    result["gate"] = gate()
     replace_run(engine, lambda *a: run(*a) * 1.5)
-    result["gate_with_wrong_hybrid"] = raised(lambda: parity_gate.run(runner))
+    result["gate_with_wrong_hybrid"] = raised(gate)
     replace_run(engine, run)
-    result["gate_with_scratch_in_the_cache"] = raised(lambda: gate_with_unshared_reads(engine, runner))
+    result["gate_with_scratch_in_the_cache"] = raised(lambda: gate_with_unshared_reads(engine, gate))
     tight = {"suffix_kv": "keep", "max_input_length": 900, "memory_budget_gb": 0.06}
     keeping = start(folder, "llama", config=tight, max_total_tokens=10**6)
     result["kept_whole"] = keeping.ask(prompt(rng, 900)).finish_reason
@@ -214,7 +216,7 @@ def faults(folder: Path) -> dict[str, Any]:
     return result
 
 
-def gate_with_unshared_reads(engine: InProcessScheduler, runner: Any) -> None:
+def gate_with_unshared_reads(engine: InProcessScheduler, gate: Callable[[], Any]) -> None:
     """Attention reads scratch a slot too far: the trap of KV that is not what was written."""
     pool = engine.allocator.get_kvcache()
     read = pool.get_key_buffer
@@ -226,7 +228,7 @@ def gate_with_unshared_reads(engine: InProcessScheduler, runner: Any) -> None:
 
     pool.get_key_buffer = shifted
     try:
-        parity_gate.run(runner)
+        gate()
     finally:
         pool.get_key_buffer = read
 

@@ -63,9 +63,7 @@ def compile_library(target: Path = LIBRARY) -> tuple[str, ...]:
         raise BuildError(f"there is no C++ compiler ({', '.join(COMPILERS)}; the variable CXX names another)")
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     with tempfile.TemporaryDirectory() as folder:
-        running = {
-            build: _start(compiler, build, Path(folder)) for build in (*(X86_BUILDS if is_x86 else ()), PLAIN)
-        }
+        running = {build: _start(compiler, build, Path(folder)) for build in (*(X86_BUILDS if is_x86 else ()), PLAIN)}
         errors = {build: process.communicate(timeout=TIMEOUT_S)[1] for build, process in running.items()}
         built = [build for build, process in running.items() if process.returncode == 0]
         if PLAIN not in built:

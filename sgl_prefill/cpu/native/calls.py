@@ -71,7 +71,20 @@ class BuildTable(ctypes.Structure):
         (
             "rms_norm",
             ctypes.CFUNCTYPE(
-                *(_INT32, _POINTER, _POINTER, _INT64, _POINTER, _POINTER, _FLOAT, _FLOAT, _INT64, _INT64, _INT32, _INT32)
+                *(
+                    _INT32,
+                    _POINTER,
+                    _POINTER,
+                    _INT64,
+                    _POINTER,
+                    _POINTER,
+                    _FLOAT,
+                    _FLOAT,
+                    _INT64,
+                    _INT64,
+                    _INT32,
+                    _INT32,
+                )
             ),
         ),
         ("gated", ctypes.CFUNCTYPE(_INT32, _POINTER, _POINTER, _INT64, _INT64, _INT32, _INT32, _INT32)),
@@ -106,14 +119,16 @@ class StepRequests:
             kv_tokens: positions of each request, new ones included.
             groups: every request in one.
         """
-        assert slots.dtype == torch.int32 and slots.stride(1) == 1
+        assert slots.dtype == torch.int32
+        assert slots.stride(1) == 1
         self.n_requests = len(kv_tokens)
         self._slots = slots
         self._slot_rows = np.asarray(slot_rows, dtype=np.int64)
         order = [request for group in groups for request in group.members]
         starts = np.cumsum([0, *(len(group.members) for group in groups)])
         shared = [group.shared_tokens for group in groups]
-        assert len(order) == self.n_requests and len(first_tokens) == self.n_requests + 1
+        assert len(order) == self.n_requests
+        assert len(first_tokens) == self.n_requests + 1
         self._int32 = [np.asarray(x, dtype=np.int32) for x in (first_tokens, kv_tokens, order, starts, shared)]
         first, kv, order_at, group_start, shared_at = (array.ctypes.data for array in self._int32)
         self.fields: dict[str, Any] = {
