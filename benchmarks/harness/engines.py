@@ -15,10 +15,12 @@ import requests
 from benchmarks import report, shapes
 from sgl_prefill import local_server
 from sgl_prefill.errors import ServerStartError
+from sgl_prefill.launch_server import SPIN_COUNT
 
-# Threads that spin between matrix products take the cores from the HTTP process, and identical runs differ by half. Our
-# launcher sets it by itself where there is no accelerator; here every engine gets it.
-QUIET = {"OMP_WAIT_POLICY": "PASSIVE"}
+# Threads that spin on after a step take the cores from the HTTP process, and identical runs differ by half; threads that sleep
+# between two kernels halve the speed of a step. Our launcher sets it by itself where there is no accelerator; here every
+# engine gets it.
+QUIET = {"GOMP_SPINCOUNT": SPIN_COUNT}
 # Which attention, fused operators and weights our CPU platform uses, also in a stock server: `auto`, `off` (PyTorch's), or
 # the name of one build of the native kernel.
 KERNEL_VARIABLE = "PREFILL_CPU_KERNEL"

@@ -19,8 +19,8 @@ from benchmarks.harness.engines import Running
 
 # Parts of operators' names; what contains none of them is an "other operator".
 GROUPS = {
-    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm"),
-    "attention": ("scaled_dot_product",),
+    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "mkldnn::_linear", "sgl_prefill::logits"),
+    "attention": ("scaled_dot_product", "sgl_prefill::attention"),
 }
 OTHER, BETWEEN = "other operators", "between operators"
 
@@ -48,7 +48,8 @@ def by_group(events: Iterable[dict[str, Any]]) -> dict[str, float]:
     """Of the events of a Chrome trace, whose times are in microseconds. Events of a thread lie inside each other or apart."""
     threads: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
-        if event.get("cat") == "cpu_op":
+        is_kernel = event.get("cat") == "user_annotation" and event["name"].startswith("sgl_prefill::")
+        if event.get("cat") == "cpu_op" or is_kernel:
             threads[event["pid"], event["tid"]].append(event)
     seconds = dict.fromkeys([*GROUPS, OTHER], 0.0)
     for ops in threads.values():

@@ -89,6 +89,7 @@ def start(folder: Path, prompt_tokens: int) -> InProcessScheduler:
         memory_budget_gb=2,
         max_input_length=prompt_tokens + TAIL_TOKENS,
         fairness_lambda=500.0,
+        pack_step_tokens=0,
         skip_parity_gate=True,
     )
     return InProcessScheduler(config, model, dtype="float32", max_total_tokens=(CACHED_USERS + 1) * prompt_tokens)

@@ -103,9 +103,11 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 " with packed weights: start it with --hybrid-prefill off"
             )
 
-    async def update_weights_from_disk(self, *arguments: Any, **options: Any) -> tuple[bool, str]:
-        """As SGLang's; refused where the model's weights are packed, as are the following."""
-        return self._refusal or await super().update_weights_from_disk(*arguments, **options)
+    async def update_weights_from_disk(self, *arguments: Any, **options: Any) -> tuple[bool, str, int]:
+        """As SGLang's, with the number of paused requests; refused where the weights are packed, as are the following."""
+        if self._refusal is not None:
+            return *self._refusal, 0
+        return await super().update_weights_from_disk(*arguments, **options)  # type: ignore[no-any-return]
 
     async def update_weights_from_tensor(self, *arguments: Any, **options: Any) -> tuple[bool, str]:
         return self._refusal or await super().update_weights_from_tensor(*arguments, **options)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sgl_prefill.cpu.fused import Linear, pack
 from sgl_prefill.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from sglang.srt.layers.moe.token_dispatcher import CombineInput, StandardDispatchOutput
 
+Product = Callable[[torch.Tensor], torch.Tensor]
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": torch.nn.functional.silu,
     "gelu": torch.nn.functional.gelu,
@@ -22,21 +24,21 @@ def experts(
     x: torch.Tensor,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: Sequence[Product],
+    down: Sequence[Product],
     activation: str,
     weights_on_input: bool,
 ) -> torch.Tensor:
     """Sum over each token's experts of weight * down(act(gate x) * up x), accumulated in float32.
 
-    x: [tokens, hidden]; topk_weights, topk_ids: [tokens, experts of a token]; gate_up: [experts, 2 * intermediate,
-    hidden]; down: [experts, hidden, intermediate]; `weights_on_input`: weight * is applied to x instead.
+    x: [tokens, hidden]; topk_weights, topk_ids: [tokens, experts of a token]; gate_up: of each expert, the product with
+    weights of [2 * intermediate, hidden]; down: of [hidden, intermediate]; `weights_on_input`: weight * is applied to x instead.
     """
     output = torch.zeros(x.shape, dtype=torch.float32)
     act = _ACTIVATIONS[activation]
     flat_ids = topk_ids.flatten()
     order = flat_ids.argsort(stable=True)
-    rows_of_expert = torch.bincount(flat_ids[flat_ids >= 0], minlength=gate_up.shape[0]).tolist()
+    rows_of_expert = torch.bincount(flat_ids[flat_ids >= 0], minlength=len(gate_up)).tolist()
     start = int((flat_ids < 0).sum())  # SGLang marks experts of other ranks and padding with -1
     for expert, n_rows in enumerate(rows_of_expert):
         if n_rows == 0:
@@ -48,10 +50,42 @@ def experts(
         rows = x[tokens]
         if weights_on_input:
             rows = (rows * weight).to(x.dtype)
-        gate, up = torch.nn.functional.linear(rows, gate_up[expert]).chunk(2, dim=-1)
-        result = torch.nn.functional.linear(act(gate) * up, down[expert]).float()
+        gate, up = gate_up[expert](rows).chunk(2, dim=-1)
+        result = down[expert](act(gate) * up).float()
         output.index_add_(0, tokens, result if weights_on_input else result * weight)
     return output.to(x.dtype)
+
+
+def products_of(layer: Any) -> tuple[list[Linear], list[Linear]]:
+    """(gate and up, down) of each expert of a layer, which can be packed."""
+    if not hasattr(layer, "sgl_prefill_products"):
+        weights = layer.w13_weight, layer.w2_weight
+        layer.sgl_prefill_products = [[Linear(one, None) for one in experts.detach()] for experts in weights]
+    gate_up, down = layer.sgl_prefill_products
+    return gate_up, down
+
+
+def pack_experts(model: torch.nn.Module) -> tuple[list[Linear], str | None]:
+    """Pack the weights of all expert layers that are computed here, a layer at a time.
+
+    Returns the products, and why some of them are as they were, or None.
+    """
+    from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+
+    packed: list[Linear] = []
+    layers: list[Any] = [
+        layer
+        for layer in model.modules()
+        if isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod)
+    ]
+    for layer in layers:
+        products = [product for group in products_of(layer) for product in group]
+        if problem := pack(products):
+            return packed, problem
+        packed += products
+        for weight in (layer.w13_weight, layer.w2_weight):
+            weight.data = torch.empty((0, *weight.shape[1:]), dtype=weight.dtype)
+    return packed, None
 
 
 def forward_unquantized_experts(method: Any, layer: Any, dispatch_output: StandardDispatchOutput) -> CombineInput:
@@ -61,12 +95,13 @@ def forward_unquantized_experts(method: Any, layer: Any, dispatch_output: Standa
     config = method.moe_runner_config
     _refuse_what_is_not_computed(method, config)
     topk = dispatch_output.topk_output
+    gate_up, down = products_of(layer)
     output = experts(
         dispatch_output.hidden_states,
         topk.topk_weights,
         topk.topk_ids,
-        layer.w13_weight,
-        layer.w2_weight,
+        gate_up,
+        down,
         config.activation,
         bool(config.apply_router_weight_on_input),
     )

@@ -12,7 +12,7 @@ from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core import memory_plan
 from sgl_prefill.core.kv_plan import ceil_to
 from sgl_prefill.core.memory_plan import MemoryPlan
-from sgl_prefill.cpu import fused
+from sgl_prefill.cpu import experts, fused
 from sgl_prefill.cpu.native.library import native
 from sgl_prefill.errors import MemoryPlanError
 from sgl_prefill.hybrid.install import hybrid_of
@@ -105,6 +105,9 @@ def _pack_weights(runner: ModelRunner) -> dict[str, Any] | None:
     if hybrid is None or not hybrid.serves_short:
         return None
     problem = fused.pack(hybrid.products)
+    of_experts, problem_of_experts = experts.pack_experts(runner.model)
+    hybrid.products = [*hybrid.products, *of_experts]
+    problem = problem or problem_of_experts
     if problem is not None:
         logger.warning("%s", problem)
     return {"bytes": fused.packed_bytes(hybrid.products), "problem": problem}

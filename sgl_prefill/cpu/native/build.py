@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -58,24 +59,24 @@ def compile_library(target: Path = LIBRARY) -> tuple[str, ...]:
 
     Raises BuildError where there is no compiler, or not even plain C++ compiles.
     """
-    compiler = os.environ.get("CXX") or next((name for name in COMPILERS if shutil.which(name)), None)
-    if compiler is None:
-        raise BuildError(f"there is no C++ compiler ({', '.join(COMPILERS)}; the variable CXX names another)")
+    compiler = _compiler()
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     with tempfile.TemporaryDirectory() as folder:
         running = {build: _start(compiler, build, Path(folder)) for build in (*(X86_BUILDS if is_x86 else ()), PLAIN)}
-        errors = {build: process.communicate(timeout=TIMEOUT_S)[1] for build, process in running.items()}
+        errors = {build: _errors(process) for build, process in running.items()}
         built = [build for build, process in running.items() if process.returncode == 0]
         if PLAIN not in built:
-            raise BuildError(f"{compiler} cannot compile the kernels: {_last_line(errors[PLAIN])}")
+            raise BuildError(f"{_shown(compiler)} cannot compile the kernels: {_first_error(errors[PLAIN])}")
         listed = " ".join(f"do({build.name})" for build in built)
         library = Path(folder) / "kernels.so"
         objects = [str(_object(build, Path(folder))) for build in built]
         defines = [f'-DSGL_PREFILL_DIGEST="{digest()}"', f"-DSGL_PREFILL_BUILDS(do)={listed}"]
-        link = [compiler, *FLAGS, *defines, "-shared", str(FOLDER / "dispatch.cpp"), *objects, "-o", str(library)]
-        linked = subprocess.run(link, capture_output=True, text=True, timeout=TIMEOUT_S)
+        linked = _run(
+            [*compiler, *FLAGS, *defines, "-shared", str(FOLDER / "dispatch.cpp"), *objects, "-o", str(library)]
+        )
+        linking_errors = _errors(linked)
         if linked.returncode != 0:
-            raise BuildError(f"{compiler} cannot link the kernels: {_last_line(linked.stderr)}")
+            raise BuildError(f"{_shown(compiler)} cannot link the kernels: {_first_error(linking_errors)}")
         # A process may have the old library mapped: it keeps its file.
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = target.with_suffix(f".{os.getpid()}")
@@ -84,20 +85,52 @@ def compile_library(target: Path = LIBRARY) -> tuple[str, ...]:
     return tuple(build.name for build in built)
 
 
-def _start(compiler: str, build: Build, folder: Path) -> subprocess.Popen[str]:
+def _compiler() -> list[str]:
+    """The command: CXX may bring arguments or a wrapper ("ccache g++")."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    found = named or [name for name in COMPILERS if shutil.which(name)][:1]
+    if not found:
+        raise BuildError(
+            f"there is no C++ compiler: install {' or '.join(COMPILERS[1:])}, or name one in the variable CXX"
+        )
+    return found
+
+
+def _shown(compiler: list[str]) -> str:
+    origin = " (of the variable CXX)" if os.environ.get("CXX") else ""
+    return f"{shlex.join(compiler)}{origin}"
+
+
+def _start(compiler: list[str], build: Build, folder: Path) -> subprocess.Popen[str]:
     name = f"-DSGL_PREFILL_BUILD={build.name}"
-    command = [compiler, *FLAGS, *build.flags, name, "-c", str(FOLDER / "build.cpp"), "-o", str(_object(build, folder))]
+    return _run(
+        [*compiler, *FLAGS, *build.flags, name, "-c", str(FOLDER / "build.cpp"), "-o", str(_object(build, folder))]
+    )
+
+
+def _run(command: list[str]) -> subprocess.Popen[str]:
     try:
         return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     except OSError as error:
-        raise BuildError(f"{compiler} cannot be run: {error}") from error
+        origin = "what the variable CXX names" if os.environ.get("CXX") else command[0]
+        raise BuildError(f"{origin} cannot be run: {error}") from error
+
+
+def _errors(process: subprocess.Popen[str]) -> str:
+    """What it had to say, once it has ended."""
+    try:
+        return process.communicate(timeout=TIMEOUT_S)[1]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return f"no end after {TIMEOUT_S} s"
 
 
 def _object(build: Build, folder: Path) -> Path:
     return folder / f"{build.name}.o"
 
 
-def _last_line(text: str) -> str:
+def _first_error(text: str) -> str:
     errors = [line for line in text.splitlines() if "error" in line] or text.splitlines() or ["no message"]
     return errors[0].strip()
 

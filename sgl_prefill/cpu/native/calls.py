@@ -6,14 +6,17 @@ Sizes and number types are the callers' to check (`fits`); a kernel that refuses
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 
 from sgl_prefill.cpu.native.groups import Group
 
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 _POINTER, _INT32, _INT64, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -145,6 +148,19 @@ class StepRequests:
         }
 
 
+def _recorded(kernel: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """A kernel is no operator of PyTorch's: its profiler sees it because it is told."""
+
+    @functools.wraps(kernel)
+    def call(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
+        if not torch._C._autograd._profiler_enabled():
+            return kernel(*arguments, **options)
+        with torch.profiler.record_function(f"sgl_prefill::{kernel.__name__}"):
+            return kernel(*arguments, **options)
+
+    return call
+
+
 class Kernels:
     """One build's kernels. Threads are PyTorch's."""
 
@@ -164,6 +180,7 @@ class Kernels:
             and len(set(dtypes)) == 1
         )
 
+    @_recorded
     def attention(
         self,
         requests: StepRequests,
@@ -216,6 +233,7 @@ class Kernels:
         )
         _check(self._table.attention(ctypes.byref(arguments)))
 
+    @_recorded
     def rms_norm(
         self,
         x: torch.Tensor,
@@ -248,6 +266,7 @@ class Kernels:
         )
         return output
 
+    @_recorded
     def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """activation(gate) * up. gate_up: [rows, 2 * columns], contiguous; `activation` of ACTIVATIONS."""
         rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
@@ -257,6 +276,7 @@ class Kernels:
         _check(self._table.gated(output.data_ptr(), gate_up.data_ptr(), rows, columns, kind, is_float32, threads))
         return output
 
+    @_recorded
     def rotate(self, x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, is_neox: bool) -> None:
         """Rotary embedding of the first dimensions of each head, in place.
 
@@ -280,6 +300,7 @@ class Kernels:
             )
         )
 
+    @_recorded
     def store(self, pool: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> None:
         """`pool[slots] = x`. pool: [slots, heads, head_dim]; slots: int64 [rows]; x: [rows, heads, head_dim], rows of any
         stride; one number type."""
@@ -294,6 +315,7 @@ class Kernels:
         same_type = hidden.dtype == weight.dtype and hidden.dtype in DTYPES
         return same_type and weight.is_contiguous() and hidden.is_contiguous() and weight.shape[1] % 32 == 0
 
+    @_recorded
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """`hidden @ weight.T`, exact products added in float32. hidden: [rows, columns]; weight: [vocabulary, columns]."""
         rows, columns = hidden.shape
