@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+from benchmarks import ceiling as machine
 from benchmarks import shapes
 from benchmarks.harness import profile
 from sgl_prefill import demo_model
@@ -140,21 +141,12 @@ def work(scheduler: InProcessScheduler, step: Step) -> dict[str, int]:
 
 def ceiling() -> dict[str, float]:
     """What this machine reaches alone: a large matrix product in the dtype of all, and reading memory in a row."""
-    dtype = getattr(torch, shapes.DTYPE)
-    x, weight = torch.randn(4096, 1024).to(dtype), torch.randn(8192, 1024).to(dtype)
     memory = torch.zeros(64 << 20)  # 256 MiB of float32: more than caches hold
-    product_s = min(_seconds(lambda: torch.nn.functional.linear(x, weight)) for _ in range(5))
-    read_s = min(_seconds(memory.sum) for _ in range(5))
+    read_s = machine.best_of(memory.sum, 5)
     return {
-        "flop_per_s": 2 * 4096 * 1024 * 8192 / product_s,
+        "flop_per_s": machine.matrix_product_flop_per_s(),
         "read_bytes_per_s": memory.numel() * memory.element_size() / read_s,
     }
-
-
-def _seconds(call: Any) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
 
 
 if __name__ == "__main__":

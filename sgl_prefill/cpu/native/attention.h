@@ -22,7 +22,7 @@
 
 namespace SGL_PREFILL_BUILD {
 
-constexpr int BLOCK_ROWS = 256;  // share a packed tile
+constexpr int BLOCK_ROWS = 512;  // share a packed tile
 constexpr float LARGEST_SUM = 0x1p64f;  // of exp2(s - m) over a few keys: above it m is renewed. Any m within 2^64 of the
                                         // maximum gives the same result, since bfloat16 and float32 have the same exponents
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -45,7 +45,7 @@ struct Group {
 
 template <class F>
 struct Scratch {
-  static constexpr size_t WORD_BYTES = sizeof(typename F::Word), S_BYTES = 4 * 2 * F::KEYS * F::LANES;
+  static constexpr size_t WORD_BYTES = sizeof(typename F::Word), S_BYTES = 4 * F::KEYS * F::LANES;
   static constexpr size_t P_BYTES = WORD_BYTES * F::TILE_KEYS / F::PER_WORD * F::LANES;
 
   Buffer memory;
@@ -63,10 +63,9 @@ struct Scratch {
 };
 
 // Probabilities of `n_keys` keys from `key` on against the reference m, into p; false, with nothing changed but p, where m
-// does not suit some row. `next(part)` is called for each of F::PARTS parts in between: matrix and vector units work side by side.
-template <class F, int NR, bool MASKED, class Next>
-INLINE bool probabilities(const float* s, int key, int n_keys, Group<F>& g, float factor, typename F::Word* p, const Next& next) {
-  constexpr int PART_KEYS = F::KEYS / F::PARTS;
+// does not suit some row.
+template <class F, int NR, bool MASKED>
+INLINE bool probabilities(const float* s, int key, int n_keys, Group<F>& g, float factor, typename F::Word* p) {
   Floats sum[NR], m[NR];
   for (int j = 0; j < NR; ++j) sum[j] = Floats{}, m[j] = load(g.m + WIDTH * j);
   const auto one = [&](int i, int j) INLINE_LAMBDA {
@@ -80,7 +79,6 @@ INLINE bool probabilities(const float* s, int key, int n_keys, Group<F>& g, floa
   };
   int i = 0;
   for (; i + F::PER_WORD <= n_keys; i += F::PER_WORD, p += F::LANES) {
-    if (i % PART_KEYS == 0) next(i / PART_KEYS);
 #pragma GCC unroll 4
     for (int j = 0; j < NR; ++j) {
       const Floats even = one(i, j);
@@ -101,7 +99,6 @@ INLINE bool probabilities(const float* s, int key, int n_keys, Group<F>& g, floa
       F::store_probabilities(p + WIDTH * j, even, Floats{});
     }
   }
-  for (int part = (n_keys + PART_KEYS - 1) / PART_KEYS; part < F::PARTS; ++part) next(part);
   Ints suits = Ints{} - 1;
   for (int j = 0; j < NR; ++j) suits &= sum[j] < all(LARGEST_SUM);
   for (int lane = 0; lane < WIDTH; ++lane)
@@ -158,27 +155,18 @@ void attend_tile(const Attention& a, Scratch<F>& x, Group<F>& g, int key, int en
       F::template accumulate<NR>(g.o, x.v, x.p, first - tile_start, now - first, dim);
     first = now;
   };
-  float* s[2] = {x.s, x.s + F::KEYS * F::LANES};
-  const auto scores = [&](int turn, int key, int part) {
-    F::template scores<NR>(s[turn], x.k, key - tile_start, g.q, dim, part);
-  };
-  const auto nothing = [](int) {};
-  for (int part = 0; part < F::PARTS; ++part) scores(0, key, part);
-  for (int turn = 0; key < end; key += F::KEYS, turn ^= 1) {
+  for (; key < end; key += F::KEYS) {
     const int n_keys = std::min(F::KEYS, end - key);
-    const bool is_last = key + F::KEYS >= end;
-    const auto next = [&](int part) __attribute__((always_inline)) {
-      if (!is_last) scores(turn ^ 1, key + F::KEYS, part);
-    };
-    if (a.soft_cap > 0) cap_scores<F, NR>(s[turn], n_keys, a.scale, a.soft_cap);
+    F::template scores<NR>(x.s, x.k, key - tile_start, g.q, dim);
+    if (a.soft_cap > 0) cap_scores<F, NR>(x.s, n_keys, a.scale, a.soft_cap);
     const bool all_seen = key >= g.most_low && key + n_keys <= g.least_high;
     typename F::Word* p = x.p + (int64_t)(key - first) / F::PER_WORD * F::LANES;
-    const bool suits = all_seen ? probabilities<F, NR, false>(s[turn], key, n_keys, g, factor, p, next)
-                                : probabilities<F, NR, true>(s[turn], key, n_keys, g, factor, p, next);
+    const bool suits = all_seen ? probabilities<F, NR, false>(x.s, key, n_keys, g, factor, p)
+                                : probabilities<F, NR, true>(x.s, key, n_keys, g, factor, p);
     if (!suits) {
       flush(key);
-      renew<F, NR>(s[turn], key, n_keys, g, dim, factor);
-      probabilities<F, NR, true>(s[turn], key, n_keys, g, factor, x.p, nothing);
+      renew<F, NR>(x.s, key, n_keys, g, dim, factor);
+      probabilities<F, NR, true>(x.s, key, n_keys, g, factor, x.p);
     }
   }
   flush(end);

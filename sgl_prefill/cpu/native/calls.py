@@ -21,7 +21,7 @@ _POINTER, _INT32, _INT64, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int
 
 DTYPES = (torch.bfloat16, torch.float32)
 # BLOCK_ROWS in attention.h: the query heads of one KV head and token must fit a block.
-MAX_QUERY_HEADS_PER_KV_HEAD = 256
+MAX_QUERY_HEADS_PER_KV_HEAD = 512
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 _NO_MEMORY = 2
 

@@ -37,7 +37,7 @@ INLINE void multiply(Floats (&c)[M][NR], const Word* a, int64_t a_row, int64_t a
 template <class F, class Word>
 struct Broadcast {
   template <int NR>
-  static void scores(float* s, const Word* k, int key, const Word* q, int dim, int) {
+  static void scores(float* s, const Word* k, int key, const Word* q, int dim) {
     const int words = dim / F::PER_WORD;
     k += (int64_t)key * words;
     for (int i = 0; i < F::KEYS; i += RT, k += RT * words) {
@@ -82,7 +82,7 @@ template <class T>
 struct Wide : Broadcast<Wide<T>, float> {
   using Element = T;
   using Word = float;
-  static constexpr int PER_WORD = 1, LANES = REGISTERS * WIDTH, KEYS = 4 * RT, PARTS = 1, TILE_KEYS = 10 * KEYS;
+  static constexpr int PER_WORD = 1, LANES = REGISTERS * WIDTH, KEYS = 4 * RT, TILE_KEYS = 10 * KEYS;
   static constexpr bool IS_PACKED = sizeof(T) == 4;
   static int padded(int dim) { return dim; }
   struct MultiplyAdd {
@@ -153,7 +153,7 @@ INLINE void pack_key_rows(bf16* to, const bf16* from, int64_t stride, const int3
 struct Pairs : Broadcast<Pairs, uint32_t> {
   using Element = bf16;
   using Word = uint32_t;
-  static constexpr int PER_WORD = 2, LANES = REGISTERS * WIDTH, KEYS = 4 * RT, PARTS = 1, TILE_KEYS = 10 * KEYS;
+  static constexpr int PER_WORD = 2, LANES = REGISTERS * WIDTH, KEYS = 4 * RT, TILE_KEYS = 10 * KEYS;
   static constexpr bool IS_PACKED = true;
   static int padded(int dim) { return dim; }
   struct MultiplyAdd {
@@ -190,7 +190,7 @@ using Narrow = Pairs;
 struct Tiles {
   using Element = bf16;
   using Word = uint32_t;
-  static constexpr int PER_WORD = 2, LANES = 32, KEYS = 32, PARTS = 2, TILE_KEYS = 8 * KEYS, TILE_WORDS = 256;
+  static constexpr int PER_WORD = 2, LANES = 32, KEYS = 32, TILE_KEYS = 8 * KEYS, TILE_WORDS = 256;
   static constexpr bool IS_PACKED = true;
   static int padded(int dim) { return (dim + 31) / 32 * 32; }
 
@@ -240,25 +240,26 @@ struct Tiles {
   // GCC's tile loads do not say that they read memory: what was written must be there.
   INLINE static void in_memory() { asm volatile("" ::: "memory"); }
 
-  // Part 0: the first 16 keys, part 1: the others.
   template <int NR>
-  INLINE static void scores(float* s, const uint32_t* k, int key, const uint32_t* q, int dim, int part) {
+  INLINE static void scores(float* s, const uint32_t* k, int key, const uint32_t* q, int dim) {
     in_memory();
     const int words = dim / 2;
-    k += (int64_t)(key + 16 * part) * words, s += 16 * part * LANES;
-    _tile_zero(0);
-    if (NR == 2) _tile_zero(1);
-    for (int d = 0; d < words; d += 16) {
-      _tile_loadd(4, k + d, 4 * words);
-      _tile_loadd(5, q + d * LANES, 4 * LANES);
-      _tile_dpbf16ps(0, 4, 5);
-      if (NR == 2) {
-        _tile_loadd(6, q + d * LANES + 16, 4 * LANES);
-        _tile_dpbf16ps(1, 4, 6);
+    k += (int64_t)key * words;
+    for (int half = 0; half < KEYS; half += 16, k += 16 * words, s += 16 * LANES) {
+      _tile_zero(0);
+      if (NR == 2) _tile_zero(1);
+      for (int d = 0; d < words; d += 16) {
+        _tile_loadd(4, k + d, 4 * words);
+        _tile_loadd(5, q + d * LANES, 4 * LANES);
+        _tile_dpbf16ps(0, 4, 5);
+        if (NR == 2) {
+          _tile_loadd(6, q + d * LANES + 16, 4 * LANES);
+          _tile_dpbf16ps(1, 4, 6);
+        }
       }
+      _tile_stored(0, s, 4 * LANES);
+      if (NR == 2) _tile_stored(1, s + 16, 4 * LANES);
     }
-    _tile_stored(0, s, 4 * LANES);
-    if (NR == 2) _tile_stored(1, s + 16, 4 * LANES);
   }
 
   template <int NR>

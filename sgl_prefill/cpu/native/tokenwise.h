@@ -172,9 +172,8 @@ int logits_of(float* out, const typename F::Element* hidden, const typename F::E
       }
       for (int64_t group = 0; group < n_groups; ++group) {
         const int here = (int)std::min<int64_t>(F::LANES, rows - group * F::LANES);
-        for (int part = 0; part < F::PARTS; ++part)
-          if (here <= WIDTH) F::template scores<1>(s, k, 0, q + group * F::LANES * words, columns, part);
-          else F::template scores<F::LANES / WIDTH>(s, k, 0, q + group * F::LANES * words, columns, part);
+        if (here <= WIDTH) F::template scores<1>(s, k, 0, q + group * F::LANES * words, columns);
+        else F::template scores<F::LANES / WIDTH>(s, k, 0, q + group * F::LANES * words, columns);
         for (int lane = 0; lane < here; ++lane) {
           float* to = out + (group * F::LANES + lane) * vocabulary + first;
           for (int i = 0; i < n; ++i) to[i] = s[i * F::LANES + lane];
