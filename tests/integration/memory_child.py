@@ -20,6 +20,7 @@ from sgl_prefill import tensor_memory
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import SglPrefillError
 from sgl_prefill.seam import record
+from sgl_prefill.startup import install as startup
 from sgl_prefill.startup import memory_profile, parity_gate
 from tests.support import tiny_models
 from tests.support.in_process import Answer, InProcessScheduler
@@ -61,8 +62,26 @@ def families(folder: Path) -> dict[str, Any]:
     return {family: one_family(folder, family) for family in tiny_models.FAMILIES}
 
 
+@contextmanager
+def unpacked() -> Iterator[None]:
+    """A start within it leaves the model's weights as they are, so that SGLang's own layers can be asked too."""
+    pack = startup._pack_weights
+    startup._pack_weights = lambda runner: None
+    yield
+    startup._pack_weights = pack
+
+
+@contextmanager
+def sglangs_own_layers(engine: InProcessScheduler) -> Iterator[None]:
+    serves_short, engine.hybrid.serves_short = engine.hybrid.serves_short, False
+    with chunks_of(engine, PLAIN):
+        yield
+    engine.hybrid.serves_short = serves_short
+
+
 def one_family(folder: Path, family: str) -> dict[str, Any]:
-    engine = start(folder, family)
+    with unpacked():
+        engine = start(folder, family)
     rng = random.Random(0)
     long = prompt(rng, 777)
     sharer = [*long[:760], *prompt(rng, 20)]
@@ -75,9 +94,10 @@ def one_family(folder: Path, family: str) -> dict[str, Any]:
         return run(*arguments)
 
     replace_run(engine, counted)
-    with chunks_of(engine, PLAIN):
+    with sglangs_own_layers(engine):
         expected = [fresh(engine, text, 2000) for text in (long, sharer, as_wide_as_a_weight)]
     assert not runs, "the reference must not be hybrid"
+    startup._pack_weights(engine.scheduler.tp_worker.model_runner)
     result: dict[str, Any] = {"spread": max(expected[0].label_logprobs) - min(expected[0].label_logprobs)}
     for name, chunk, durable in (("hybrid", CHUNK, 2000), ("evict", PLAIN, DURABLE), ("both", CHUNK, DURABLE)):
         with chunks_of(engine, chunk):
@@ -93,7 +113,7 @@ def one_family(folder: Path, family: str) -> dict[str, Any]:
             "cached_tokens": answers[1].cached_tokens,
             **{key: value for key, value in answers[0].meta.items() if key in ("kept_tokens", "evicted_tokens")},
         }
-    result["hybrid_runs"] = len(runs)
+    result["hybrid_runs"], result["serves_short"] = len(runs), engine.hybrid.serves_short
     answer = fresh(engine, as_wide_as_a_weight, 2000)
     result["as_wide_as_a_weight"] = largest_difference(answer.label_logprobs, expected[2].label_logprobs)
     return result
