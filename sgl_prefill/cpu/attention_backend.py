@@ -113,10 +113,11 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
         key_pool = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         value_pool = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         query, into = (x.view(-1, layer.tp_q_head_num, layer.qk_head_dim) for x in (q, output))
+        causal = layer.attn_type != AttentionType.ENCODER_ONLY
         options: dict[str, Any] = {
             "scale": layer.scaling,
-            "causal": layer.attn_type != AttentionType.ENCODER_ONLY,
-            "window_tokens": layer.sliding_window_size if layer.sliding_window_size > -1 else None,
+            "causal": causal,
+            "window_tokens": layer.sliding_window_size if causal and layer.sliding_window_size > -1 else None,
             "soft_cap": layer.logit_cap or 0.0,
         }
         if self.kernels is not None and self.is_native(layer, q.dtype, key_pool.dtype, value_pool.dtype):

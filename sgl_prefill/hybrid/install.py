@@ -225,7 +225,9 @@ class BatchIO:
 
         self._batch = forward_batch
         self._layers = layers
-        self._backend = prefill_backend(get_attn_backend())
+        backend = get_attn_backend()
+        is_decode = forward_batch.forward_mode.is_decode()
+        self._backend = getattr(backend, "decode_backend", backend) if is_decode else prefill_backend(backend)
         self._pool = get_token_to_kv_pool()
         self._slots = forward_batch.out_cache_loc
         self._kernels: Any = getattr(self._backend, "kernels", None)  # of our CPU backend

@@ -124,7 +124,7 @@ class StepRequests:
         """
         assert slots.dtype == torch.int32
         assert slots.stride(1) == 1
-        self.n_requests = len(kv_tokens)
+        self.n_requests, self.n_tokens = len(kv_tokens), first_tokens[-1]
         self._slots = slots
         self._slot_rows = np.asarray(slot_rows, dtype=np.int64)
         order = [request for group in groups for request in group.members]
@@ -205,6 +205,7 @@ class Kernels:
 
         Raises MemoryError.
         """
+        assert requests.n_tokens <= query.shape[0] == output.shape[0], "these requests are of another step"
         assert query.stride(2) == output.stride(2) == key_pool.stride(2) == value_pool.stride(2) == 1
         arguments = _Attention(
             query=query.data_ptr(),
