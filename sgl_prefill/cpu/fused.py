@@ -267,7 +267,8 @@ def pack(linears: Sequence[Linear]) -> str | None:
             if packed is None:
                 packed = torch.ops.mkldnn._reorder_linear_weight(source.detach(), PACKED_FOR_ROWS)
         except (RuntimeError, MemoryError) as error:
-            return f"packing weights stopped ({(str(error).splitlines() or [type(error).__name__])[0]}): the others are used as they are"
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            return f"packing weights stopped ({reason}): the others are used as they are"
         by_source[id(source)] = linear.packed = packed
         linear.source = None
         source.data = torch.empty((0, *source.shape[1:]), dtype=source.dtype)

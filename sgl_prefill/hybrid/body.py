@@ -142,8 +142,10 @@ class HybridBody:
         inputs = {name: value.index_select(0, last_rows) for name, value in token_rows.items()}
         results = self._run_chunk(piece, rows, inputs, 0, len(last_rows))
         scored = results[piece.outputs.index(self.split.result)]
+        hidden = values[self.split.result]  # what it held has been read
         n_tokens = token_rows["input_ids"].shape[0]
-        hidden = torch.empty((n_tokens, *scored.shape[1:]), dtype=scored.dtype, device=scored.device)
+        if hidden is None or hidden.shape != (n_tokens, *scored.shape[1:]) or not hidden.is_contiguous():
+            hidden = torch.empty((n_tokens, *scored.shape[1:]), dtype=scored.dtype, device=scored.device)
         return hidden.index_copy_(0, last_rows, scored)
 
     def _chunks(self, n_tokens: int) -> list[tuple[int, int]]:

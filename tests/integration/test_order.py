@@ -113,15 +113,17 @@ def test_a_request_whose_prefix_was_just_computed_overtakes_shorter_ones(paper_s
 def test_the_request_of_a_client_that_left_is_never_computed(server: Server) -> None:
     """It waits behind a long one, its client closes the connection, and its prompt is not in the cache afterwards.
 
-    The blocker runs for longer than SGLang takes to notice a lost client (4 s), and is shorter than the victim, so it
-    runs first also if both reach the scheduler at once.
+    The blockers run for longer than SGLang takes to notice a lost client (4 s), and are shorter than the victim, so they
+    run first also if all reach the scheduler at once.
     """
     requests.post(server.url + "/flush_cache", timeout=60)
-    blocker, victim = prompt_of(7500, salt=31), prompt_of(7900, salt=32)
-    blocking, leaving = send(server, blocker), send(server, victim)
+    victim = prompt_of(7900, salt=32)
+    blocking = [send(server, prompt_of(7500, salt=salt)) for salt in range(60, 66)]
+    leaving = send(server, victim)
     leaving.close()
-    with blocking:
-        assert blocking.recv(12) == b"HTTP/1.1 200"
+    for blocker in blocking:
+        with blocker:
+            assert blocker.recv(12) == b"HTTP/1.1 200"
     again = server.post("/generate", {"input_ids": victim[:500], **LABELS}).json()
     assert again["meta_info"]["cached_tokens"] == 0, "the abandoned request was computed"
 
