@@ -44,13 +44,19 @@ def define_operations() -> None:
 
 
 @contextmanager
-def recorded_as_operations(body: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Within it, layers of `body` that a kernel computes run as one operation each."""
+def recorded_as_operations(
+    body: torch.nn.Module, dtype: torch.dtype, longest_tokens: int | None = None
+) -> Iterator[None]:
+    """Within it, layers of `body` that a kernel computes run as one operation each.
+
+    longest_tokens: of any request, None: no longer than the rotary tables. A table that is shorter stays SGLang's to read,
+    which checks each position, as the kernel does not.
+    """
     define_operations()
     replaced: list[tuple[Any, Any]] = []
     layers: list[Any] = list(body.modules())
     for module in layers:
-        if (stand_in := _stand_in(module, dtype)) is not None:
+        if (stand_in := _stand_in(module, dtype, longest_tokens or 0)) is not None:
             replaced.append((module, module._forward_method))
             module._forward_method = stand_in
     try:
@@ -60,7 +66,7 @@ def recorded_as_operations(body: torch.nn.Module, dtype: torch.dtype) -> Iterato
             module._forward_method = original
 
 
-def _stand_in(module: torch.nn.Module, dtype: torch.dtype) -> Callable[..., Any] | None:
+def _stand_in(module: Any, dtype: torch.dtype, longest_tokens: int) -> Callable[..., Any] | None:
     """What runs in a layer's place while it is recorded; None where no kernel computes just what it computes."""
     from sglang.srt.layers.activation import GeluAndMul, SiluAndMul
     from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
@@ -69,25 +75,34 @@ def _stand_in(module: torch.nn.Module, dtype: torch.dtype) -> Callable[..., Any]
     if dtype not in DTYPES:
         return None
     if type(module) is SiluAndMul:
-        return lambda x: torch.ops.sgl_prefill_fused.gated(x, "silu")
+        return _gated_stand_in(module, "silu")
     if type(module) is GeluAndMul and module.approximate == "tanh":
-        return lambda x: torch.ops.sgl_prefill_fused.gated(x, "gelu_tanh")
+        return _gated_stand_in(module, "gelu_tanh")
     if type(module) is RMSNorm:
-        plain: Any = module
         is_plain = (
-            plain.override_orig_dtype is None
-            and not plain.fp32_residual
-            and plain.variance_size_override is None
-            and not plain.cast_x_before_out_mul
-            and plain.weight.dtype == dtype
+            module.override_orig_dtype is None
+            and not module.fp32_residual
+            and module.variance_size_override is None
+            and not module.cast_x_before_out_mul
+            and module.weight.dtype == dtype
         )
         return _norm_stand_in(module, 0.0) if is_plain else None
     if type(module) is GemmaRMSNorm and module.weight.dtype == dtype:
         return _norm_stand_in(module, 1.0)
     is_rotary = isinstance(module, RotaryEmbedding) and type(module).forward_native is RotaryEmbedding.forward_native
-    if is_rotary and not hasattr(module, "sin_cos_cache") and module.cos_sin_cache.dtype in DTYPES:
-        return _rotary_stand_in(module)
+    if is_rotary and not hasattr(module, "sin_cos_cache"):
+        table = module.cos_sin_cache
+        return _rotary_stand_in(module) if table.dtype in DTYPES and table.shape[0] >= longest_tokens else None
     return None
+
+
+def _gated_stand_in(gate: Any, activation: str) -> Callable[..., Any]:
+    native: Callable[..., Any] = gate.forward_native
+
+    def forward(x: torch.Tensor) -> Any:
+        return torch.ops.sgl_prefill_fused.gated(x, activation) if x.dim() == 2 else native(x)
+
+    return forward
 
 
 def _norm_stand_in(norm: Any, offset: float) -> Callable[..., Any]:
@@ -99,6 +114,8 @@ def _norm_stand_in(norm: Any, offset: float) -> Callable[..., Any]:
         if post_residual_addition is not None or x.shape[-1] != norm.weight.shape[0]:
             return native(x, residual, post_residual_addition)
         eps = norm.variance_epsilon
+        if residual is not None and x.dim() != 2:
+            return native(x, residual)
         if residual is not None:
             return torch.ops.sgl_prefill_fused.add_rms_norm(x, residual, norm.weight, eps, offset)
         return torch.ops.sgl_prefill_fused.rms_norm(x, norm.weight, eps, offset)
@@ -157,7 +174,8 @@ class _AddRmsNorm(_RmsNorm):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         total = residual if self.is_in_place and residual.is_contiguous() else residual.clone()
-        return self._kernels.rms_norm(x, self._weight, self._eps, total, self._offset), total
+        rows = x if x.stride(1) == 1 else x.contiguous()
+        return self._kernels.rms_norm(rows, self._weight, self._eps, total, self._offset), total
 
 
 class _Gated(torch.nn.Module):

@@ -127,7 +127,7 @@ def _build(model_runner: ModelRunner, body: torch.nn.Module) -> HybridBody:
     kernels = getattr(backend, "kernels", None)  # of our CPU backend
     recorded: AbstractContextManager[None] = nullcontext()
     if kernels is not None:
-        recorded = fused.recorded_as_operations(body, model_runner.dtype)
+        recorded = fused.recorded_as_operations(body, model_runner.dtype, model_runner.model_config.context_len)
     with forward_context(ForwardContext(attn_backend=model_runner.attn_backend)), recorded:
         traced = trace_body(body, make_batch, device)
     products = [] if kernels is None else fused.lower(traced, kernels)
