@@ -30,10 +30,8 @@ class TracedBody(NamedTuple):
     """One recorded forward pass over the body."""
 
     module: fx.GraphModule
-    token_symbols: frozenset[
-        Any
-    ]  # the sympy symbols of the number of tokens: one, or more where nothing in the graph ties two
-    # inputs' lengths together
+    # The sympy symbols of the number of tokens: more than one where nothing in the graph ties two inputs' lengths together.
+    token_symbols: frozenset[Any]
     inputs: dict[fx.Node, InputSource]  # of every placeholder
 
 
