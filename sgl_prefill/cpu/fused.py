@@ -23,6 +23,7 @@ NAMESPACE = "sgl_prefill_fused"
 PACKED_FOR_ROWS = 256
 
 _library: Any = None
+_product: Any = torch.ops.mkldnn._linear_pointwise.default
 
 
 def define_operations() -> None:
@@ -36,11 +37,13 @@ def define_operations() -> None:
         "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, float offset) -> (Tensor, Tensor)"
     )
     _library.define("gated(Tensor gate_up, str activation) -> Tensor")
-    _library.define("rotate(Tensor positions, Tensor x, Tensor cos_sin, int head_size, bool is_neox) -> Tensor")
+    _library.define(
+        "rotate(Tensor positions, Tensor query, Tensor key, Tensor cos_sin, int head_size, bool is_neox) -> (Tensor, Tensor)"
+    )
     _library.impl("rms_norm", lambda x, *_: torch.empty_like(x), "Meta")
     _library.impl("add_rms_norm", lambda x, *_: (torch.empty_like(x), torch.empty_like(x)), "Meta")
     _library.impl("gated", lambda x, _: x.new_empty((x.shape[0], x.shape[1] // 2)), "Meta")
-    _library.impl("rotate", lambda _, x, *__: torch.empty_like(x), "Meta")
+    _library.impl("rotate", lambda _, query, key, *__: (torch.empty_like(query), torch.empty_like(key)), "Meta")
 
 
 @contextmanager
@@ -136,8 +139,7 @@ def _rotary_stand_in(rotary: Any) -> Callable[..., Any]:
         if offsets is not None or fused_set_kv_buffer_arg is not None or query.dim() != 2 or positions.dim() != 1:
             return native(positions, query, key, offsets, fused_set_kv_buffer_arg)
         arguments = rotary.cos_sin_cache, rotary.head_size, bool(rotary.is_neox_style)
-        rotate = torch.ops.sgl_prefill_fused.rotate
-        return rotate(positions, query, *arguments), rotate(positions, key, *arguments)
+        return torch.ops.sgl_prefill_fused.rotate(positions, query, key, *arguments)
 
     return forward
 
@@ -155,7 +157,7 @@ class Linear(torch.nn.Module):
         if self.packed is None:
             assert self.source is not None
             return torch.nn.functional.linear(x, self.source, self.bias_rows)
-        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias_rows, "none", [], "")
+        result: torch.Tensor = _product(x, self.packed, self.bias_rows, "none", [], "")
         return result
 
 
@@ -194,11 +196,28 @@ class _Rotate(torch.nn.Module):
         super().__init__()
         self._kernels, self._cos_sin, self._head_size, self._is_neox = kernels, cos_sin, head_size, is_neox
 
-    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        result = x if self.is_in_place else x.clone()
-        heads = result.view(result.shape[0], -1, self._head_size)
-        self._kernels.rotate(heads, positions, self._cos_sin, is_neox=self._is_neox)
-        return result
+    def forward(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_in_place:
+            query, key = query.clone(), key.clone()
+        for rows in _side_by_side(query, key):
+            heads = rows.view(rows.shape[0], -1, self._head_size)
+            self._kernels.rotate(heads, positions, self._cos_sin, is_neox=self._is_neox)
+        return query, key
+
+
+def _side_by_side(query: torch.Tensor, key: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Both as one tensor where each row of one begins behind the same row of the other, as in rows of queries, keys and values."""
+    width = query.shape[1]
+    is_one = (
+        query.stride() == key.stride()
+        and query.stride(0) >= width + key.shape[1]
+        and key.data_ptr() == query.data_ptr() + width * query.element_size()
+    )
+    if not is_one:
+        return query, key
+    return (query.as_strided((query.shape[0], width + key.shape[1]), query.stride()),)
 
 
 def lower(traced: TracedBody, kernels: Kernels) -> list[Linear]:
@@ -229,11 +248,11 @@ def lower(traced: TracedBody, kernels: Kernels) -> list[Linear]:
         elif name == f"{NAMESPACE}.gated":
             module, arguments = _Gated(kernels, node.args[1]), (node.args[0],)
         elif name == f"{NAMESPACE}.rotate":
-            positions, x, cos_sin, head_size, is_neox = node.args
+            positions, query, key, cos_sin, head_size, is_neox = node.args
             table = constant(cos_sin)
             in_float32 = tables.setdefault(id(table), table.float().contiguous())
-            module, arguments = _Rotate(kernels, in_float32, head_size, is_neox), (positions, x)
-            module.is_in_place = _is_only_read_by(node, x)
+            module, arguments = _Rotate(kernels, in_float32, head_size, is_neox), (positions, query, key)
+            module.is_in_place = _is_only_read_by(node, query) and _is_only_read_by(node, key)
         elif node.target is torch._C._nn.linear:
             x, weight, bias = (*node.args, None)[:3]
             weight_rows = constant(weight)

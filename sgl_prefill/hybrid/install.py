@@ -239,8 +239,8 @@ class BatchIO:
         slots = self._slots[start:end]
         is_native = self._kernels is not None and slots.dtype == torch.int64
         if is_native and key.dtype == value.dtype == self._pool.store_dtype:
-            self._kernels.store(self._pool.get_key_buffer(layer_id), slots, _heads(key, layer.qk_head_dim))
-            self._kernels.store(self._pool.get_value_buffer(layer_id), slots, _heads(value, layer.v_head_dim))
+            pools = self._pool.get_key_buffer(layer_id), self._pool.get_value_buffer(layer_id)
+            self._kernels.store(*pools, slots, _in_rows(key), _in_rows(value))
             return
         self._pool.set_kv_buffer(layer, KVWriteLoc(slots, None), key, value, layer.k_scale, layer.v_scale)
 
@@ -271,9 +271,10 @@ class BatchIO:
         return slice(first, first + n_tokens) if is_run else None
 
 
-def _heads(x: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """[tokens, heads, head_dim] of [tokens, heads * head_dim], or as it is."""
-    return x if x.dim() == 3 else x.view(x.shape[0], -1, head_dim)
+def _in_rows(x: torch.Tensor) -> torch.Tensor:
+    """Each token's numbers in one piece. x: [tokens, heads, head_dim], or [tokens, heads * head_dim]."""
+    is_in_rows = x.stride(-1) == 1 and (x.dim() == 2 or x.stride(1) == x.shape[2])
+    return x if is_in_rows else x.contiguous()
 
 
 def prefill_backend(backend: Any) -> Any:

@@ -180,7 +180,8 @@ def check(case: Case, output: torch.Tensor, lse: torch.Tensor) -> None:
     error = float((output.float() - wanted.output).abs().max())
     assert error <= output_tolerance(case, wanted), f"off by {error:.3g}"
     largest_lse = float(wanted.lse.abs().max())
-    lse_tolerance = EXP2_ERROR[case.dtype] + wanted.score_error + 2.0**-21 * largest_lse
+    of_summands = ROUNDING[torch.bfloat16] if case.dtype == torch.bfloat16 else 0  # which are added as they were rounded
+    lse_tolerance = EXP2_ERROR[case.dtype] + of_summands + wanted.score_error + 2.0**-21 * largest_lse
     error = float((lse - wanted.lse).abs().max())
     assert error <= lse_tolerance, f"lse is off by {error:.3g}"
 
@@ -303,14 +304,17 @@ def test_a_step_without_new_tokens_of_some_request_is_computed(kernels: Kernels)
 
 
 @pytest.mark.parametrize("window_tokens", [None, 64])
-def test_bfloat16_is_as_exact_as_the_kernel_of_pytorch(kernels: Kernels, window_tokens: int | None) -> None:
-    """Root mean square against float64 on the same bfloat16 input.
+@pytest.mark.parametrize("magnitude", [1.0, 10.0, 1000.0])
+def test_bfloat16_is_as_exact_as_the_kernel_of_pytorch(
+    kernels: Kernels, window_tokens: int | None, magnitude: float
+) -> None:
+    """Root mean square against float64 on the same bfloat16 input, also where one score outweighs all others.
 
-    Both kernels round the probabilities and the result to bfloat16 and add in float32. PyTorch's takes the largest probability as
-    1, which no rounding changes, and ours measures against a reference that is mostly not the largest: it may be 10 % worse where
-    few keys are seen (the window), and is better elsewhere.
+    Both kernels round the probabilities and the result to bfloat16. PyTorch's takes the largest probability as 1, which no
+    rounding changes, and ours measures against a reference that is mostly not the largest, and divides by the sum of the rounded
+    probabilities: it may be 5 % worse where few keys are seen (the window), and is better elsewhere.
     """
-    case = Case(16, 4, 64, (60,), 200, 0, window_tokens=window_tokens)
+    case = Case(16, 4, 64, (60,), 200, 0, window_tokens=window_tokens, magnitude=magnitude)
     step, wanted = make_step(case), wanted_of(case).output
     slots = step.table[step.rows[0], : step.kv_tokens[0]]
     theirs = torch.empty_like(step.query)
@@ -318,7 +322,7 @@ def test_bfloat16_is_as_exact_as_the_kernel_of_pytorch(kernels: Kernels, window_
     attend(step.query, rows, theirs, scale=64**-0.5, window_tokens=window_tokens)
     ours, _ = run(kernels, case)
     our_error, their_error = (float((x.float() - wanted).pow(2).mean().sqrt()) for x in (ours, theirs))
-    assert our_error <= (1.0 if window_tokens is None else 1.1) * their_error
+    assert our_error <= (1.0 if window_tokens is None else 1.05) * their_error
 
 
 def test_layers_of_other_sizes_are_refused() -> None:
@@ -419,17 +423,20 @@ def test_rotate_equals_the_definition(kernels: Kernels, dtype: torch.dtype, is_n
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("heads", "dim"), [(8, 128), (3, 5), (1, 2)])
+@pytest.mark.parametrize(("heads", "dim", "v_dim"), [(8, 128, 128), (3, 5, 7), (1, 2, 1)])
+@pytest.mark.parametrize("n_slots", [90, 0])
 def test_store_puts_rows_in_their_slots_and_touches_no_other(
-    kernels: Kernels, dtype: torch.dtype, heads: int, dim: int
+    kernels: Kernels, dtype: torch.dtype, heads: int, dim: int, v_dim: int, n_slots: int
 ) -> None:
-    pool = random_tensor(dtype, 200, heads, dim)
-    slots = torch.randperm(200, generator=torch.Generator().manual_seed(1))[:90]
-    x = random_tensor(dtype, 90, 2 * heads + 1, dim, seed=2)[:, heads : 2 * heads]
-    wanted = pool.clone()
-    wanted[slots] = x
-    kernels.store(pool, slots, x)
-    assert torch.equal(pool, wanted)
+    """Rows of a larger tensor, in slots of a larger pool; key and value of other sizes; heads apart or in one dimension."""
+    slots = torch.randperm(200, generator=torch.Generator().manual_seed(1))[:n_slots]
+    pools = [random_tensor(dtype, 200, heads + 1, size)[:, 1:] for size in (dim, v_dim)]
+    key = random_tensor(dtype, n_slots, 2 * heads + 1, dim, seed=2)[:, heads : 2 * heads]
+    value = random_tensor(dtype, n_slots, heads * v_dim + 3, seed=3)[:, 3:]
+    wanted = [pool.clone() for pool in pools]
+    wanted[0][slots], wanted[1][slots] = key, value.view(-1, heads, v_dim)
+    kernels.store(*pools, slots, key, value)
+    assert all(map(torch.equal, pools, wanted))
 
 
 @pytest.mark.parametrize("rows", [1, 8, 33])

@@ -81,23 +81,12 @@ INLINE bool probabilities(const float* s, int key, int n_keys, Group<F>& g, floa
   for (; i + F::PER_WORD <= n_keys; i += F::PER_WORD, p += F::LANES) {
 #pragma GCC unroll 4
     for (int j = 0; j < NR; ++j) {
-      const Floats even = one(i, j);
-      sum[j] += even;
-      if constexpr (F::PER_WORD == 2) {
-        const Floats odd = one(i + 1, j);
-        sum[j] += odd;
-        F::store_probabilities(p + WIDTH * j, even, odd);
-      } else {
-        F::store_probabilities(p + WIDTH * j, even, even);
-      }
+      const Floats even = one(i, j), odd = F::PER_WORD == 2 ? one(i + 1, j) : Floats{};
+      sum[j] = F::store_probabilities(p + WIDTH * j, sum[j], even, odd);
     }
   }
   if (i < n_keys) {
-    for (int j = 0; j < NR; ++j) {
-      const Floats even = one(i, j);
-      sum[j] += even;
-      F::store_probabilities(p + WIDTH * j, even, Floats{});
-    }
+    for (int j = 0; j < NR; ++j) sum[j] = F::store_probabilities(p + WIDTH * j, sum[j], one(i, j), Floats{});
   }
   Ints suits = Ints{} - 1;
   for (int j = 0; j < NR; ++j) suits &= sum[j] < all(LARGEST_SUM);

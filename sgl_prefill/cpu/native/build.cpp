@@ -8,4 +8,4 @@
 
 namespace B = SGL_PREFILL_BUILD;
 extern "C" const Build TABLE(SGL_PREFILL_BUILD) = {
-    NAME(SGL_PREFILL_BUILD), B::attention, B::rms_norm, B::gated, B::rotate, B::store_rows, B::logits};
+    NAME(SGL_PREFILL_BUILD), B::attention, B::rms_norm, B::gated, B::rotate, B::store_kv, B::logits};

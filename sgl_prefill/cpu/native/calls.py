@@ -97,7 +97,13 @@ class BuildTable(ctypes.Structure):
                 *(_INT32, _POINTER, _INT64, _INT64, _POINTER, _POINTER, _INT64, _INT32, _INT32, _INT32, _INT32, _INT32)
             ),
         ),
-        ("store", ctypes.CFUNCTYPE(_INT32, _POINTER, _INT64, _POINTER, _POINTER, _INT64, _INT64, _INT64, _INT32)),
+        (
+            "store",
+            ctypes.CFUNCTYPE(
+                *(_INT32, _POINTER, _INT64, _POINTER, _INT64, _POINTER, _POINTER, _INT64, _POINTER, _INT64),
+                *(_INT64, _INT64, _INT64, _INT32),
+            ),
+        ),
         ("logits", ctypes.CFUNCTYPE(_INT32, _POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT64, _INT32, _INT32)),
     ]
 
@@ -201,7 +207,8 @@ class Kernels:
             query, output: [tokens, heads, head_dim]; may be the same.
             key_pool, value_pool: [slots, kv heads, head_dim].
             scale, causal, window_tokens, soft_cap: as in `cpu.attention.attend`.
-            lse: float32 [tokens, heads], written: natural logarithm of the softmax denominators.
+            lse: float32 [tokens, heads], written: natural logarithm of the softmax denominators, which are sums of
+                bfloat16 numbers where the build multiplies those.
 
         Raises MemoryError.
         """
@@ -302,13 +309,37 @@ class Kernels:
         )
 
     @_recorded
-    def store(self, pool: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> None:
-        """`pool[slots] = x`. pool: [slots, heads, head_dim]; slots: int64 [rows]; x: [rows, heads, head_dim], rows of any
-        stride; one number type."""
-        size = x.element_size()
-        row_bytes = x.shape[1] * x.shape[2] * size
-        pointers = pool.data_ptr(), pool.stride(0) * size, slots.data_ptr(), x.data_ptr(), x.stride(0) * size
-        _check(self._table.store(*pointers, x.shape[0], row_bytes, torch.get_num_threads()))
+    def store(
+        self,
+        key_pool: torch.Tensor,
+        value_pool: torch.Tensor,
+        slots: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> None:
+        """`key_pool[slots] = key`, and so the values.
+
+        Pools: [slots, ...]; slots: int64 [rows]; key, value: [rows, ...], what follows as in their pools and in one piece, rows
+        of any stride; one number type.
+        """
+        size, rows = key.element_size(), key.shape[0]
+        _check(
+            self._table.store(
+                key_pool.data_ptr(),
+                key_pool.stride(0) * size,
+                value_pool.data_ptr(),
+                value_pool.stride(0) * size,
+                slots.data_ptr(),
+                key.data_ptr(),
+                key.stride(0) * size,
+                value.data_ptr(),
+                value.stride(0) * size,
+                rows,
+                key.numel() // max(rows, 1) * size,
+                value.numel() // max(rows, 1) * size,
+                torch.get_num_threads(),
+            )
+        )
 
     @staticmethod
     def fits_logits(hidden: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -108,15 +108,21 @@ struct Wide : Broadcast<Wide<T>, float> {
     for (; d + WIDTH <= dim; d += WIDTH) store(to + d, load(from + d));
     for (; d < dim; ++d) to[d] = widen(from[d]);
   }
-  INLINE static void store_probabilities(float* p, Floats even, Floats) { store(p, even); }
+  INLINE static Floats store_probabilities(float* p, Floats sum, Floats even, Floats) {
+    store(p, even);
+    return sum + even;
+  }
 };
 
 #if defined(__AVX512BF16__)
-INLINE void store_pairs(uint32_t* p, Floats even, Floats odd) {  // (even[i], odd[i]) side by side
+// (even[i], odd[i]) side by side; returns sum + even + odd as they were rounded, so that probabilities add up to 1 all the same
+INLINE Floats store_pairs(uint32_t* p, Floats sum, Floats even, Floats odd) {
   alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
                                                  8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
-  _mm512_store_si512(p, _mm512_permutexvar_epi16(_mm512_load_si512(order), both));
+  const __m512i pairs = _mm512_permutexvar_epi16(_mm512_load_si512(order), both);
+  _mm512_store_si512(p, pairs);
+  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(0x3f803f80));  // times 1
 }
 
 INLINE __mmask32 lanes_of(int n) { return n >= 32 ? 0xffffffff : n <= 0 ? 0 : (1u << n) - 1; }
@@ -182,7 +188,9 @@ struct Pairs : Broadcast<Pairs, uint32_t> {
       for (; d < dim; ++d) to[d] = even[d].bits | (odd ? (uint32_t)odd[d].bits << 16 : 0);
     }
   }
-  INLINE static void store_probabilities(uint32_t* p, Floats even, Floats odd) { store_pairs(p, even, odd); }
+  INLINE static Floats store_probabilities(uint32_t* p, Floats sum, Floats even, Floats odd) {
+    return store_pairs(p, sum, even, odd);
+  }
 };
 using Narrow = Pairs;
 
@@ -297,7 +305,9 @@ struct Tiles {
       }
     }
   }
-  INLINE static void store_probabilities(uint32_t* p, Floats even, Floats odd) { store_pairs(p, even, odd); }
+  INLINE static Floats store_probabilities(uint32_t* p, Floats sum, Floats even, Floats odd) {
+    return store_pairs(p, sum, even, odd);
+  }
 };
 using Narrow = Tiles;
 

@@ -42,8 +42,9 @@ struct Build {
   int (*gated)(void* out, const void* gate_up, int64_t rows, int64_t columns, int32_t kind, int32_t is_float32, int32_t threads);
   int (*rotate)(void* x, int64_t x_row, int64_t x_head, const int64_t* positions, const float* cos_sin, int64_t rows,
                 int32_t heads, int32_t rotary_dim, int32_t is_neox, int32_t is_float32, int32_t threads);
-  int (*store)(void* pool, int64_t slot_bytes, const int64_t* slots, const void* x, int64_t x_row_bytes, int64_t rows,
-               int64_t row_bytes, int32_t threads);
+  int (*store)(void* key_pool, int64_t key_slot_bytes, void* value_pool, int64_t value_slot_bytes, const int64_t* slots,
+               const void* key, int64_t key_stride_bytes, const void* value, int64_t value_stride_bytes, int64_t rows,
+               int64_t key_bytes, int64_t value_bytes, int32_t threads);
   int (*logits)(float* out, const void* hidden, const void* weight, int64_t rows, int64_t vocabulary, int64_t columns,
                 int32_t is_float32, int32_t threads);
 };

@@ -160,11 +160,11 @@ def _rotate_error(kernels: Kernels, random: Any) -> float:
 
 
 def _store_error(kernels: Kernels, random: Any) -> float:
-    pool, x, slots = random(9, 2, 24), random(3, 2, 24), torch.tensor([7, 0, 4])
-    wanted = pool.clone()
-    wanted[slots] = x
-    kernels.store(pool, slots, x)
-    return float((pool - wanted).abs().max())
+    pools, rows, slots = random(2, 9, 2, 24), random(2, 3, 2, 24), torch.tensor([7, 0, 4])
+    wanted = pools.clone()
+    wanted[:, slots] = rows
+    kernels.store(pools[0], pools[1], slots, rows[0], rows[1])
+    return float((pools - wanted).abs().max())
 
 
 def _logits_error(kernels: Kernels, random: Any) -> float:

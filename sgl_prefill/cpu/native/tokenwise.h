@@ -127,12 +127,15 @@ int rotate(void* x, int64_t x_row, int64_t x_head, const int64_t* positions, con
   return 0;
 }
 
-// Row i of x to pool slot slots[i].
-int store_rows(void* pool, int64_t slot_bytes, const int64_t* slots, const void* x, int64_t x_row_bytes, int64_t rows,
-               int64_t row_bytes, int32_t threads) {
-#pragma omp parallel for schedule(static) num_threads(threads_for(rows * row_bytes / 4, threads))
-  for (int64_t row = 0; row < rows; ++row)
-    std::memcpy((char*)pool + slots[row] * slot_bytes, (const char*)x + row * x_row_bytes, row_bytes);
+// Rows i of key and value to slot slots[i] of their pools.
+int store_kv(void* key_pool, int64_t key_slot_bytes, void* value_pool, int64_t value_slot_bytes, const int64_t* slots,
+             const void* key, int64_t key_stride_bytes, const void* value, int64_t value_stride_bytes, int64_t rows,
+             int64_t key_bytes, int64_t value_bytes, int32_t threads) {
+#pragma omp parallel for schedule(static) num_threads(threads_for(rows * (key_bytes + value_bytes) / 4, threads))
+  for (int64_t row = 0; row < rows; ++row) {
+    std::memcpy((char*)key_pool + slots[row] * key_slot_bytes, (const char*)key + row * key_stride_bytes, key_bytes);
+    std::memcpy((char*)value_pool + slots[row] * value_slot_bytes, (const char*)value + row * value_stride_bytes, value_bytes);
+  }
   return 0;
 }
 
