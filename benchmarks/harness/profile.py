@@ -19,7 +19,14 @@ from benchmarks.harness.engines import Running
 
 # Parts of operators' names; what contains none of them is an "other operator".
 GROUPS = {
-    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "mkldnn::_linear", "sgl_prefill::logits"),
+    "matrix products": (
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "mkldnn::_linear",
+        "sgl_prefill::product",
+        "sgl_prefill::logits",
+    ),
     "attention": ("scaled_dot_product", "sgl_prefill::attention"),
 }
 OTHER, BETWEEN = "other operators", "between operators"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sgl_prefill.cpu.fused import Linear, pack
+from sgl_prefill.cpu.native.library import native
 from sgl_prefill.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ def products_of(layer: Any) -> tuple[list[Linear], list[Linear]]:
     """(gate and up, down) of each expert of a layer, which can be packed."""
     if not hasattr(layer, "sgl_prefill_products"):
         weights = layer.w13_weight, layer.w2_weight
-        layer.sgl_prefill_products = [[Linear(one, None) for one in experts.detach()] for experts in weights]
+        kernels = native().kernels
+        layer.sgl_prefill_products = [[Linear(one, None, kernels) for one in experts.detach()] for experts in weights]
     gate_up, down = layer.sgl_prefill_products
     return gate_up, down
 

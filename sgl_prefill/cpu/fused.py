@@ -145,19 +145,35 @@ def _rotary_stand_in(rotary: Any) -> Callable[..., Any]:
 
 
 class Linear(torch.nn.Module):
-    """x @ weight.T + bias, packed for oneDNN once `pack` was called."""
+    """x @ weight.T + bias, or activation(gate) * up of it; packed for a native kernel or oneDNN once `pack` was called."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | None = None) -> None:
         super().__init__()
         self.source: torch.Tensor | None = weight  # the model's own parameter, emptied when it is packed
         self.packed: torch.Tensor | None = None
-        self.bias_rows = bias
+        self.activation: str | None = None
+        self._kernels, self._bias = kernels, bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.packed is not None and not self.packed.is_mkldnn:
+            assert self._kernels is not None
+            rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1])
+            product = self._kernels.product(rows, self.packed, self._bias, self.activation)
+            return product if x.dim() == 2 else product.view(*x.shape[:-1], -1)
         if self.packed is None:
             assert self.source is not None
-            return torch.nn.functional.linear(x, self.source, self.bias_rows)
-        result: torch.Tensor = _product(x, self.packed, self.bias_rows, "none", [], "")
+            result = torch.nn.functional.linear(x, self.source, self._bias)
+        else:
+            result = _product(x, self.packed, self._bias, "none", [], "")
+        if self.activation is None:
+            return result
+        assert self._kernels is not None
+        return self._kernels.gated(result, self.activation)
+
+    def packed_weight(self, source: torch.Tensor) -> torch.Tensor:
+        if self._kernels is not None and self._kernels.fits_product(source):
+            return self._kernels.pack_product(source, has_gate=self.activation is not None)
+        result: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(source, PACKED_FOR_ROWS)
         return result
 
 
@@ -183,10 +199,10 @@ class _AddRmsNorm(_RmsNorm):
 class _Gated(torch.nn.Module):
     def __init__(self, kernels: Kernels, activation: str) -> None:
         super().__init__()
-        self._kernels, self._activation = kernels, activation
+        self._kernels, self.activation = kernels, activation
 
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return self._kernels.gated(gate_up.contiguous(), self._activation)
+        return self._kernels.gated(gate_up.contiguous(), self.activation)
 
 
 class _Rotate(torch.nn.Module):
@@ -208,7 +224,7 @@ class _Rotate(torch.nn.Module):
 
 
 def _side_by_side(query: torch.Tensor, key: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Both as one tensor where each row of one begins behind the same row of the other, as in rows of queries, keys and values."""
+    """Both as one tensor where each row of one begins behind the same row of the other, as in rows of query, key and value."""
     width = query.shape[1]
     is_one = (
         query.stride() == key.stride()
@@ -227,7 +243,7 @@ def lower(traced: TracedBody, kernels: Kernels) -> list[Linear]:
     """
     graph, inputs = traced.module.graph, traced.inputs
     tables: dict[int, torch.Tensor] = {}  # rotary tables in float32, one for all layers
-    linears: list[Linear] = []
+    products: dict[fx.Node, Linear] = {}
 
     def constant(node: Any) -> Any:
         return inputs[node].constant if isinstance(node, fx.Node) and node in inputs else None
@@ -259,18 +275,34 @@ def lower(traced: TracedBody, kernels: Kernels) -> list[Linear]:
             has_constants = isinstance(weight_rows, torch.Tensor) and (bias is None or constant(bias) is not None)
             if has_constants and weight_rows.dtype in DTYPES and weight_rows.dim() == 2:
                 bias_rows = None if bias is None else constant(bias).detach()
-                module, arguments = Linear(weight_rows, bias_rows), (x,)
-                linears.append(module)
+                module, arguments = Linear(weight_rows, bias_rows, kernels), (x,)
+                products[node] = module
         if module is None:
             continue
         target = f"sgl_prefill_{number}"
         traced.module.add_submodule(target, module)
         node.op, node.target, node.args, node.kwargs = "call_module", target, arguments, {}
+    _join_gates(traced.module, products)
     for node in list(graph.find_nodes(op="placeholder")):
         if not node.users and isinstance(inputs[node].constant, torch.Tensor):
             graph.erase_node(node)
             del inputs[node]
-    return linears
+    return list(products.values())
+
+
+def _join_gates(module: fx.GraphModule, products: dict[fx.Node, Linear]) -> None:
+    """Let products that only a gate reads apply it, where all products with these weights can (they are packed for it)."""
+    gates: dict[fx.Node, fx.Node] = {}
+    for node in products:
+        (reader, *others) = node.users
+        if not others and reader.op == "call_module" and isinstance(module.get_submodule(str(reader.target)), _Gated):
+            gates[node] = reader
+    sources_without = {id(product.source) for node, product in products.items() if node not in gates}
+    for node, gate in gates.items():
+        if id(products[node].source) not in sources_without:
+            products[node].activation = module.get_submodule(str(gate.target)).activation
+            gate.replace_all_uses_with(node)
+            module.graph.erase_node(gate)
 
 
 def _is_only_read_by(node: fx.Node, x: Any) -> bool:
@@ -302,7 +334,7 @@ def pack(linears: Sequence[Linear]) -> str | None:
         try:
             packed = by_source.get(id(source))
             if packed is None:
-                packed = torch.ops.mkldnn._reorder_linear_weight(source.detach(), PACKED_FOR_ROWS)
+                packed = linear.packed_weight(source.detach())
         except (RuntimeError, MemoryError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             return f"packing weights stopped ({reason}): the others are used as they are"
@@ -315,4 +347,4 @@ def pack(linears: Sequence[Linear]) -> str | None:
 def packed_bytes(linears: Sequence[Linear]) -> int:
     """What packed weights take, which are no parameters of the model any more."""
     kept = {id(linear.packed): linear.packed for linear in linears if linear.packed is not None}
-    return sum(int(torch.ops.mkldnn._nbytes(packed)) for packed in kept.values())
+    return sum(int(torch.ops.mkldnn._nbytes(packed)) if packed.is_mkldnn else packed.nbytes for packed in kept.values())

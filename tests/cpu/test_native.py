@@ -180,7 +180,9 @@ def check(case: Case, output: torch.Tensor, lse: torch.Tensor) -> None:
     error = float((output.float() - wanted.output).abs().max())
     assert error <= output_tolerance(case, wanted), f"off by {error:.3g}"
     largest_lse = float(wanted.lse.abs().max())
-    of_summands = ROUNDING[torch.bfloat16] if case.dtype == torch.bfloat16 else 0  # which are added as they were rounded
+    of_summands = (
+        ROUNDING[torch.bfloat16] if case.dtype == torch.bfloat16 else 0
+    )  # which are added as they were rounded
     lse_tolerance = EXP2_ERROR[case.dtype] + of_summands + wanted.score_error + 2.0**-21 * largest_lse
     error = float((lse - wanted.lse).abs().max())
     assert error <= lse_tolerance, f"lse is off by {error:.3g}"
@@ -437,6 +439,42 @@ def test_store_puts_rows_in_their_slots_and_touches_no_other(
     wanted[0][slots], wanted[1][slots] = key, value.view(-1, heads, v_dim)
     kernels.store(*pools, slots, key, value)
     assert all(map(torch.equal, pools, wanted))
+
+
+@pytest.mark.parametrize(("outputs", "depth"), [(32, 32), (96, 576), (960, 4096)])
+@pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
+def test_product_is_rounded_once(kernels: Kernels, outputs: int, depth: int, activation: str | None) -> None:
+    """Rows of a larger tensor with NaN around them; with and without a bias; gates from sums that were not rounded."""
+    weight, bias = random_tensor(torch.bfloat16, outputs, depth, seed=1), random_tensor(torch.bfloat16, outputs, seed=2)
+    if not kernels.fits_product(weight):
+        pytest.skip("this build leaves products to oneDNN")
+    packed = kernels.pack_product(weight, has_gate=activation is not None)
+    for rows, added in itertools.product([0, 1, 16, 17, 32, 61, 200], [bias, None]):
+        around = torch.full((rows + 40, depth + 64), torch.nan, dtype=torch.bfloat16)
+        x = around[:rows, 32 : depth + 32]
+        x.copy_(random_tensor(torch.bfloat16, rows, depth) / depth**0.5)
+        wanted = x.double() @ weight.double().T + (0 if added is None else added.double())
+        if activation is not None:
+            gate, up = wanted.chunk(2, -1)
+            is_silu = activation == "silu"
+            of_gate = torch.nn.functional.silu(gate) if is_silu else torch.nn.functional.gelu(gate, approximate="tanh")
+            wanted = of_gate * up
+        product = kernels.product(x, packed, added, activation)
+        error = 2**-8 * wanted.abs() + 2e-5  # of 4,096 float32 additions of products that mostly cancel out
+        assert product.shape == wanted.shape
+        assert bool(((product.double() - wanted).abs() <= error).all()), f"{rows} rows"
+
+
+def test_products_that_do_not_fit_are_left_to_onednn(kernels: Kernels) -> None:
+    def fits(outputs: int, depth: int, dtype: torch.dtype = torch.bfloat16) -> bool:
+        return kernels.fits_product(torch.empty((outputs, depth), dtype=dtype))
+
+    assert fits(64, 64) == (kernels.build == "amx")
+    assert not fits(48, 64)
+    assert not fits(64, 48)
+    assert not fits(64, 8192)
+    assert not fits(64, 64, torch.float32)
+    assert not kernels.fits_product(torch.empty((64, 128), dtype=torch.bfloat16)[:, ::2])
 
 
 @pytest.mark.parametrize("rows", [1, 8, 33])

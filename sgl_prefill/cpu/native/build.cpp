@@ -1,5 +1,5 @@
 // One build of all kernels: compiled once for each kind of processor, with SGL_PREFILL_BUILD as its name.
-#include "tokenwise.h"
+#include "products.h"
 
 #define TEXT(x) #x
 #define NAME(x) TEXT(x)
@@ -8,4 +8,5 @@
 
 namespace B = SGL_PREFILL_BUILD;
 extern "C" const Build TABLE(SGL_PREFILL_BUILD) = {
-    NAME(SGL_PREFILL_BUILD), B::attention, B::rms_norm, B::gated, B::rotate, B::store_kv, B::logits};
+    NAME(SGL_PREFILL_BUILD), B::attention, B::rms_norm, B::gated, B::rotate, B::store_kv, B::logits,
+    B::HAS_PRODUCTS, B::pack_product, B::product};

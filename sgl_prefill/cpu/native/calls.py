@@ -23,6 +23,8 @@ DTYPES = (torch.bfloat16, torch.float32)
 # BLOCK_ROWS in attention.h: the query heads of one KV head and token must fit a block.
 MAX_QUERY_HEADS_PER_KV_HEAD = 512
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+# Of products: what deeper ones need, sums that wait in memory, oneDNN does better.
+MOST_DEPTH = 4096
 _NO_MEMORY = 2
 
 
@@ -105,6 +107,14 @@ class BuildTable(ctypes.Structure):
             ),
         ),
         ("logits", ctypes.CFUNCTYPE(_INT32, _POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT64, _INT32, _INT32)),
+        ("has_products", _INT32),
+        ("pack_product", ctypes.CFUNCTYPE(_INT32, _POINTER, _POINTER, _INT64, _INT64, _INT32, _INT32)),
+        (
+            "product",
+            ctypes.CFUNCTYPE(
+                *(_INT32, _POINTER, _POINTER, _INT64, _POINTER, _POINTER, _INT64, _INT64, _INT64, _INT32, _INT32)
+            ),
+        ),
     ]
 
 
@@ -355,6 +365,46 @@ class Kernels:
         is_float32, threads = hidden.dtype == torch.float32, torch.get_num_threads()
         pointers = output.data_ptr(), hidden.data_ptr(), weight.data_ptr()
         _check(self._table.logits(*pointers, rows, weight.shape[0], columns, is_float32, threads))
+        return output
+
+    def fits_product(self, weight: torch.Tensor) -> bool:
+        """Whether `product` serves these weights, [outputs, depth], at least as fast as oneDNN."""
+        outputs, depth = weight.shape
+        is_whole = outputs % 32 == depth % 32 == 0 and depth <= MOST_DEPTH
+        return bool(self._table.has_products) and weight.dtype == torch.bfloat16 and weight.is_contiguous() and is_whole
+
+    def pack_product(self, weight: torch.Tensor, *, has_gate: bool) -> torch.Tensor:
+        """Weights as `product` reads them, of the same size. has_gate: the outputs are those of a gate and, behind them, of what
+        it is multiplied with."""
+        packed = torch.empty_like(weight)
+        pointers, threads = (packed.data_ptr(), weight.data_ptr()), torch.get_num_threads()
+        _check(self._table.pack_product(*pointers, *weight.shape, has_gate, threads))
+        return packed
+
+    @_recorded
+    def product(
+        self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None
+    ) -> torch.Tensor:
+        """x @ weight.T + bias, or, of weights that were packed with a gate, activation(gate) * up of it, rounded once.
+
+        x: [rows, depth], rows of any stride; packed: of [outputs, depth]; bias: [outputs]; all bfloat16.
+        """
+        rows, (outputs, depth) = x.shape[0], packed.shape
+        output = torch.empty((rows, outputs if activation is None else outputs // 2), dtype=x.dtype)
+        _check(
+            self._table.product(
+                output.data_ptr(),
+                x.data_ptr(),
+                x.stride(0),
+                packed.data_ptr(),
+                None if bias is None else bias.data_ptr(),
+                rows,
+                outputs,
+                depth,
+                -1 if activation is None else ACTIVATIONS[activation],
+                torch.get_num_threads(),
+            )
+        )
         return output
 
 

@@ -47,5 +47,9 @@ struct Build {
                int64_t key_bytes, int64_t value_bytes, int32_t threads);
   int (*logits)(float* out, const void* hidden, const void* weight, int64_t rows, int64_t vocabulary, int64_t columns,
                 int32_t is_float32, int32_t threads);
+  int32_t has_products;  // whether the following serve, in bfloat16
+  int (*pack_product)(void* packed, const void* weight, int64_t outputs, int64_t depth, int32_t has_gate, int32_t threads);
+  int (*product)(void* out, const void* x, int64_t x_row, const void* packed, const void* bias, int64_t rows, int64_t outputs,
+                 int64_t depth, int32_t activation, int32_t threads);
 };
 }

@@ -102,6 +102,7 @@ def self_test(kernels: Kernels) -> str | None:
             "rotate": _rotate_error(kernels, random),
             "store": _store_error(kernels, random),
             "logits": _logits_error(kernels, random),
+            "product": _product_error(kernels, random),
         }
         for name, error in errors.items():
             if not error <= tolerance:
@@ -165,6 +166,18 @@ def _store_error(kernels: Kernels, random: Any) -> float:
     wanted[:, slots] = rows
     kernels.store(pools[0], pools[1], slots, rows[0], rows[1])
     return float((pools - wanted).abs().max())
+
+
+def _product_error(kernels: Kernels, random: Any) -> float:
+    x, weight, bias = random(35, 64) / 8, random(96, 64), random(96)
+    if not kernels.fits_product(weight):
+        return 0.0
+    wanted = x.float() @ weight.float().T + bias.float()
+    gate, up = wanted.chunk(2, -1)
+    of_gate = kernels.product(x, kernels.pack_product(weight, has_gate=True), bias, "silu")
+    errors = [(kernels.product(x, kernels.pack_product(weight, has_gate=False), bias).float() - wanted).abs().max()]
+    errors.append((of_gate.float() - torch.nn.functional.silu(gate) * up).abs().max() / 4)
+    return float(torch.stack(errors).max())
 
 
 def _logits_error(kernels: Kernels, random: Any) -> float:

@@ -73,7 +73,7 @@ enum Activation { SILU = 0, GELU_TANH = 1 };
 INLINE Floats activated(Floats x, int kind) {
   // gelu(x) = x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3))
   const Floats inner = kind == SILU ? x : x * 1.5957691216057308f * (1.0f + 0.044715f * x * x);
-  return x / (1.0f + exp2_of(larger(inner * -LOG2_E, all(-120.0f))));
+  return x * reciprocal(1.0f + exp2_of(smaller(larger(inner * -LOG2_E, all(-120.0f)), all(120.0f))));
 }
 
 template <class T>

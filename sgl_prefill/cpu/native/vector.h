@@ -102,6 +102,16 @@ INLINE Floats exp2_of(Floats x) {
 #endif
 }
 
+// 1 / x of normal numbers, with a relative error of 1e-7.
+INLINE Floats reciprocal(Floats x) {
+#if defined(__AVX512F__)
+  const Floats rough = (Floats)_mm512_rcp14_ps((__m512)x);
+  return rough * (2.0f - x * rough);
+#else
+  return 1.0f / x;
+#endif
+}
+
 INLINE float sum_of(Floats x) {
   float total = 0;
   for (int i = 0; i < WIDTH; ++i) total += x[i];
