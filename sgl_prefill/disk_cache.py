@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 5
+FORMAT = 6
 
 
 def load(kind: str, depends_on: dict[str, Any]) -> dict[str, Any] | None:

@@ -9,9 +9,9 @@ import torch
 
 from sgl_prefill.hybrid.split import Argument, Piece, SplitBody
 
-CANDIDATES = {"cpu": (256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}
+CANDIDATES = {"cpu": (256, 512, 1024, 2048), "cuda": (1024, 2048, 4096, 8192)}
 TOLERATED_SLOWDOWN = 1.03
-ROUNDS = 2
+ROUNDS, ENOUGH_S = 5, 1.0  # rounds, fewer where they have taken so long
 
 
 def measure_chunk_tokens(split: SplitBody, device: str) -> int:
@@ -22,7 +22,10 @@ def measure_chunk_tokens(split: SplitBody, device: str) -> int:
     candidates = CANDIDATES["cpu" if device == "cpu" else "cuda"]
     piece = split.pieces[len(split.pieces) // 2]
     seconds = dict.fromkeys(candidates, float("inf"))
-    for _ in range(ROUNDS):  # in turn, so that a slow moment of the machine hits all
+    started = time.perf_counter()
+    for number in range(ROUNDS):  # in turn, so that a slow moment of the machine hits all
+        if number > 1 and time.perf_counter() - started > ENOUGH_S:
+            break
         for chunk_tokens in candidates:
             seconds[chunk_tokens] = min(
                 seconds[chunk_tokens], _seconds(piece, split, device, chunk_tokens, candidates[-1])

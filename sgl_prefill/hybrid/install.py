@@ -15,7 +15,7 @@ from sgl_prefill.cpu import fused
 from sgl_prefill.cpu.detect import has_accelerator
 from sgl_prefill.errors import UntraceableModelError
 from sgl_prefill.hybrid.body import HybridBody
-from sgl_prefill.hybrid.chunk_size import measure_chunk_tokens
+from sgl_prefill.hybrid.chunk_size import CANDIDATES, measure_chunk_tokens
 from sgl_prefill.hybrid.split import split_body
 from sgl_prefill.hybrid.trace import trace_body
 from sgl_prefill.seam import record
@@ -46,11 +46,17 @@ def after_init_attention_backends(result: None, model_runner: ModelRunner) -> No
         logger.warning("hybrid prefilling is off, the plain path serves %s: %s", name, error)
         return
     context = _ExpertContext(body)
-    with context.of(None):
-        hybrid.chunk_tokens = config.hybrid_chunk_tokens or _fitting_chunk_tokens(hybrid, model_runner)
     model_runner.sgl_prefill_hybrid = hybrid
     reads_last_rows = hybrid.serves_short and model_runner.is_generation
     _route(body, hybrid, context, reads_last_rows=reads_last_rows)
+
+
+def choose_chunk_tokens(model_runner: ModelRunner) -> None:
+    """As an earlier start has measured it, or measured now, the weights being laid out as they will be served."""
+    hybrid = hybrid_of(model_runner)
+    if hybrid is None:
+        return
+    hybrid.chunk_tokens = record.config().hybrid_chunk_tokens or _measured_chunk_tokens(hybrid, model_runner)
     logger.info(
         "hybrid prefilling: chunks of %d tokens, %d bytes a token kept between layers",
         hybrid.chunk_tokens,
@@ -58,12 +64,12 @@ def after_init_attention_backends(result: None, model_runner: ModelRunner) -> No
     )
 
 
-def _fitting_chunk_tokens(hybrid: HybridBody, model_runner: ModelRunner) -> int:
-    """As an earlier start has measured it, or measured now."""
+def _measured_chunk_tokens(hybrid: HybridBody, model_runner: ModelRunner) -> int:
     depends_on = disk_cache.circumstances(model_runner)
     if (stored := disk_cache.load("chunk size", depends_on)) is not None:
         return int(stored["chunk_tokens"])
-    chunk_tokens = measure_chunk_tokens(hybrid.split, model_runner.device)
+    with _ExpertContext(_body_of(model_runner)).of(None):
+        chunk_tokens = measure_chunk_tokens(hybrid.split, model_runner.device)
     disk_cache.store("chunk size", depends_on, {"chunk_tokens": chunk_tokens})
     return chunk_tokens
 
@@ -132,7 +138,8 @@ def _build(model_runner: ModelRunner, body: torch.nn.Module) -> HybridBody:
         traced = trace_body(body, make_batch, device)
     products = [] if kernels is None else fused.lower(traced, kernels)
     split = split_body(traced, attention_in_place=_attends_in_place(backend))
-    return HybridBody(split, chunk_tokens=0, products=products)
+    # Until `choose_chunk_tokens`, which measures with packed weights.
+    return HybridBody(split, chunk_tokens=CANDIDATES["cpu"][0], products=products)
 
 
 class _ExpertContext:

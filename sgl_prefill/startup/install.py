@@ -15,7 +15,7 @@ from sgl_prefill.core.memory_plan import MemoryPlan
 from sgl_prefill.cpu import experts, fused
 from sgl_prefill.cpu.native.library import native
 from sgl_prefill.errors import MemoryPlanError
-from sgl_prefill.hybrid.install import hybrid_of
+from sgl_prefill.hybrid.install import choose_chunk_tokens, hybrid_of
 from sgl_prefill.kv.allocator import SuffixKVAllocator
 from sgl_prefill.seam import record
 from sgl_prefill.startup import jct_profile, memory_profile, parity_gate
@@ -89,6 +89,7 @@ def _prepare(runner: ModelRunner) -> None:
         reference = parity_gate.reference(runner)
     if runner.device == "cpu":
         record.add(cpu_kernel=native().shown(), packed_weights=_pack_weights(runner))
+    choose_chunk_tokens(runner)
     plan = _agreed(_plan(runner, config), runner)
     _apply(runner, plan)
     differences = None if reference is None else parity_gate.run(runner, reference)
