@@ -300,7 +300,8 @@ def _join_gates(module: fx.GraphModule, products: dict[fx.Node, Linear]) -> None
     sources_without = {id(product.source) for node, product in products.items() if node not in gates}
     for node, gate in gates.items():
         if id(products[node].source) not in sources_without:
-            products[node].activation = module.get_submodule(str(gate.target)).activation
+            applied: Any = module.get_submodule(str(gate.target))
+            products[node].activation = applied.activation
             gate.replace_all_uses_with(node)
             module.graph.erase_node(gate)
 

@@ -437,7 +437,7 @@ def test_store_puts_rows_in_their_slots_and_touches_no_other(
     value = random_tensor(dtype, n_slots, heads * v_dim + 3, seed=3)[:, 3:]
     wanted = [pool.clone() for pool in pools]
     wanted[0][slots], wanted[1][slots] = key, value.view(-1, heads, v_dim)
-    kernels.store(*pools, slots, key, value)
+    kernels.store(pools[0], pools[1], slots, key, value)
     assert all(map(torch.equal, pools, wanted))
 
 
