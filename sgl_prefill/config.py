@@ -70,10 +70,10 @@ class PrefillConfig:
         paper="cache-miss",
     )
     sharers: Sharers = _option(
-        "ignore",
-        "ignore: a request costs what it computes itself, as in the paper; count: one that computes a prefix which others"
-        " wait for costs as much as all of them together, divided by their number",
-        choices=("ignore", "count"),
+        "count",
+        "count: a request that computes a prefix which others wait for costs as much as all of them together, divided by"
+        " their number; ignore: it costs what it computes itself, as in the paper",
+        choices=("count", "ignore"),
         paper="ignore",
     )
     max_queue_s: float | None = _option(

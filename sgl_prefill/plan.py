@@ -151,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
         "--lambda", dest="fairness_lambda", default="0,100,500,2000", help="values to compare, tokens per second"
     )
     parser.add_argument("--max-queue-s", type=float, help="bound on any wait")
-    parser.add_argument("--sharers", choices=("ignore", "count"), default="ignore", help="as the engine's flag")
+    parser.add_argument("--sharers", choices=("count", "ignore"), default="count", help="as the engine's flag")
     parser.add_argument(
         "--page-tokens", type=int, default=50, help="tokens that the replay counts as one (default: 50)"
     )

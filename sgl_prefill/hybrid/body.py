@@ -99,9 +99,7 @@ class HybridBody:
     ) -> None:
         """A piece over all rows: its results are the values that cross, and none is copied."""
         n_tokens = token_rows["input_ids"].shape[0]
-        results = self._run_chunk(piece, values, token_rows, 0, n_tokens)
-        if attention is not None and attention.writes_kv:
-            io.write_kv(attention.layer_id, 0, n_tokens, *results[-2:])
+        results = self._run_chunk(piece, attention, values, token_rows, 0, n_tokens, io)
         for buffer, result in zip(piece.outputs, results, strict=True):
             if buffer is not None:
                 values[buffer] = result
@@ -115,9 +113,7 @@ class HybridBody:
         io: LayerIO,
     ) -> None:
         for start, end in self._chunks(token_rows["input_ids"].shape[0]):
-            results = self._run_chunk(piece, buffers, token_rows, start, end)
-            if attention is not None and attention.writes_kv:
-                io.write_kv(attention.layer_id, start, end, *results[-2:])
+            results = self._run_chunk(piece, attention, buffers, token_rows, start, end, io)
             self._store(piece, results, buffers, start, end)
 
     def _only_last_rows(
@@ -140,7 +136,7 @@ class HybridBody:
         io.attend(attention.layer_id, query, output, only_last_rows=True)
         rows[attention.output] = output
         inputs = {name: value.index_select(0, last_rows) for name, value in token_rows.items()}
-        results = self._run_chunk(piece, rows, inputs, 0, len(last_rows))
+        results = self._run_chunk(piece, None, rows, inputs, 0, len(last_rows), io)
         scored = results[piece.outputs.index(self.split.result)]
         hidden = values[self.split.result]  # what it held has been read
         n_tokens = token_rows["input_ids"].shape[0]
@@ -156,11 +152,14 @@ class HybridBody:
     @staticmethod
     def _run_chunk(
         piece: Piece,
+        attention: Attention | None,
         buffers: Sequence[torch.Tensor | None],
         token_rows: dict[str, torch.Tensor],
         start: int,
         end: int,
+        io: LayerIO,
     ) -> Sequence[torch.Tensor]:
+        """The results of the rows [start, end), whose K and V, the last two, go into the pool."""
         is_whole = end - start == token_rows["input_ids"].shape[0]
 
         def value_of(argument: Argument) -> Any:
@@ -175,6 +174,8 @@ class HybridBody:
             return end - start if argument.is_chunk_length else argument.constant
 
         results: Sequence[torch.Tensor] = piece.module(*map(value_of, piece.arguments))
+        if attention is not None and attention.writes_kv:
+            io.write_kv(attention.layer_id, start, end, *results[-2:])
         return results
 
     @staticmethod

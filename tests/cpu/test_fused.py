@@ -14,7 +14,6 @@ from sglang.srt.runtime_context import get_context
 
 from sgl_prefill.cpu import fused
 from sgl_prefill.cpu.fused import Linear, lower, pack, packed_bytes, recorded_as_operations
-from sgl_prefill.cpu.native import library
 from sgl_prefill.cpu.native.calls import Kernels
 from sgl_prefill.hybrid.split import split_body
 from sgl_prefill.hybrid.trace import TracedBody, op_name
@@ -29,14 +28,6 @@ def _published() -> Iterator[None]:
     """SGLang's layers ask for its configuration when they are made."""
     with get_context().override_server_args():
         yield
-
-
-@pytest.fixture
-def kernels() -> Kernels:
-    found = library.find("auto")
-    if found.kernels is None:
-        pytest.skip(str(found.reason))
-    return found.kernels
 
 
 class Layer(torch.nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _ctypes
 import os
 import re
 import shlex
@@ -21,15 +22,6 @@ from sgl_prefill.errors import ConfigurationError
 
 def has_compiler() -> bool:
     return bool(os.environ.get("CXX")) or any(shutil.which(name) for name in build.COMPILERS)
-
-
-@pytest.fixture
-def kernels() -> Kernels:
-    """The best build; skips where there is no library."""
-    found = library.find("auto")
-    if found.kernels is None:
-        pytest.skip(str(found.reason))
-    return found.kernels
 
 
 def test_the_library_is_there_where_a_compiler_is() -> None:
@@ -74,6 +66,10 @@ def no_library(path: Path) -> None:
     path.write_text("int main() { return 0; }\n")
 
 
+def foreign_library(path: Path) -> None:
+    shutil.copy(_ctypes.__file__, path)
+
+
 def other_sources(path: Path) -> None:
     shutil.copy(build.LIBRARY, path)
 
@@ -83,6 +79,7 @@ def other_sources(path: Path) -> None:
     [
         (no_file, None, r"they were not built when the package was installed: with a C\+\+ compiler, run"),
         (no_library, None, r"kernels.so cannot be loaded \(.*\): run"),
+        (foreign_library, None, r"kernels.so is not this package's \(.*\): run"),
         (other_sources, "another", "kernels.so was built from other sources: run"),
     ],
 )

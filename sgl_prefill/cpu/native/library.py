@@ -80,8 +80,11 @@ def _load() -> ctypes.CDLL:
         library = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
         raise OSError(f"{LIBRARY.name} cannot be loaded ({error}): run `{REBUILD}`") from error
-    library.sgl_prefill_digest.restype = library.sgl_prefill_builds.restype = ctypes.c_char_p
-    library.sgl_prefill_build.restype, library.sgl_prefill_build.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
+    try:
+        library.sgl_prefill_digest.restype = library.sgl_prefill_builds.restype = ctypes.c_char_p
+        library.sgl_prefill_build.restype, library.sgl_prefill_build.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
+    except AttributeError as error:
+        raise OSError(f"{LIBRARY.name} is not this package's ({error}): run `{REBUILD}`") from error
     if library.sgl_prefill_digest().decode() != digest():
         raise OSError(f"{LIBRARY.name} was built from other sources: run `{REBUILD}`")
     return library
