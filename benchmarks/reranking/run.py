@@ -33,7 +33,8 @@ from sgl_prefill.errors import ServerStartError
 N_PASSAGES, QUICK_PASSAGES = 200, 10
 QUERIES, QUICK_QUERIES = 3, 1
 QUERY_CHARACTERS, PASSAGE_CHARACTERS = 4_000, 240
-MAX_PROBABILITY_DIFFERENCE = 0.05  # bfloat16, in steps of other sizes
+# bfloat16, in steps of other sizes: of 600 log-odds some lie 0.2 from float32's, on any path, 0.04 on average.
+MAX_PROBABILITY_DIFFERENCE = 0.1
 CONTEST = Contest((engines.stock("lpm"), engines.stock("fcfs"), engines.newer("shortest-prefill-first")))
 SERVED = Served(
     None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
@@ -18,7 +18,6 @@ from sgl_prefill.cpu.native.library import native
 from sgl_prefill.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -131,6 +130,13 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
             queries = slice(index, index + 1) if only_last_rows else request.queries
             rows = KVRows(key_pool, value_pool, runs)
             attend(query[queries], rows, into[queries], only_last_block=self.only_last_block, **options)
+
+    def pytorch_layers(self, model: torch.nn.Module, dtype: torch.dtype) -> list[int]:
+        """The layers that the native kernels, where there are any, do not compute."""
+        if self.kernels is None:
+            return []
+        layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
+        return sorted({layer.layer_id for layer in layers if not self.is_native(layer, dtype)})
 
     @staticmethod
     def is_native(layer: RadixAttention, *dtypes: torch.dtype) -> bool:

@@ -15,7 +15,7 @@ from sgl_prefill.core.memory_plan import MemoryPlan
 from sgl_prefill.cpu import experts, fused
 from sgl_prefill.cpu.native.library import native
 from sgl_prefill.errors import MemoryPlanError
-from sgl_prefill.hybrid.install import choose_chunk_tokens, hybrid_of
+from sgl_prefill.hybrid.install import choose_chunk_tokens, hybrid_of, prefill_backend
 from sgl_prefill.kv.allocator import SuffixKVAllocator
 from sgl_prefill.seam import record
 from sgl_prefill.startup import jct_profile, memory_profile, parity_gate
@@ -88,7 +88,8 @@ def _prepare(runner: ModelRunner) -> None:
     else:
         reference = parity_gate.reference(runner)
     if runner.device == "cpu":
-        record.add(cpu_kernel=native().shown(), packed_weights=_pack_weights(runner))
+        record.add(cpu_kernel={**native().shown(), "pytorch_layers": _pytorch_layers(runner)})
+        record.add(packed_weights=_pack_weights(runner))
     choose_chunk_tokens(runner)
     plan = _agreed(_plan(runner, config), runner)
     _apply(runner, plan)
@@ -98,6 +99,17 @@ def _prepare(runner: ModelRunner) -> None:
         record.add(jct_model=runner.sgl_prefill_jct._asdict())
     runner.sgl_prefill_memory_plan = plan
     record.add(memory=_shown(plan), parity_gate=differences)
+
+
+def _pytorch_layers(runner: ModelRunner) -> list[int]:
+    """Layers whose attention PyTorch computes, one request after the other, in spite of native kernels."""
+    find = getattr(prefill_backend(runner.attn_backend), "pytorch_layers", None)  # of our CPU backend
+    layers: list[int] = [] if find is None else find(runner.model, runner.dtype)
+    if layers:
+        logger.warning(
+            "PyTorch computes the attention of layers %s: their heads are not for the native kernels", layers
+        )
+    return layers
 
 
 def _pack_weights(runner: ModelRunner) -> dict[str, Any] | None:

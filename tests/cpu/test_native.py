@@ -449,7 +449,8 @@ def test_product_is_rounded_once(kernels: Kernels, outputs: int, depth: int, act
     if not kernels.fits_product(weight):
         pytest.skip("this build leaves products to oneDNN")
     packed = kernels.pack_product(weight, has_gate=activation is not None)
-    for rows, added in itertools.product([0, 1, 16, 17, 32, 61, 200], [bias, None]):
+    for rows, added, threads in itertools.product([0, 1, 16, 17, 32, 61, 200], [bias, None], [1, 2, 5]):
+        torch.set_num_threads(threads)
         around = torch.full((rows + 40, depth + 64), torch.nan, dtype=torch.bfloat16)
         x = around[:rows, 32 : depth + 32]
         x.copy_(random_tensor(torch.bfloat16, rows, depth) / depth**0.5)
@@ -462,7 +463,8 @@ def test_product_is_rounded_once(kernels: Kernels, outputs: int, depth: int, act
         product = kernels.product(x, packed, added, activation)
         error = 2**-8 * wanted.abs() + 2e-5  # of 4,096 float32 additions of products that mostly cancel out
         assert product.shape == wanted.shape
-        assert bool(((product.double() - wanted).abs() <= error).all()), f"{rows} rows"
+        assert bool(((product.double() - wanted).abs() <= error).all()), f"{rows} rows, {threads} threads"
+    torch.set_num_threads(2)
 
 
 def test_products_that_do_not_fit_are_left_to_onednn(kernels: Kernels) -> None:

@@ -110,8 +110,8 @@ def test_the_command_prints_a_row_for_each_setting(tmp_path: Path, capsys: pytes
     assert [one["name"] for one in settings] == [
         "fifo",
         "srjf, lambda 0",
-        "calibrated-srjf, lambda 0",
-        "calibrated-srjf, lambda 500",
+        "calibrated-srjf, lambda 0, sharers counted",
+        "calibrated-srjf, lambda 500, sharers counted",
     ]
     assert settings[2]["hit_rate"] == 0.5
 
