@@ -23,7 +23,7 @@ from tests.support.in_process import InProcessScheduler
 
 def order(folder: Path) -> dict[str, Any]:
     """Figure 5; a bound on waiting; a clock that jumps; a cache change that reverses the order; cancellation; deadlines."""
-    config = {"fairness_lambda": 0.0, "max_queue_s": 100.0, "jct_model": "fitted", "pack_step_tokens": 0}
+    config = {"fairness_lambda": 0.0, "max_queue_s": 100.0, "pack_step_tokens": 0, "sharers": "ignore"}
     engine = start(folder, "llama", config=config)
     return {
         "figure_5": figure_5(engine),
