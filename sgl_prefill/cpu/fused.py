@@ -144,6 +144,12 @@ def _rotary_stand_in(rotary: Any) -> Callable[..., Any]:
     return forward
 
 
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """[rows, columns] of [..., columns], the numbers of a row side by side, as the kernels read them."""
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
 class Linear(torch.nn.Module):
     """x @ weight.T + bias, or activation(gate) * up of it; packed for a native kernel or oneDNN once `pack` was called."""
 
@@ -157,9 +163,8 @@ class Linear(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed is not None and not self.packed.is_mkldnn:
             assert self._kernels is not None
-            rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1])
-            product = self._kernels.product(rows, self.packed, self._bias, self.activation)
-            return product if x.dim() == 2 else product.view(*x.shape[:-1], -1)
+            product = self._kernels.product(_rows(x), self.packed, self._bias, self.activation)
+            return product.view(*x.shape[:-1], product.shape[-1])
         if self.packed is None:
             assert self.source is not None
             result = torch.nn.functional.linear(x, self.source, self._bias)
@@ -183,8 +188,7 @@ class _RmsNorm(torch.nn.Module):
         self._kernels, self._weight, self._eps, self._offset = kernels, weight.detach(), eps, offset
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1])
-        return self._kernels.rms_norm(rows, self._weight, self._eps, None, self._offset).view(x.shape)
+        return self._kernels.rms_norm(_rows(x), self._weight, self._eps, None, self._offset).view(x.shape)
 
 
 class _AddRmsNorm(_RmsNorm):
@@ -192,8 +196,7 @@ class _AddRmsNorm(_RmsNorm):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         total = residual if self.is_in_place and residual.is_contiguous() else residual.clone()
-        rows = x if x.stride(1) == 1 else x.contiguous()
-        return self._kernels.rms_norm(rows, self._weight, self._eps, total, self._offset), total
+        return self._kernels.rms_norm(_rows(x), self._weight, self._eps, total, self._offset), total
 
 
 class _Gated(torch.nn.Module):
@@ -292,16 +295,16 @@ def lower(traced: TracedBody, kernels: Kernels) -> list[Linear]:
 
 def _join_gates(module: fx.GraphModule, products: dict[fx.Node, Linear]) -> None:
     """Let products that only a gate reads apply it, where all products with these weights can (they are packed for it)."""
-    gates: dict[fx.Node, fx.Node] = {}
-    for node in products:
-        (reader, *others) = node.users
-        if not others and reader.op == "call_module" and isinstance(module.get_submodule(str(reader.target)), _Gated):
-            gates[node] = reader
-    sources_without = {id(product.source) for node, product in products.items() if node not in gates}
-    for node, gate in gates.items():
-        if id(products[node].source) not in sources_without:
-            applied: Any = module.get_submodule(str(gate.target))
-            products[node].activation = applied.activation
+    readers = {
+        gate.args[0]: (gate, gated)
+        for gate in module.graph.find_nodes(op="call_module")
+        if isinstance(gated := module.get_submodule(str(gate.target)), _Gated) and _is_only_read_by(gate, gate.args[0])
+    }
+    sources_without = {id(product.source) for node, product in products.items() if node not in readers}
+    for node, product in products.items():
+        if id(product.source) not in sources_without:
+            gate, gated = readers[node]
+            product.activation = gated.activation
             gate.replace_all_uses_with(node)
             module.graph.erase_node(gate)
 

@@ -201,6 +201,18 @@ def test_products_apply_the_gate_that_alone_reads_them(kernels: Kernels) -> None
     torch.testing.assert_close(values(traced), expected, rtol=0, atol=1e-5)
 
 
+def test_rows_whose_numbers_are_apart_are_read_as_they_are(kernels: Kernels) -> None:
+    """A transposed matrix has rows of the right shape, and kernels read a row's numbers side by side."""
+    apart = torch.randn(64, 20).to(torch.bfloat16).T
+    assert apart.stride(1) != 1
+    norm = fused._RmsNorm(kernels, torch.ones(64, dtype=torch.bfloat16), 1e-5, 0.0)
+    assert torch.equal(norm(apart), norm(apart.contiguous()))
+    product = Linear(torch.randn(32, 64).to(torch.bfloat16), None, kernels)
+    pack([product])
+    assert torch.equal(product(apart), product(apart.contiguous()))
+    assert torch.equal(product(apart.view(4, 5, 64)), product(apart.contiguous()).view(4, 5, 32))
+
+
 def test_layers_are_as_they_were_after_recording() -> None:
     """Also where recording fails; and within it only those stand for an operation that a kernel computes just so."""
     plain, other = RMSNorm(HIDDEN), RMSNorm(HIDDEN, cast_x_before_out_mul=True)
