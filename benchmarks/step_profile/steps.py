@@ -6,6 +6,7 @@ What runs is chosen by the environment (PREFILL_CPU_KERNEL), so that run.py star
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -92,11 +93,15 @@ def measure(scheduler: InProcessScheduler, step: Step, n_steps: int) -> dict[str
     rng = random.Random(0)
     scheduler.flush()
     prefix = shapes.token_ids(rng, step.cached_tokens)
+    # Two requests that went on with the same token would find that one cached too.
+    first_tokens = itertools.count(1000)
     if prefix:
-        scheduler.ask([*prefix, *shapes.token_ids(rng, 1)], label_ids=LABEL_IDS)
+        scheduler.ask([*prefix, next(first_tokens)], label_ids=LABEL_IDS)
 
     def one() -> float:
-        prompts = [[*prefix, *shapes.token_ids(rng, step.own_tokens)] for _ in range(step.n_requests)]
+        prompts = [
+            [*prefix, next(first_tokens), *shapes.token_ids(rng, step.own_tokens - 1)] for _ in range(step.n_requests)
+        ]
         rids = [scheduler.submit(prompt, LABEL_IDS) for prompt in prompts]
         started = time.perf_counter()
         scheduler.step()
