@@ -37,8 +37,9 @@ AT_LEAST = {
     engines.ON_DEVICE: (1.0, 0.97),
 }
 AT_LEAST_OUTSIDERS = 4.0
-# Others round logits of 16 to 32 to bfloat16, by up to 2^-4: the label's, and the one that dominates the denominator.
-MAX_LOGPROB_DIFFERENCE = engines.MAX_LOGPROB_DIFFERENCE + 2 * 2**-4
+# 0.25 in steps and chunks of other sizes; and others round logits of 16 to 32 to bfloat16, by up to 2^-4: the label's, and the
+# one that dominates the denominator.
+MAX_LOGPROB_DIFFERENCE = 0.25 + 2 * 2**-4 if shapes.DTYPE == "bfloat16" else 0.01
 
 
 def rounded(engine: engines.Engine) -> engines.Engine:
