@@ -37,12 +37,12 @@ def measure(argv: list[str]) -> dict[str, Any]:
     """The memory plan as /server_info shows it. Raises SglPrefillError."""
     config, server_args = launch_server.parse([*argv, "--log-level", "warning"], listens=False)
     logging.basicConfig(level=logging.WARNING)
-    from sgl_prefill.seam import record
-    from sgl_prefill.startup import scheduler_alone
+    from sgl_prefill.core import memory_plan
+    from sgl_prefill.port import scheduler_alone
 
-    scheduler_alone.build(config, server_args)
-    memory: dict[str, Any] = record.get("memory")
-    return memory
+    state, _ = scheduler_alone.build(config, server_args)
+    assert state.memory_plan is not None
+    return memory_plan.shown(state.memory_plan)
 
 
 def print_help() -> int:

@@ -19,10 +19,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.jct import FittedJct
 
 # A machine that computes 20,000 tokens a second, for those who have not started a server yet.
 EXAMPLE_PROFILE = FittedJct(step_ms=5.0, miss_token_ms=0.05, pair_ms=5e-7, cached_token_ms=1e-4)
+# Of the engine's own options these can be given here too, with the same defaults.
+ENGINE_OPTIONS = ("sharers", "max_queue_s", "pack_step_tokens")
 
 
 class Summary(NamedTuple):
@@ -62,9 +65,11 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     from sgl_prefill.planner.simulate import Setting
 
-    settings = [Setting("fifo"), Setting("srjf", 0.0)]
-    counts_sharers = arguments.sharers == "count"
-    settings += [Setting("calibrated-srjf", value, arguments.max_queue_s, counts_sharers) for value in lambdas]
+    config = PrefillConfig.from_namespace(arguments, ENGINE_OPTIONS)
+    ours = Setting.of(config)
+    settings = [Setting(name, pack_step_tokens=config.pack_step_tokens) for name in ("fifo", "srjf")]
+    settings += [ours._replace(fairness_lambda=value) for value in lambdas]
+    settings.append(Setting.of(PrefillConfig(paper=True)))
     print(
         f"{len(arrivals)} requests; an unlimited cache would save {100 * workloads.ceiling_of_saving(arrivals):.2f} %"
     )
@@ -150,8 +155,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--lambda", dest="fairness_lambda", default="0,100,500,2000", help="values to compare, tokens per second"
     )
-    parser.add_argument("--max-queue-s", type=float, help="bound on any wait")
-    parser.add_argument("--sharers", choices=("count", "ignore"), default="count", help="as the engine's flag")
+    for name in ENGINE_OPTIONS:
+        PrefillConfig.add_cli_argument(parser, name)
     parser.add_argument(
         "--page-tokens", type=int, default=50, help="tokens that the replay counts as one (default: 50)"
     )

@@ -6,20 +6,35 @@ import logging
 import os
 import re
 import socket
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import psutil
 
-from sgl_prefill.config import PrefillConfig
+from sgl_prefill.config import STOCK, PrefillConfig
 from sgl_prefill.cpu import lm_head
-from sgl_prefill.cpu.detect import fast_dtype, has_accelerator
+from sgl_prefill.cpu.detect import fast_dtype
+from sgl_prefill.device import this_device
 from sgl_prefill.errors import ConfigurationError
-from sgl_prefill.kv import PREFIX_CACHE_NAME
 
-if TYPE_CHECKING:
-    from sglang.srt.server_args import ServerArgs
+# Under this name SGLang's registry of radix caches knows ours (`--radix-cache-backend`).
+PREFIX_CACHE_NAME = "sgl_prefill_suffix_kv"
 
 logger = logging.getLogger(__name__)
+
+
+class Feature(NamedTuple):
+    """A part of ours that can be left out."""
+
+    is_on: Callable[[PrefillConfig], bool]
+    without: str  # the flags that leave it out
+
+
+POLICY = Feature(lambda config: config.scheduling != STOCK, "--scheduling stock")
+ONE_A_STEP = Feature(
+    lambda config: config.scheduling != STOCK and config.pack_step_tokens == 0, "--pack-step-tokens auto"
+)
+EVICT = Feature(lambda config: config.suffix_kv == "evict", "--suffix-kv keep")
 
 
 class Required(NamedTuple):
@@ -29,12 +44,8 @@ class Required(NamedTuple):
     value: Any
     flag: str  # as the user would write it
     why: str
-    needed_by: str = ""  # the options of ours that need it, "a or b"; "" where every server of ours does
+    needed_by: tuple[Feature, ...] = ()  # any of these; where there is none, every server of ours does
 
-
-SRJF, EVICT = "--scheduling calibrated-srjf", "--suffix-kv evict"
-ONE_A_STEP = "--pack-step-tokens 0"
-EITHER = f"{SRJF} or {EVICT}"
 
 # On an accelerator. The memory plan has measured one row of logits; 128 of 150,000 words take 0.2 GB with their
 # log-probabilities.
@@ -42,33 +53,33 @@ DEVICE_MAX_REQUESTS = 128
 
 REQUIRED: tuple[Required, ...] = (
     Required("enable_metrics", True, "--enable-metrics", "queue_ms and actual_ms come from SGLang's request timing"),
-    Required("prefill_max_requests", 1, "--prefill-max-requests", "one request per step", ONE_A_STEP),
-    Required("chunked_prefill_size", -1, "--chunked-prefill-size", "a request runs in one forward", EITHER),
+    Required("prefill_max_requests", 1, "--prefill-max-requests", "one request per step", (ONE_A_STEP,)),
+    Required("chunked_prefill_size", -1, "--chunked-prefill-size", "a request runs in one forward", (POLICY, EVICT)),
     Required(
         "disable_overlap_schedule",
         True,
         "--disable-overlap-schedule",
         "with the overlap loop a request is picked before the last one's prefix is cached, and runs before the last one"
         " has given its scratch back",
-        EITHER,
+        (POLICY, EVICT),
     ),
     Required(
         "radix_cache_backend",
         PREFIX_CACHE_NAME,
         "--radix-cache-backend",
         "the policy hears of every change of the prefix cache, and scratch slots must not reach it",
-        EITHER,
+        (POLICY, EVICT),
     ),
-    Required("schedule_policy", "fcfs", "--schedule-policy", "our policy orders the queue", SRJF),
-    Required("enable_mixed_chunk", False, "--enable-mixed-chunk", "a request runs in one forward", EITHER),
-    Required("tp_size", 1, "--tp-size", "the ranks have no agreed clock and memory plan yet", EITHER),
-    Required("pp_size", 1, "--pp-size", "the policy and the scratch know one batch in flight", EITHER),
-    Required("dcp_size", 1, "--dcp-size", "scratch is not spread over ranks", EVICT),
-    Required("enable_hierarchical_cache", False, "--enable-hierarchical-cache", "the cache has one tier", EITHER),
-    Required("enable_streaming_session", False, "--enable-streaming-session", "a session would keep scratch", EVICT),
-    Required("enable_memory_saver", False, "--enable-memory-saver", "aliased KV buffers cannot be released", EVICT),
-    Required("enable_page_major_kv_layout", False, "--enable-page-major-kv-layout", "layers share scratch", EVICT),
-    Required("enable_unified_memory", False, "--enable-unified-memory", "layers share scratch", EVICT),
+    Required("schedule_policy", "fcfs", "--schedule-policy", "our policy orders the queue", (POLICY,)),
+    Required("enable_mixed_chunk", False, "--enable-mixed-chunk", "a request runs in one forward", (POLICY, EVICT)),
+    Required("tp_size", 1, "--tp-size", "the ranks have no agreed clock and memory plan yet", (POLICY, EVICT)),
+    Required("pp_size", 1, "--pp-size", "the policy and the scratch know one batch in flight", (POLICY, EVICT)),
+    Required("dcp_size", 1, "--dcp-size", "scratch is not spread over ranks", (EVICT,)),
+    Required("enable_hierarchical_cache", False, "--enable-hierarchical-cache", "the cache has one tier", (POLICY, EVICT)),
+    Required("enable_streaming_session", False, "--enable-streaming-session", "a session would keep scratch", (EVICT,)),
+    Required("enable_memory_saver", False, "--enable-memory-saver", "aliased KV buffers cannot be released", (EVICT,)),
+    Required("enable_page_major_kv_layout", False, "--enable-page-major-kv-layout", "layers share scratch", (EVICT,)),
+    Required("enable_unified_memory", False, "--enable-unified-memory", "layers share scratch", (EVICT,)),
     Required("speculative_algorithm", None, "--speculative-algorithm", "SGLang's prefill-only path is off with it"),
     Required("disaggregation_mode", "null", "--disaggregation-mode", "there is no decode to hand over to"),
     Required("tokenizer_worker_num", 1, "--tokenizer-worker-num", "our routes live in the one HTTP process"),
@@ -81,10 +92,11 @@ REQUIRED: tuple[Required, ...] = (
 
 def required_for(config: PrefillConfig) -> tuple[Required, ...]:
     """What this configuration needs of SGLang."""
-    chosen = {f"--scheduling {config.scheduling}", f"--suffix-kv {config.suffix_kv}"}
-    if config.scheduling == "calibrated-srjf":
-        chosen.add(f"--pack-step-tokens {config.pack_step_tokens}")
-    return tuple(need for need in REQUIRED if not need.needed_by or chosen & set(need.needed_by.split(" or ")))
+    return tuple(need for need in REQUIRED if not need.needed_by or _those_on(config, need))
+
+
+def _those_on(config: PrefillConfig, need: Required) -> list[Feature]:
+    return [feature for feature in need.needed_by if feature.is_on(config)]
 
 
 def required_flags(config: PrefillConfig) -> list[str]:
@@ -101,7 +113,7 @@ def required_flags(config: PrefillConfig) -> list[str]:
 def default_settings(config: PrefillConfig) -> dict[str, Any]:
     """What suits this machine where the user says nothing, by names of ServerArgs."""
     fraction = memory_fraction(config)
-    packs = config.scheduling == "calibrated-srjf" and config.pack_step_tokens != 0
+    packs = config.scheduling != STOCK and config.pack_step_tokens != 0
     if fraction is None:
         return {"prefill_max_requests": DEVICE_MAX_REQUESTS} if packs else {}
     # An idle scheduler that polls without rest takes a core from the tokenizer and the clients on a small machine.
@@ -130,7 +142,7 @@ def memory_fraction(config: PrefillConfig) -> float | None:
 
     SGLang's KV pool gets `fraction * free memory - weights`, so this budget covers weights and KV pool together.
     """
-    if has_accelerator():
+    if not this_device().is_host:
         if config.memory_budget_gb is not None:
             raise ConfigurationError(
                 f"--memory-budget-gb {config.memory_budget_gb} is for machines without an accelerator,"
@@ -172,14 +184,15 @@ def value_of(argv: list[str], *flags: str) -> str | None:
     return found
 
 
-def check_server_args(config: PrefillConfig, server_args: ServerArgs, *, listens: bool) -> None:
-    """Raise ConfigurationError naming every flag that contradicts the engine, and, if it listens, a taken port."""
+def check_server_args(config: PrefillConfig, server_args: Any, *, listens: bool) -> None:
+    """Raise ConfigurationError naming every flag of SGLang's ServerArgs that contradicts the engine, and, if it listens, a taken
+    port."""
     problems = [
         _contradiction(config, need, value)
         for need in required_for(config)
         if (value := getattr(server_args, need.field)) != need.value
     ]
-    if config.suffix_kv == "evict" and config.allow_generation and server_args.page_size > 1 and not has_accelerator():
+    if config.suffix_kv == "evict" and config.allow_generation and server_args.page_size > 1 and this_device().is_host:
         problems.append(
             f"--page-size {server_args.page_size} with --allow-generation needs a Triton kernel for each token:"
             " leave one of the two out on a machine without an accelerator, or start with --suffix-kv keep"
@@ -191,15 +204,12 @@ def check_server_args(config: PrefillConfig, server_args: ServerArgs, *, listens
 
 
 def _contradiction(config: PrefillConfig, need: Required, value: Any) -> str:
-    without = {
-        ONE_A_STEP: "--pack-step-tokens auto",
-        SRJF: "--scheduling stock",
-        EVICT: "--suffix-kv keep",
-        EITHER: "--scheduling stock --suffix-kv keep",
-    }
-    remedy = "leave it out" + (f", or start with {without[need.needed_by]}" if need.needed_by else "")
-    if config.paper and need.needed_by in (ONE_A_STEP, SRJF, EITHER):
-        remedy += " and without --paper"
+    those_on = _those_on(config, need)
+    remedy = "leave it out"
+    if those_on:
+        remedy += f", or start with {' '.join(feature.without for feature in those_on)}"
+        if config.paper and {POLICY, ONE_A_STEP} & set(those_on):
+            remedy += " and without --paper"
     return f"{need.flag} is {value} and must be {need.value} ({need.why}): {remedy}"
 
 

@@ -109,10 +109,9 @@ def measure(engine: InProcessScheduler, n_waiting: int, n_steps: int, prompt_tok
 
     for index in range(n_waiting):
         submit(prefixes[index % len(prefixes)])
-    policy = engine.scheduler.sgl_prefill_policy
     costs_ms = []
     engine.step()  # takes in all that waits
-    filling_ms = 1000 * policy.last_step_s
+    filling_ms = 1000 * engine.live.last_step_s
     for index in range(WARM_UP_STEPS + n_steps):
         # Now and then a user leaves, and one comes whose prefix nobody has sent yet.
         if index % PER_PREFIX == 0:
@@ -120,7 +119,7 @@ def measure(engine: InProcessScheduler, n_waiting: int, n_steps: int, prompt_tok
         submit(rng.choice(prefixes))
         engine.step()
         if index >= WARM_UP_STEPS:
-            costs_ms.append(1000 * policy.last_step_s)
+            costs_ms.append(1000 * engine.live.last_step_s)
     waiting = len(engine.scheduler.waiting_queue)
     for req in list(engine.scheduler.waiting_queue):
         engine.scheduler.waiting_queue.remove(req)

@@ -6,7 +6,13 @@ log-softmax row. Everything here works on prompts that SGLang's own routes have 
 
 from __future__ import annotations
 
+import asyncio
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import fastapi
 
 from sgl_prefill.api.tokenizer_manager import check_ids_in_vocabulary
 from sgl_prefill.core.labels import (
@@ -19,13 +25,15 @@ from sgl_prefill.core.labels import (
     restrict,
 )
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.scheduling import deadlines
+from sgl_prefill.port import deadlines
 
 if TYPE_CHECKING:
-    import fastapi
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
+
+# A label after an end of a prompt takes some 30 microseconds: this is a second of one core.
+MOST_RESOLUTIONS = 30_000
 
 
 class AllowedAnswers(NamedTuple):
@@ -74,7 +82,9 @@ class LabelScorer:
 
     def __init__(self, tokenizer_manager: PrefillTokenizerManager) -> None:
         self._manager = tokenizer_manager
-        self._tokenizer = tokenizer_manager.tokenizer
+        # A copy that one thread alone uses: the event loop goes on meanwhile, with SGLang's, which is not safe for two.
+        self._tokenizer = copy.deepcopy(tokenizer_manager.tokenizer)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="labels")
 
     async def score(
         self,
@@ -85,12 +95,12 @@ class LabelScorer:
     ) -> list[ScoredPrompt]:
         """One result a prompt, in order. `obj` names the prompts (and adapter, priority, images) and is changed.
 
-        `deadline_ms`: of each prompt, see `scheduling.deadlines`; a late one raises fastapi.HTTPException (429 or 504).
+        `deadline_ms`: of each prompt, see `port.deadlines`; a late one raises fastapi.HTTPException (429 or 504).
 
         Raises BadRequestError (400) for labels that cannot be scored; what SGLang raises for the rest passes through.
         """
         prompts = _prompts_of(obj)
-        labels = self._resolve(answers, prompts)
+        labels = await self._resolve(answers, prompts)
         ids = [[label.token_id for label in of_prompt] for of_prompt in labels]
         is_batch = isinstance(obj.text, list) or (obj.input_ids is not None and isinstance(obj.input_ids[0], list))
         parameters = deadlines.custom_params(deadline_ms)
@@ -102,8 +112,12 @@ class LabelScorer:
         outputs = outputs if isinstance(outputs, list) else [outputs]
         return [_scored(of_prompt, output) for of_prompt, output in zip(labels, outputs, strict=True)]
 
-    def _resolve(self, answers: AllowedAnswers, prompts: list[str] | list[list[int]]) -> list[list[Label]]:
-        """The labels after each prompt. Prompts of one template share their end, so each end is resolved once."""
+    async def _resolve(self, answers: AllowedAnswers, prompts: list[str] | list[list[int]]) -> list[list[Label]]:
+        """The labels after each prompt, found in another thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._resolve_all, answers, prompts)
+
+    def _resolve_all(self, answers: AllowedAnswers, prompts: list[str] | list[list[int]]) -> list[list[Label]]:
+        """Prompts of one template share their end, so each end is resolved once."""
         if answers.token_ids is not None:
             check_distinct(answers.token_ids, "allowed_token_ids")
             check_ids_in_vocabulary(answers.token_ids, self._manager.model_config.vocab_size, "allowed_token_ids")
@@ -111,10 +125,14 @@ class LabelScorer:
             return [same] * len(prompts)
         assert answers.tokens is not None
         check_distinct(answers.tokens, "allowed_tokens")
-        resolved: dict[str, list[Label]] = {}
         ends = [self._end_of(prompt) for prompt in prompts]
-        for end in dict.fromkeys(ends):
-            resolved[end] = self._resolve_after(answers.tokens, end)
+        distinct = dict.fromkeys(ends)
+        if (n := len(distinct) * len(answers.tokens)) > MOST_RESOLUTIONS:
+            raise BadRequestError(
+                f"{len(answers.tokens)} allowed_tokens after {len(distinct)} different ends of prompts are {n} labels to look"
+                f" up, and {MOST_RESOLUTIONS} are the limit: give allowed_token_ids, or fewer prompts in one request"
+            )
+        resolved = {end: self._resolve_after(answers.tokens, end) for end in distinct}
         return [resolved[end] for end in ends]
 
     def _resolve_after(self, texts: list[str], prompt_end: str) -> list[Label]:
@@ -163,5 +181,11 @@ def _prompts_of(obj: GenerateReqInput) -> list[str] | list[list[int]]:
 
 def _scored(labels: list[Label], output: dict[str, Any]) -> ScoredPrompt:
     meta_info = output["meta_info"]
+    if not meta_info.get("output_token_ids_logprobs"):
+        reason = meta_info.get("finish_reason") or {}
+        raise fastapi.HTTPException(
+            reason.get("status_code") or HTTPStatus.SERVICE_UNAVAILABLE,
+            reason.get("message") or "the request was aborted before it was computed: send it again",
+        )
     by_id = {token_id: logprob for logprob, token_id, _ in meta_info["output_token_ids_logprobs"][0]}
     return ScoredPrompt(labels, restrict([by_id[label.token_id] for label in labels]), meta_info)

@@ -11,7 +11,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_prefill.api.label_scoring import AllowedAnswers
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.scheduling import deadlines
+from sgl_prefill.port import deadlines
 
 # Fields that change what is generated, or ask for more than one answer: together with labels they contradict.
 CONTRADICTING_FIELDS = (

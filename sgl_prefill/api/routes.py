@@ -31,7 +31,7 @@ from sgl_prefill.api.protocol import (
 )
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError, SeamError
-from sgl_prefill.seam.hooks import ROUTES
+from sgl_prefill.port.hooks import ROUTES
 
 
 class PrefillRoutes:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import uuid
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,10 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.cpu.detect import has_accelerator
+from sgl_prefill.device import this_device
 from sgl_prefill.cpu.native.library import native
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.scheduling import deadlines
+from sgl_prefill.port import deadlines
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import ReqState
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 # SGLang fills these in itself; a client that sends them would switch its checks off.
 INTERNAL_SAMPLING_FIELDS = {"stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"}
+HIDDEN_RID_CHARACTERS = 32  # of a UUID in hexadecimal
 SAMPLING_OPTION_TYPES = {
     field.name: field.type
     for field in msgspec.structs.fields(SamplingParams)
@@ -53,6 +55,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     def __init__(self, server_args: ServerArgs, port_args: PortArgs, *, config: PrefillConfig) -> None:
         super().__init__(server_args, port_args)
         self.prefill_config = config
+        self._given_rids: dict[str, str] = {}  # of requests in flight, by the id that SGLang knows
 
     async def generate_request(
         self, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None = None
@@ -66,8 +69,45 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             self._check_embeddings(obj)
             self._check_sampling_params(obj)
             self._check_logprob_options(obj)
-        async for output in super().generate_request(obj, request):
-            yield output
+        hidden = self._hide_rids(obj, request)
+        try:
+            async for output in super().generate_request(obj, request):
+                for one in output if isinstance(output, list) else [output]:
+                    self._show_rid(one)
+                yield output
+        finally:
+            for rid in hidden:
+                self._given_rids.pop(rid, None)
+
+    def _hide_rids(self, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None) -> list[str]:
+        """Give the request ids of its own inside; clients' may be alike, and SGLang aborts all that begin with one.
+
+        Not for health probes, which SGLang knows by their id, nor for sessions, which name earlier requests.
+        """
+        is_probe = request is not None and request.url.path.startswith("/health")
+        if obj.rid is None or is_probe or getattr(obj, "session_params", None) is not None:
+            return []
+        given = obj.rid
+        if isinstance(given, str):
+            n_prompts = count_prompts(obj)
+            given = [given] if n_prompts in (None, 1) else [f"{given}_{index}" for index in range(n_prompts)]
+        hidden = {uuid.uuid4().hex: one for one in given}
+        self._given_rids |= hidden
+        is_single = isinstance(obj.rid, str) and len(hidden) == 1 and count_prompts(obj) is None
+        obj.rid = next(iter(hidden)) if is_single else list(hidden)
+        return list(hidden)
+
+    def _show_rid(self, output: dict[str, Any]) -> None:
+        """Of several answers to one prompt, SGLang appends to the id."""
+        meta = output.get("meta_info", {})
+        if (given := self._given_rids.get(str(meta.get("id"))[:HIDDEN_RID_CHARACTERS])) is not None:
+            meta["id"] = given + meta["id"][HIDDEN_RID_CHARACTERS:]
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        """As SGLang's; the requests with exactly this id of a client's, or with this id of our own."""
+        hidden = [inside for inside, given in self._given_rids.items() if given == rid]
+        for one in hidden or [rid]:
+            super().abort_request(one, abort_all)
 
     async def _handle_abort_finish_reason(
         self, out: dict[str, Any], state: ReqState, is_stream: bool
@@ -94,7 +134,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     @property
     def _packs_weights(self) -> bool:
         """Whether the model runs on weights that were packed at the start, in the place of SGLang's own layers."""
-        return not has_accelerator() and self.prefill_config.hybrid_prefill != "off" and native().kernels is not None
+        return this_device().is_host and self.prefill_config.hybrid_prefill != "off" and native().kernels is not None
 
     def _check_embeddings(self, obj: GenerateReqInput) -> None:
         if self._packs_weights and (obj.input_embeds is not None or obj.positional_embed_overrides is not None):
@@ -184,6 +224,19 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         super()._validate_one_request(obj, input_ids)
 
 
+def count_prompts(obj: GenerateReqInput | EmbeddingReqInput) -> int | None:
+    """None where there is one that does not stand in a list."""
+    prompts = obj.text if obj.text is not None else obj.input_ids
+    if prompts is None:
+        prompts = getattr(obj, "input_embeds", None)
+        is_batch = isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], list) and (
+            bool(prompts[0]) and isinstance(prompts[0][0], list)
+        )
+    else:
+        is_batch = isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], str | list)
+    return len(prompts) if is_batch and prompts is not None else None
+
+
 def check_lists_against_prompts(obj: GenerateReqInput) -> None:
     """Raise BadRequestError where an option that may be a list, one value a prompt, does not fit the prompts."""
     if obj.text is not None and obj.input_ids is not None:
@@ -191,10 +244,7 @@ def check_lists_against_prompts(obj: GenerateReqInput) -> None:
     prompts = obj.text if obj.text is not None else obj.input_ids if obj.input_ids is not None else obj.input_embeds
     if prompts == []:
         raise BadRequestError("the prompt is empty: the list holds no prompt")
-    first = prompts[0] if isinstance(prompts, list) and prompts else None
-    is_batch = isinstance(first, str) or (
-        isinstance(first, list) and (obj.input_embeds is None or any(isinstance(row, list) for row in first[:1]))
-    )
+    is_batch = count_prompts(obj) is not None
     for field in PER_PROMPT_FIELDS:
         value = getattr(obj, field)
         if not isinstance(value, list):

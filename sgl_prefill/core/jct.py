@@ -52,20 +52,28 @@ class FittedJct(NamedTuple):
 
     def __call__(self, n_input_tokens: int, n_cached_tokens: int) -> float:
         """A step of one request."""
-        return self.step_ms + self.request_ms + self._tokens_ms(n_input_tokens, n_cached_tokens)
+        return self.step_ms + self.request_ms + self.tokens_ms(n_input_tokens, n_cached_tokens)
 
     def of_step(self, requests: Collection[tuple[int, int]]) -> Work:
         """One forward pass over several requests, each (n_input_tokens, n_cached_tokens)."""
-        return self.of_steps(1, requests)
+        return self.work(1, len(requests), sum(self.tokens_ms(n_input, n_cached) for n_input, n_cached in requests))
 
-    def of_steps(self, n_steps: int, requests: Collection[tuple[int, int]]) -> Work:
-        """So many forward passes over all of these requests together."""
-        tokens_ms = sum(self._tokens_ms(n_input, n_cached) for n_input, n_cached in requests)
-        return Work(n_steps * self.step_ms + len(requests) * self.request_ms, tokens_ms)
+    def work(self, n_steps: int, n_requests: int, tokens_ms: float) -> Work:
+        """So many forward passes over so many requests, whose tokens add `tokens_ms`."""
+        return Work(n_steps * self.step_ms + n_requests * self.request_ms, tokens_ms)
 
-    def _tokens_ms(self, n_input_tokens: int, n_cached_tokens: int) -> float:
+    def tokens_ms(self, n_input_tokens: int, n_cached_tokens: int) -> float:
+        """What the tokens of one request add to a step."""
         n_miss, n_pairs, n_cached = _token_features(n_input_tokens, n_cached_tokens)
         return self.miss_token_ms * n_miss + self.pair_ms * n_pairs + self.cached_token_ms * n_cached
+
+    def in_units_of(self, n_tokens: int) -> FittedJct:
+        """The same model for lengths that are counted in units of so many tokens."""
+        return self._replace(
+            miss_token_ms=self.miss_token_ms * n_tokens - self.pair_ms * n_tokens * (n_tokens - 1) / 2,
+            pair_ms=self.pair_ms * n_tokens**2,
+            cached_token_ms=self.cached_token_ms * n_tokens,
+        )
 
     def full_price_tokens(self) -> int | None:
         """Computed tokens from which on one more costs its full price: a step's fixed cost is a tenth of its time there.
@@ -156,3 +164,18 @@ class Drift:
         # Scaling rows and columns alike keeps it a covariance.
         scale = np.minimum(self.DOUBT / np.sqrt(covariance.diagonal()), 1.0)
         self._covariance = covariance * np.outer(scale, scale)
+
+
+class Predictor:
+    """Milliseconds of steps before they run: a model of this machine, corrected by what steps have taken."""
+
+    def __init__(self, model: FittedJct) -> None:
+        self.model = model
+        self.drift = Drift()
+
+    def ms(self, work: Work) -> float:
+        return self.drift.ms(work)
+
+    def observe(self, work: Work, actual_ms: float) -> None:
+        """One step has taken so long."""
+        self.drift.observe(work, actual_ms)

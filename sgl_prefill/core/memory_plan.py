@@ -8,7 +8,7 @@ Activations are a fixed part (one chunk) and a part for each token of the longes
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class MemoryUse(NamedTuple):
@@ -93,3 +93,23 @@ def table(plan: MemoryPlan) -> list[tuple[str, float, float | None]]:
         (f"suffix scratch of {n} tokens", n * use.scratch_bytes_per_token / 2**20, use.scratch_bytes_per_token),
         (f"durable KV of {plan.durable_tokens} tokens", plan.durable_bytes / 2**20, use.durable_bytes_per_token),
     ]
+
+
+def shown(plan: MemoryPlan) -> dict[str, Any]:
+    """The plan for /server_info."""
+    return {
+        "max_input_tokens": plan.max_input_tokens,
+        "largest_input_tokens": plan.largest_input_tokens,
+        "durable_tokens": plan.durable_tokens,
+        "rows": [{"what": what, "mib": round(mib, 2), "bytes_per_token": each} for what, mib, each in table(plan)],
+    }
+
+
+def as_text(plan: MemoryPlan) -> str:
+    """The plan for the log."""
+    lines = [
+        f"  {what:<42} {mib:10.1f} MiB" + (f" {each:12.0f} bytes a token" if each is not None else "")
+        for what, mib, each in table(plan)
+    ]
+    first = f"longest input {plan.max_input_tokens} tokens (this memory could serve {plan.largest_input_tokens}):"
+    return "\n".join([first, *lines])

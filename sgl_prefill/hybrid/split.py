@@ -77,13 +77,13 @@ def split_body(traced: TracedBody, *, attention_in_place: bool) -> SplitBody:
     `attention_in_place`: the attention backend may write its output over the query.
     """
     cut = _Cut(traced)
-    plan = _BufferPlan(cut, attention_in_place)
-    pieces = [_build_piece(index, cut, plan) for index in range(cut.n_pieces)]
+    buffers = _BufferUse(cut, attention_in_place)
+    pieces = [_build_piece(index, cut, buffers) for index in range(cut.n_pieces)]
     attentions = [
-        Attention(cut.layer_id(node), plan.of[cut.query(node)], plan.of[node], cut.writes_kv(node))
+        Attention(cut.layer_id(node), buffers.of[cut.query(node)], buffers.of[node], cut.writes_kv(node))
         for node in cut.attentions
     ]
-    return SplitBody(pieces, attentions, plan.specs, plan.of[cut.result])
+    return SplitBody(pieces, attentions, buffers.specs, buffers.of[cut.result])
 
 
 class _Cut:
@@ -183,7 +183,7 @@ def _is_symbol(size: Any, symbols: frozenset[Any]) -> bool:
     return isinstance(size, torch.SymInt) and size.node.expr in symbols
 
 
-class _BufferPlan:
+class _BufferUse:
     """A buffer for every crossing value, reused when its value is dead (a linear scan over the steps)."""
 
     def __init__(self, cut: _Cut, attention_in_place: bool) -> None:
@@ -213,7 +213,7 @@ class _BufferPlan:
                 free += [self.of[node] for node in dead]
 
 
-def _build_piece(index: int, cut: _Cut, plan: _BufferPlan) -> Piece:
+def _build_piece(index: int, cut: _Cut, buffers: _BufferUse) -> Piece:
     body = [node for node in cut.graph.nodes if cut.piece_of.get(node) == index and node not in cut.attentions]
     inside = set(body)
     outside = dict.fromkeys(
@@ -223,7 +223,7 @@ def _build_piece(index: int, cut: _Cut, plan: _BufferPlan) -> Piece:
     copies = {source: graph.placeholder(source.name) for source in outside}
     for node in body:
         copies[node] = graph.node_copy(node, lambda source: copies[cut.resolve(source)])
-    crossing = [node for node in body if node in plan.of]
+    crossing = [node for node in body if node in buffers.of]
     for_the_pool: list[fx.Node] = []
     if index < len(cut.attentions) and cut.writes_kv(cut.attentions[index]):
         for_the_pool = list(cut.key_value(cut.attentions[index]))
@@ -232,13 +232,13 @@ def _build_piece(index: int, cut: _Cut, plan: _BufferPlan) -> Piece:
     graph.output(tuple(copies[node] for node in [*crossing, *for_the_pool]))
     return Piece(
         module=fx.GraphModule(cut.traced.module, graph, class_name=f"Piece{index}"),
-        arguments=tuple(_argument_for(source, cut, plan) for source in outside),
-        outputs=(*(plan.of[node] for node in crossing), *(None for _ in for_the_pool)),
+        arguments=tuple(_argument_for(source, cut, buffers) for source in outside),
+        outputs=(*(buffers.of[node] for node in crossing), *(None for _ in for_the_pool)),
     )
 
 
-def _argument_for(source: fx.Node, cut: _Cut, plan: _BufferPlan) -> Argument:
+def _argument_for(source: fx.Node, cut: _Cut, buffers: _BufferUse) -> Argument:
     if source.op == "placeholder":
         given = cut.traced.inputs[source]
         return Argument(None, given.token_rows, given.is_token_count, given.constant)
-    return Argument(buffer=plan.of[source])
+    return Argument(buffer=buffers.of[source])

@@ -7,8 +7,8 @@ slots, the number of tokens, or a tensor of the model. A body that reads anythin
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +20,6 @@ from sgl_prefill.errors import UntraceableModelError
 TRACE_TOKENS = 7
 
 ATTENTION_OP = "sglang.unified_attention_with_output"
-# SGLang registers every operation that must not be compiled into a piece. Of these, reductions over ranks are token-wise.
-TOKEN_WISE_SPLIT_OPS = frozenset({"sglang.inplace_all_reduce"})
-
 TOKEN_INPUTS = ("input_ids", "positions", "out_cache_loc")
 
 
@@ -43,11 +40,19 @@ class InputSource(NamedTuple):
     constant: Any = None  # a tensor of the model, or a number
 
 
-def trace_body(body: torch.nn.Module, make_batch: Callable[[torch.Tensor], Any], device: str) -> TracedBody:
-    """Record `body.forward(input_ids, positions, forward_batch)`; no kernel runs.
+def trace_body(
+    body: torch.nn.Module,
+    make_batch: Callable[[torch.Tensor], Any],
+    device: str,
+    traces: Callable[[Any], AbstractContextManager[None]],
+    sequence_mixing_ops: Collection[str],
+) -> TracedBody:
+    """Record `body.forward(input_ids, positions, forward_batch)`; no kernel runs. Raises UntraceableModelError with the reason.
 
-    `make_batch` builds a ForwardBatch of one extending request with these token ids. Raises UntraceableModelError with
-    the reason.
+    Args:
+        make_batch: makes the batch of one extending request with these token ids.
+        traces: while its context lasts, the body's attention and experts are opaque operations.
+        sequence_mixing_ops: names of operations, besides attention, in which tokens see each other.
     """
     tokens = {
         "input_ids": torch.arange(TRACE_TOKENS, dtype=torch.int64, device=device),
@@ -60,7 +65,7 @@ def trace_body(body: torch.nn.Module, make_batch: Callable[[torch.Tensor], Any],
     recorder = _Recorder()
     forward = torch.compile(types.MethodType(type(body).forward, body), backend=recorder, fullgraph=True)
     try:
-        with _sglang_traces(forward_batch):
+        with torch.no_grad(), traces(forward_batch):
             result = forward(tokens["input_ids"], tokens["positions"], forward_batch)
     except UntraceableModelError:
         raise
@@ -80,7 +85,7 @@ def trace_body(body: torch.nn.Module, make_batch: Callable[[torch.Tensor], Any],
     symbols = _token_symbols(node for node, value in placeholders if id(value) in row_names)
     batch_fields = {id(value): name for name, value in vars(forward_batch).items() if isinstance(value, torch.Tensor)}
     sources = {node: _source_of(node, value, symbols, row_names, batch_fields) for node, value in placeholders}
-    _refuse_sequence_mixing(graph)
+    _refuse_sequence_mixing(graph, sequence_mixing_ops)
     return TracedBody(recorder.module, symbols, sources)
 
 
@@ -104,27 +109,6 @@ class _Recorder:
             return (self.result,)
 
         return give_result
-
-
-@contextmanager
-def _sglang_traces(forward_batch: Any) -> Iterator[None]:
-    """SGLang's own switches for tracing: attention and experts become opaque operations, and no kernel is picked by size."""
-    from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
-        context_manager,
-        set_tc_piecewise_forward_context,
-    )
-
-    # On an error it logs a hint on CUDA graphs, which would send a reader of our own message astray.
-    context_manager.logger.disabled = True
-    try:
-        with (
-            torch.no_grad(),
-            context_manager.enable_tc_piecewise_cuda_graph(),
-            set_tc_piecewise_forward_context(forward_batch, [], None, [], []),
-        ):
-            yield
-    finally:
-        context_manager.logger.disabled = False
 
 
 def _token_symbols(token_rows: Iterable[fx.Node]) -> frozenset[Any]:
@@ -152,11 +136,7 @@ def _source_of(
     return InputSource(constant=real)
 
 
-def _refuse_sequence_mixing(graph: fx.Graph) -> None:
-    """Linear attention, Mamba, sparse attention: SGLang lists them as operations of their own."""
-    from sglang.srt.compilation.compilation_config import SPLIT_OPS
-
-    mixing = set(SPLIT_OPS) - {ATTENTION_OP} - TOKEN_WISE_SPLIT_OPS
+def _refuse_sequence_mixing(graph: fx.Graph, mixing: Collection[str]) -> None:
     n_attention = 0
     for node in graph.nodes:
         name = op_name(node)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.support import quiet_imports  # noqa: F401  (before all else that imports SGLang)
+
 import pytest
 
 from sgl_prefill.cpu.native import library

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from sgl_prefill import plan
+from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.jct import FittedJct, cache_miss_tokens
 from sgl_prefill.planner import workloads
 from sgl_prefill.planner.simulate import Setting, replay
 from sgl_prefill.planner.workloads import Arrival
+from tests.support import toy_policy
 
 TOKEN_A_MS = FittedJct(step_ms=0.0, miss_token_ms=1.0, pair_ms=0.0, cached_token_ms=0.0)
 PAGE = 10
@@ -69,6 +71,33 @@ def test_a_strong_lambda_costs_no_hits_where_sharers_count_together() -> None:
     assert saved(counts_sharers=False) < 0.6
 
 
+def test_a_step_of_several_requests_is_paid_for_once() -> None:
+    """100 ms a step and 1 ms a token: four hits of 20 tokens behind one prefix take 180 ms together, and 120 ms each alone."""
+    machine = FittedJct(step_ms=100.0, miss_token_ms=1.0, pair_ms=0.0, cached_token_ms=0.0)
+    arrivals = [Arrival(0.0, "p", 80, 20), *(Arrival(1.0, "p", 80, 20) for _ in range(4))]
+
+    def last(pack_step_tokens: int | None) -> float:
+        setting = Setting("calibrated-srjf", pack_step_tokens=pack_step_tokens)
+        return max(one.finish_s for one in replay(arrivals, setting, machine, 1000, page_tokens=PAGE))
+
+    assert last(0) == pytest.approx(1.0 + 4 * 0.12)
+    assert last(60) == pytest.approx(1.0 + 0.16 + 0.12)
+    assert last(None) == pytest.approx(1.0 + 0.18)
+
+
+def test_the_default_and_the_paper_are_the_engines_own() -> None:
+    """One place says what they are."""
+    assert Setting.of(PrefillConfig()) == Setting("calibrated-srjf", 500.0, None, True, None, "fitted")
+    assert Setting.of(PrefillConfig(paper=True)) == Setting("calibrated-srjf", 500.0, None, False, 0, "cache-miss")
+
+
+def test_the_policy_of_ten_lines_that_the_page_shows_is_replayed() -> None:
+    """Newest first: of three that wait, the last one runs next."""
+    arrivals = [Arrival(0.0, "a", 0, 100), *(Arrival(0.01 * n, f"q{n}", 0, 10 * n) for n in (1, 2, 3))]
+    served = list(replay(arrivals, Setting(toy_policy.register()), TOKEN_A_MS, 1000, page_tokens=PAGE))
+    assert [one.n_tokens for one in served] == [100, 30, 20, 10]
+
+
 def test_a_bound_on_waiting_holds() -> None:
     """One long request under a stream of short ones that alone fill the machine."""
     arrivals = [Arrival(0.0, "long", 0, 5000), *(Arrival(0.009 * n, f"s{n}", 0, 10) for n in range(2000))]
@@ -105,13 +134,14 @@ def test_the_command_prints_a_row_for_each_setting(tmp_path: Path, capsys: pytes
     options = ["--durable-tokens", "160", "--page-tokens", "10", "--lambda", "0,500", "--json", str(numbers)]
     assert plan.main(["--trace", str(trace), *options]) == 0
     rows = capsys.readouterr().out.splitlines()
-    assert [row.split("  ")[0].strip() or row.strip().split("  ")[0] for row in rows[2:]][-1].startswith("calibrated")
+    assert rows[-1].strip().startswith("calibrated")
     settings = json.loads(numbers.read_text())["settings"]
     assert [one["name"] for one in settings] == [
-        "fifo",
-        "srjf, lambda 0",
-        "calibrated-srjf, lambda 0, sharers counted",
-        "calibrated-srjf, lambda 500, sharers counted",
+        "fifo, packed",
+        "srjf, lambda 0, packed",
+        "calibrated-srjf, lambda 0, sharers counted, packed",
+        "calibrated-srjf, lambda 500, sharers counted, packed",
+        "calibrated-srjf, lambda 500, cache-miss tokens",
     ]
     assert settings[2]["hit_rate"] == 0.5
 

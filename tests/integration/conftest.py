@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.support import quiet_imports  # noqa: F401  (before all else that imports SGLang)
+
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from sgl_prefill import tensor_memory
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import SglPrefillError
-from sgl_prefill.seam import record
-from sgl_prefill.startup import install as startup
+from sgl_prefill.port.loaded_model import SglangModel
 from sgl_prefill.startup import memory_profile, parity_gate
 from tests.support import tiny_models
 from tests.support.in_process import Answer, InProcessScheduler
@@ -65,10 +65,8 @@ def families(folder: Path) -> dict[str, Any]:
 @contextmanager
 def unpacked() -> Iterator[None]:
     """A start within it leaves the model's weights as they are, so that SGLang's own layers can be asked too."""
-    pack = startup._pack_weights
-    startup._pack_weights = lambda runner: None
-    yield
-    startup._pack_weights = pack
+    with mock.patch.object(SglangModel, "pack_weights", return_value=(None, None)):
+        yield
 
 
 @contextmanager
@@ -97,7 +95,7 @@ def one_family(folder: Path, family: str) -> dict[str, Any]:
     with sglangs_own_layers(engine):
         expected = [fresh(engine, text, 2000) for text in (long, sharer, as_wide_as_a_weight)]
     assert not runs, "the reference must not be hybrid"
-    startup._pack_weights(engine.scheduler.tp_worker.model_runner)
+    engine.model.pack_weights()
     result: dict[str, Any] = {"spread": max(expected[0].label_logprobs) - min(expected[0].label_logprobs)}
     for name, chunk, durable in (("hybrid", CHUNK, 2000), ("evict", PLAIN, DURABLE), ("both", CHUNK, DURABLE)):
         with chunks_of(engine, chunk):
@@ -191,7 +189,7 @@ def faults(folder: Path) -> dict[str, Any]:
     result["limit"] = engine.scheduler.max_req_input_len
     result["exact"] = engine.ask(prompt(rng, 900)).finish_reason
     result["one_over"] = engine.ask(prompt(rng, 901)).finish_reason
-    result["memory"] = record.get("memory")
+    result["memory"] = engine.state.record()["memory"]
 
     run = engine.hybrid.run
 
@@ -211,9 +209,8 @@ def faults(folder: Path) -> dict[str, Any]:
     result["decodes_and_does_not"] = engine.ask(prompt(rng, 500), max_new_tokens=5).finish_reason
     result["one_token_beyond_durable"] = engine.ask(prompt(rng, 500), max_new_tokens=1).finish_reason
 
-    runner = engine.scheduler.tp_worker.model_runner
     engine.flush()
-    gate = functools.partial(parity_gate.run, runner, parity_gate.answer(runner))
+    gate = functools.partial(parity_gate.run, engine.model, parity_gate.answer(engine.model))
     result["gate"] = gate()
     replace_run(engine, lambda *a: run(*a) * 1.5)
     result["gate_with_wrong_hybrid"] = raised(gate)
@@ -230,6 +227,10 @@ def faults(folder: Path) -> dict[str, Any]:
     result["kept_slots_free"] = keeping.allocator.available_size()
     automatic = start(folder, "mixtral", config={"hybrid_chunk_tokens": None})
     result["chunk_tokens_of_experts"] = automatic.hybrid.chunk_tokens
+    plain = start(folder, "gpt2", config={"hybrid_prefill": "auto", "hybrid_chunk_tokens": None})
+    result["plain_family"] = plain.ask(prompt(rng, 300)).finish_reason
+    result["plain_family_is_hybrid"] = plain.state.hybrid is not None
+    result["plain_family_on"] = raised(lambda: start(folder, "gpt2"))
     result["too_long"] = raised(lambda: start(folder, "llama", config={"max_input_length": 4096}))
     small = {"memory_budget_gb": 0.004, "max_input_length": 4000}
     result["does_not_fit"] = raised(lambda: start(folder, "llama", config=small))
@@ -289,17 +290,16 @@ def profile(folder: Path) -> dict[str, Any]:
     model = tiny_models.write(folder / "wide", "llama", **wide, num_hidden_layers=6, max_position_embeddings=40000)
     config = PrefillConfig(hybrid_prefill="on", hybrid_chunk_tokens=256, memory_budget_gb=2, max_input_length=24000)
     engine = InProcessScheduler(config, model, dtype="bfloat16", max_total_tokens=100)
-    runner = engine.scheduler.tp_worker.model_runner
     engine.allocator.resize_durable(0)
-    whole = tensor_memory.peak_bytes(lambda: memory_profile._run(runner, 12001))
-    with memory_profile._memory_decides_only(runner):
-        short = memory_profile._tensor_bytes(runner, 12001)
-    rows = {row["what"].split(" of ")[0]: row for row in record.get("memory")["rows"]}
+    whole = tensor_memory.peak_bytes(lambda: memory_profile._run(engine.model, 12001))
+    with memory_profile._memory_decides_only(engine.model):
+        short = memory_profile._tensor_bytes(engine.model, 12001)
+    rows = {row["what"].split(" of ")[0]: row for row in engine.state.record()["memory"]["rows"]}
     planned_mib = rows["activations, fixed"]["mib"] + rows["activations"]["bytes_per_token"] * 12001 / 2**20
     return {
         "whole": whole,
         "decides": short,
-        "resident": memory_profile._peak_bytes(runner, 12001),
+        "resident": memory_profile._peak_bytes(engine.model, 12001),
         "planned": planned_mib * 2**20,
         "measured_bytes_per_token": rows["activations"]["bytes_per_token"],
         "retained_bytes_per_token": engine.hybrid.retained_bytes_per_token,

@@ -27,6 +27,49 @@ def tiny_model(tmp_path: Path, demo_folder: Path) -> Path:
     return folder
 
 
+def test_with_two_keys_the_server_starts_and_its_end_by_force_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    """The warm-up had called an administrator's route with the user's key; and `kill -9` of the launcher had left 3 GB."""
+    keys = ["--api-key", "user", "--admin-api-key", "admin"]
+    flags = ["--model-path", str(tiny_model), "--load-format", "dummy", "--memory-budget-gb", "1", *keys]
+    with running("sgl_prefill.launch_server", tmp_path / "log.txt", *flags) as server:
+        body = {"model": "tiny", "prompt": "a b c", "allowed_token_ids": [5, 6]}
+        assert server.post("/v1/completions", body).status_code == 401
+        answered = server.post("/v1/completions", body, headers={"Authorization": "Bearer user"})
+        assert answered.status_code == 200, answered.text
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        assert len(children) >= 3, "prefork, scheduler and detokenizer"
+        server.process.kill()
+        _, alive = psutil.wait_procs(children, timeout=10)
+        assert alive == []
+
+
+def test_a_scheduler_that_cannot_start_ends_with_one_message_last(tiny_model: Path, tmp_path: Path) -> None:
+    """An input that does not fit the memory is found after the model is loaded; no traceback, and no process left."""
+    flags = ["--memory-budget-gb", "0.3", "--max-input-length", "8000", "--hybrid-prefill", "off", "--suffix-kv", "keep"]
+    done = start_in_vain(tiny_model, *flags)
+    assert done.returncode == 2
+    *_, first, last = done.stderr.strip().splitlines()
+    assert first == "sgl_prefill: cannot start"
+    assert "the longest input that fits has" in last
+    assert "Traceback" not in done.stderr
+
+
+def test_weights_that_are_not_there_end_the_start_with_a_status(tiny_model: Path) -> None:
+    """An error of SGLang's own, with its traceback; the launcher had ended by SIGKILL."""
+    done = start_in_vain(tiny_model, "--load-format", "auto", "--memory-budget-gb", "1")
+    assert done.returncode in (1, 2)
+    assert "for the reason above" in done.stderr.strip().splitlines()[-1]
+
+
+def start_in_vain(model: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sgl_prefill.launch_server", "--model-path", str(model), "--port", "29878"]
+    done = subprocess.run(
+        [*command, "--load-format", "dummy", *flags], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(model) in (p.info["cmdline"] or [])]
+    return done
+
+
 def test_a_dead_scheduler_takes_the_launcher_down_with_a_failure(tiny_model: Path, tmp_path: Path) -> None:
     """Clients see closed connections, the supervisor a non-zero exit, and nothing is left running."""
     flags = ["--model-path", str(tiny_model), "--load-format", "dummy", "--memory-budget-gb", "1", "--allow-generation"]

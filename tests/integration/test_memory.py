@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sgl_prefill.hybrid.chunk_size import CANDIDATES
+from sgl_prefill.device import Host
 from tests.integration.children import run_child
 from tests.support.tiny_models import FAMILIES
 
@@ -73,7 +73,7 @@ def test_an_input_of_the_limit_is_served_and_one_more_is_refused(faults: dict[st
 
 def test_a_model_with_experts_gets_a_chunk_size_too(faults: dict[str, Any]) -> None:
     """Measuring one runs a piece outside a forward pass; the operation for experts once found no layer there."""
-    assert faults["chunk_tokens_of_experts"] in CANDIDATES["cpu"]
+    assert faults["chunk_tokens_of_experts"] in Host.chunk_candidates
 
 
 def test_where_all_kv_is_kept_sglangs_own_allocator_follows_the_plan(faults: dict[str, Any]) -> None:
@@ -138,3 +138,10 @@ def test_the_short_memory_pass_takes_the_memory_of_a_whole_one(folder: Path) -> 
     assert result["whole"] == pytest.approx(result["decides"], rel=0.02)
     assert result["measured_bytes_per_token"] == pytest.approx(result["retained_bytes_per_token"] + 28, rel=0.1)
     assert 0.3 < result["resident"] / result["planned"] < 1.2
+
+
+def test_a_model_whose_body_has_another_name_is_served_on_the_plain_path(faults: dict[str, Any]) -> None:
+    """GPT-2's is `transformer`: the start had ended with an AttributeError of SGLang's."""
+    assert faults["plain_family"]["type"] == "length"
+    assert not faults["plain_family_is_hybrid"]
+    assert "GPT2LMHeadModel cannot be prefilled in a hybrid way: it has no `model`" in faults["plain_family_on"]

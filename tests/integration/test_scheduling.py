@@ -43,6 +43,11 @@ def test_a_cancelled_request_gives_its_place_up_at_once(order: dict[str, Any]) -
     assert order["cancelled"] == {"other_ran_first": True, "cached_of_it": 0}
 
 
+def test_the_policy_of_ten_lines_that_the_page_shows_serves(order: dict[str, Any]) -> None:
+    """Newest first."""
+    assert order["newest_first"] == "CBA"
+
+
 def test_deadlines_are_refused_on_arrival_met_or_passed_in_the_queue(order: dict[str, Any]) -> None:
     """Behind 20 times 1,000 tokens, with the time of 10 of them; nothing is left of the refused ones."""
     deadlines = order["deadlines"]

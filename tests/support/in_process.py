@@ -18,11 +18,11 @@ import prometheus_client
 import torch
 
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.engine import sglang_defaults
 from sgl_prefill.hybrid.body import HybridBody
-from sgl_prefill.hybrid.install import hybrid_of
-from sgl_prefill.scheduling import deadlines, reply_facts
-from sgl_prefill.startup import scheduler_alone
+from sgl_prefill.port import deadlines, reply_facts, scheduler_alone
+from sgl_prefill.port.engine import sglang_defaults
+from sgl_prefill.port.loaded_model import SglangModel
+from sgl_prefill.scheduling.live import LiveScheduling
 
 
 class Answer(NamedTuple):
@@ -53,7 +53,7 @@ class InProcessScheduler:
             "random_seed": 1,
             **server_options,
         }
-        self.scheduler = scheduler_alone.build(config, ServerArgs(**options))
+        self.state, self.scheduler = scheduler_alone.build(config, ServerArgs(**options))
         self._numbers = itertools.count()
         self._outputs: dict[str, Any] = {}
         self.answered: list[str] = []  # in the order in which they finished; `flush` forgets them
@@ -164,9 +164,18 @@ class InProcessScheduler:
 
     @property
     def hybrid(self) -> HybridBody:
-        body = hybrid_of(self.scheduler.tp_worker.model_runner)
-        assert body is not None
-        return body
+        assert self.state.hybrid is not None
+        return self.state.hybrid
+
+    @property
+    def live(self) -> LiveScheduling:
+        assert self.state.scheduling is not None
+        return self.state.scheduling.live
+
+    @property
+    def model(self) -> SglangModel:
+        """As the start sees it."""
+        return SglangModel(self.state, self.scheduler.tp_worker.model_runner)
 
     @property
     def allocator(self) -> Any:

@@ -67,6 +67,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [],
     },
 }
+# Served on SGLang's own path: the body is not `model.model`.
+PLAIN_FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": 64,
+        "n_head": 4,
+        "n_layer": 4,
+        "n_positions": 4096,
+        "tie_word_embeddings": True,
+    },
+}
 
 
 def write(folder: Path, family: str, **changes: Any) -> Path:
@@ -77,7 +89,7 @@ def write(folder: Path, family: str, **changes: Any) -> Path:
         return folder
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        settings = {**_COMMON, **FAMILIES[family], **changes}
+        settings = {**_COMMON, **{**FAMILIES, **PLAIN_FAMILIES}[family], **changes}
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             AutoConfig.for_model(**settings), dtype=torch.float32

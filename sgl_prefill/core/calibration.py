@@ -1,0 +1,92 @@
+"""Continuous calibration: what the prefix cache holds of each waiting job, kept up to date (PrefillOnly, section 6.3).
+
+The paper matches every waiting request anew in each step. Here each is matched once, when it arrives, and then only where the
+tree changes below its match (`match_index`); the order that follows is the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_prefill.core.job import Job
+from sgl_prefill.core.kv_advisor import KVAdvisor
+from sgl_prefill.core.match_index import MatchIndex
+from sgl_prefill.core.policy import Policy
+from sgl_prefill.core.prefix_tree import Match, PrefixTree
+
+
+class Calibration:
+    """Stands between a prefix cache, whose listener it is, and a policy, which it tells of every job that has changed."""
+
+    def __init__(self, tree: PrefixTree, policy: Policy) -> None:
+        self.policy = policy
+        self._tree = tree
+        self._index = MatchIndex()
+        self.advisor = KVAdvisor(tree, self._index)
+
+    def add(self, job: Job) -> None:
+        """A job begins to wait."""
+        self._file(job, self._tree.match(job))
+        self.policy.add(job)
+        self._count_sharers()
+
+    def remove(self, job: Job) -> None:
+        """A job runs, or has left."""
+        self._index.remove(job)
+        self.policy.remove(job)
+        self._count_sharers()
+
+    def child_added(self, child: Any) -> None:
+        """The tree has a new node: those that waited for its first page are matched on from its parent."""
+        parent = self._tree.parent(child)
+        concerned = self._index.child_added(parent, self._tree.key(child))
+        if not concerned:
+            return
+        start = (parent, self._tree.end_tokens(parent))
+        for job in concerned:
+            self._file(job, self._tree.match(job, start))
+            self.policy.recalibrated(job)
+        self.policy.prefix_computed(concerned)
+        self._count_sharers()
+
+    def split(self, upper: Any, lower: Any) -> None:
+        """A node was split in two: nobody's match is longer or shorter than before."""
+        self._index.split(lower, upper, self._tree.end_tokens(upper))
+
+    def leaf_removed(self, leaf: Any) -> None:
+        """A leaf was evicted: what matched it now matches its parent alone."""
+        concerned = self._index.at_node(leaf)
+        if not concerned:
+            return
+        parent = self._tree.parent(leaf)
+        match = Match(parent, self._tree.end_tokens(parent), self._tree.key(leaf), is_inside=False)
+        for job in concerned:
+            self._file(job, match)
+            self.policy.recalibrated(job)
+        self._count_sharers()
+
+    def cleared(self) -> None:
+        """The cache was emptied: all jobs are matched anew."""
+        for job in list(self._index):
+            self._file(job, self._tree.match(job))
+            self.policy.recalibrated(job)
+        self._count_sharers()
+
+    def _file(self, job: Job, match: Match) -> None:
+        self._index.place(job, match)
+        job.n_cached_tokens = min(match.n_tokens, job.most_cached_tokens)
+        job.n_sharers = job.n_shared_tokens = 0
+        if job.is_follower:
+            leader = next(iter(self._index.group_of(job)))
+            if leader.n_shared_tokens == 0:  # what two of them share stands for all
+                leader.n_shared_tokens = self._tree.count_shared_tokens(leader, job)
+            job.n_shared_tokens = min(leader.n_shared_tokens, job.most_cached_tokens)
+
+    def _count_sharers(self) -> None:
+        """The leader of each group speaks for all: what it would compute, the others will find."""
+        for leader, n_members in self._index.take_changed_groups():
+            n_sharers = n_members - 1
+            if leader.is_follower or leader.n_sharers != n_sharers:
+                leader.is_follower, leader.n_sharers = False, n_sharers
+                leader.n_shared_tokens = leader.n_shared_tokens if n_sharers else 0
+                self.policy.recalibrated(leader)
