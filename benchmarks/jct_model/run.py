@@ -3,7 +3,7 @@
     python benchmarks/jct_model/run.py [--quick] [--json PATH]
 
 Each model is served by a real server that fits its JCT model at start; then it is asked prompts of random lengths of
-which a random part is cached. See the README beside this file.
+which a random part is cached, one by one, and several short ones at once, which share steps. See the README beside this file.
 """
 
 from __future__ import annotations
@@ -29,14 +29,19 @@ LONGEST = 8_000
 SHORTEST = 32
 N_POINTS, N_QUICK = 80, 8
 COLD_SHARE = 1 / 3
+# Requests at once behind one cached prefix, for the prediction of packed steps.
+N_BURSTS, N_QUICK_BURSTS = 60, 4
+BURST_REQUESTS, BURST_OWN_TOKENS, BURST_CACHED_TOKENS = (2, 32), (4, 120), (50, 3000)
 OPTIONS = ("--jct-model", "fitted", "--max-input-length", str(LONGEST), "--sleep-on-idle")
 
 
 def main() -> int:
     arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
-    n_points = N_QUICK if arguments.quick else N_POINTS
+    n_points, n_bursts = (N_QUICK, N_QUICK_BURSTS) if arguments.quick else (N_POINTS, N_BURSTS)
     conditions = {**report.conditions(), "points": n_points, "longest_tokens": LONGEST, "commands": {}}
+    conditions["bursts"] = n_bursts
     rows: list[dict[str, Any]] = []
+    packed: list[dict[str, Any]] = []
     fitted = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -50,10 +55,13 @@ def main() -> int:
                 assert server.record is not None
                 fitted[model] = server.record["jct_model"]
                 rows += measure(server, model, n_points)
+                packed += measure_packed(server, model, n_bursts)
                 conditions["commands"][model] = server.command
     figures = {model: figures_of([row for row in rows if row["model"] == model]) for model in fitted}
+    for model, of_model in figures.items():
+        of_model["packed"] = figures_of_packed([row for row in packed if row["model"] == model])
     report.finish(
-        {"conditions": conditions, "fitted": fitted, "figures": figures, "rows": rows},
+        {"conditions": conditions, "fitted": fitted, "figures": figures, "rows": rows, "packed_rows": packed},
         targets_of(figures),
         arguments.json,
     )
@@ -89,6 +97,36 @@ def measure(server: engines.Running, model: str, n_points: int) -> list[dict[str
     return rows
 
 
+def measure_packed(server: engines.Running, model: str, n_bursts: int) -> list[dict[str, Any]]:
+    """Bursts of hits of one prefix: a row for each step that several of them shared."""
+    rng = random.Random(2)
+    rows = []
+    for number in range(n_bursts):
+        prefix = shapes.token_ids(rng, rng.randint(*BURST_CACHED_TOKENS))
+        ask(server, [*prefix, 1])
+        # No two go on with the same token, else one would wait for the other.
+        prompts = [
+            [*prefix, 1000 + index, *shapes.token_ids(rng, rng.randint(*BURST_OWN_TOKENS))]
+            for index in range(rng.randint(*BURST_REQUESTS))
+        ]
+        body = {"input_ids": prompts, "allowed_token_ids": [100, 200]}
+        reply = requests.post(f"{server.url}/generate", json=body, timeout=600)
+        if reply.status_code != 200:
+            raise report.InvalidRunError(f"a request failed with {reply.status_code}: {reply.text[:300]}")
+        steps: dict[float, list[dict[str, Any]]] = {}
+        for output in reply.json():
+            steps.setdefault(output["meta_info"]["forward_entry_time"], []).append(output["meta_info"]["label_scores"])
+        for step in steps.values():
+            if len(step) == 1:
+                continue
+            row = {name: step[0][name] for name in ("predicted_jct_ms", "actual_ms")}
+            n_computed = sum(one["prompt_tokens"] - one["cached_tokens"] for one in step)
+            shape = {"requests": len(step), "computed_tokens": n_computed, "cached_tokens": step[0]["cached_tokens"]}
+            rows.append({"model": model, **shape, **row})
+        print(f"{(number + 1) / n_bursts:4.0%}  {rows[-1] if rows else None}", file=sys.stderr)
+    return rows
+
+
 def ask(server: engines.Running, prompt: list[int]) -> dict[str, Any]:
     body = {"input_ids": prompt, "allowed_token_ids": [100, 200]}
     reply = requests.post(f"{server.url}/generate", json=body, timeout=600)
@@ -117,6 +155,12 @@ def figures_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def figures_of_packed(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of steps that several requests shared."""
+    errors = [abs(row["predicted_jct_ms"] / row["actual_ms"] - 1) for row in rows]
+    return {"steps": len(rows), "median_error": statistics.median(errors)}
+
+
 def wrong_pairs(predicted: list[float], actual: list[float]) -> float:
     """Share of all pairs of requests that the prediction puts in the wrong order: what SRJF suffers from."""
     pairs = [(i, j) for i in range(len(actual)) for j in range(i)]
@@ -130,6 +174,7 @@ def targets_of(figures: dict[str, Any]) -> list[report.Target]:
         targets += [
             report.Target.at_least(f"{model}: Pearson r, fitted", of_model["fitted"]["pearson_r"], 0.98),
             report.Target.at_most(f"{model}: median error, fitted", of_model["fitted"]["median_error"], 0.10),
+            report.Target.at_most(f"{model}: median error of packed steps", of_model["packed"]["median_error"], 0.10),
         ]
     return targets
 

@@ -137,6 +137,8 @@ def install(app: FastAPI, config: PrefillConfig) -> None:
     app.post("/v1/chat/completions", dependencies=only_json)(ours.chat_completions)
     app.api_route("/generate", methods=["POST", "PUT"])(ours.generate)
     app.api_route("/v1/rerank", methods=["POST", "PUT"], dependencies=only_json)(ours.rerank)
+    # First, since each request is compared with one route after the other, and once more for the metrics.
+    app.router.routes.sort(key=lambda route: getattr(getattr(route, "endpoint", None), "__self__", None) is not ours)
     app.add_exception_handler(BadRequestError, _answer_bad_request)
     app.add_middleware(HttpShield, max_body_bytes=config.max_body_bytes)
     for route in ROUTES:
