@@ -162,7 +162,7 @@ class PrefillConfig:
             object.__setattr__(self, field.name, value)  # this class is frozen for others
 
     def _contradictions(self, given: Collection[str]) -> list[str]:
-        """What cannot be meant together."""
+        """Lists what cannot be meant together."""
         if self.paper:
             return [
                 f"{_flag(field)} is {_shown(field, getattr(self, field.name))}, and --paper means"
@@ -208,7 +208,7 @@ class PrefillConfig:
 
     @classmethod
     def from_namespace(cls, namespace: argparse.Namespace, names: Collection[str] | None = None) -> PrefillConfig:
-        """From the flags that were given; names: of these fields alone."""
+        """Makes a configuration from the flags that were given; names: of these fields alone."""
         given = vars(namespace)
         fields = [field.name for field in dataclasses.fields(cls) if names is None or field.name in names]
         return cls(**{name: given[name] for name in fields if name in given})
@@ -229,7 +229,7 @@ def _one_of(choices: Sequence[str]) -> str:
 
 
 def _shown(field: dataclasses.Field[Any], value: Any) -> str:
-    """A value as a user would write it."""
+    """Writes a value as a user would."""
     if value is None:
         return str(field.metadata["none"])
     return f"{value:g}" if isinstance(value, float) else str(value)

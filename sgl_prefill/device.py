@@ -43,11 +43,11 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def model(self) -> str:
-        """Of the processor or the card: what was measured on another is not to be used here."""
+        """Names the processor or the card: what was measured on another is not to be used here."""
 
     @abc.abstractmethod
     def granularity_bytes(self) -> int:
-        """What sizes of aliased memory must be multiples of."""
+        """Returns what sizes of aliased memory must be multiples of."""
 
     @abc.abstractmethod
     def aliased_memory(self, n_buffers: int, own_bytes: int, shared_bytes: int) -> AliasedMemory:
@@ -63,10 +63,10 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def peak_bytes(self, run: Callable[[], None]) -> int:
-        """Peak memory of `run` above what is there before it. It may be run more than once."""
+        """Measures the peak memory of `run` above what is there before it. It may be run more than once."""
 
     def time_ms(self, run: Callable[[], Any]) -> float:
-        """Milliseconds that `run` takes, and all that it starts."""
+        """Measures the milliseconds that `run` takes, and all that it starts."""
         self.synchronize()
         started = time.perf_counter()
         run()
@@ -95,7 +95,7 @@ class Host(Device):
         return AliasedHostMemory(n_buffers, own_bytes, shared_bytes)
 
     def synchronize(self) -> None:
-        """There is nothing to wait for."""
+        """Returns at once: there is nothing to wait for."""
 
     def release_unused(self) -> None:
         ctypes.CDLL(None).malloc_trim(0)
@@ -160,7 +160,7 @@ def device_of(name: str) -> Device:
 
 
 def this_device() -> Device:
-    """Of this machine, as far as one can tell without SGLang."""
+    """Makes the one of this machine, as far as one can tell without SGLang."""
     return Accelerator("cuda") if has_accelerator() else Host("cpu")
 
 

@@ -22,7 +22,7 @@ RECORD_KEY = "sgl_prefill"
 
 @dataclasses.dataclass
 class EngineState:
-    """Of one process. What the start finds out is None until it has; in the HTTP and detokenizer processes most remains so."""
+    """What one process knows. What the start finds out is None until it has; in the HTTP and detokenizer processes most remains so."""
 
     config: PrefillConfig
     hooks: list[str] = dataclasses.field(default_factory=list)  # targets that were verified to be in place
@@ -39,7 +39,7 @@ class EngineState:
     scheduling: SchedulerPort | None = None  # None under SGLang's own scheduler
 
     def record(self) -> dict[str, Any]:
-        """The activation record, as /server_info shows it: which version with which options and hooks runs here, and what
+        """Makes the activation record, as /server_info shows it: which version with which options and hooks runs here, and what
         its start has found out."""
         found = {
             "memory_beyond_weights_bytes": self.memory_beyond_weights_bytes,

@@ -97,7 +97,7 @@ def _await_health(server: LocalServer, on_wait: Callable[[float], None]) -> None
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """With all of its session, at once."""
+    """Ends a process with all of its session, at once."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

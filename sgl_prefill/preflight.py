@@ -91,7 +91,7 @@ REQUIRED: tuple[Required, ...] = (
 
 
 def required_for(config: PrefillConfig) -> tuple[Required, ...]:
-    """What this configuration needs of SGLang."""
+    """Lists what this configuration needs of SGLang."""
     return tuple(need for need in REQUIRED if not need.needed_by or _those_on(config, need))
 
 
@@ -111,7 +111,7 @@ def required_flags(config: PrefillConfig) -> list[str]:
 
 
 def default_settings(config: PrefillConfig) -> dict[str, Any]:
-    """What suits this machine where the user says nothing, by names of ServerArgs."""
+    """Returns what suits this machine where the user says nothing, by names of ServerArgs."""
     fraction = memory_fraction(config)
     packs = config.scheduling != STOCK and config.pack_step_tokens != 0
     if fraction is None:
@@ -130,7 +130,7 @@ def default_settings(config: PrefillConfig) -> dict[str, Any]:
 
 
 def default_flags(config: PrefillConfig) -> list[str]:
-    """The same as command line; put first too."""
+    """Returns the same as command line; put first too."""
     flags = []
     for name, value in default_settings(config).items():
         flags += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
@@ -159,7 +159,7 @@ def memory_fraction(config: PrefillConfig) -> float | None:
 
 
 def check_argv(config: PrefillConfig, argv: list[str], *, listens: bool = True) -> list[str]:
-    """What the bare command line already shows to be wrong, before SGLang's import takes its 20 seconds."""
+    """Lists what the bare command line already shows to be wrong, before SGLang's import takes its 20 seconds."""
     problems = []
     for need in required_for(config):
         raw = value_of(argv, need.flag)
@@ -214,7 +214,7 @@ def _contradiction(config: PrefillConfig, need: Required, value: Any) -> str:
 
 
 def _model_path_problems(model_path: str) -> list[str]:
-    """A path that is neither a model folder, nor a file or remote store of SGLang's, nor the name of a model on a hub."""
+    """Says what is wrong with a path that is neither a model folder, nor a file or remote store of SGLang's, nor the name of a model on a hub."""
     if os.path.isdir(model_path):
         if os.path.exists(os.path.join(model_path, "config.json")):
             return []

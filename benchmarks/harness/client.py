@@ -32,7 +32,7 @@ class Due(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Of one request; times in seconds from the start of the run."""
+    """How one request was answered; times in seconds from the start of the run."""
 
     at_s: float
     sent_s: float
@@ -45,12 +45,12 @@ class Outcome(NamedTuple):
 
     @property
     def latency_s(self) -> float:
-        """From when it was due: what the client itself lost counts too."""
+        """Counts from when it was due: what the client itself lost counts too."""
         return self.finish_s - self.at_s
 
 
 class Figures(NamedTuple):
-    """Of one run."""
+    """What one run comes to."""
 
     requests: int
     mean_s: float
@@ -86,7 +86,7 @@ def figures(outcomes: Sequence[Outcome]) -> Figures:
 def check_agreement(
     answers: Sequence[list[float]], others: Sequence[list[float]], max_difference: float, name: str
 ) -> None:
-    """Of two engines' log-probabilities for the same prompts. Raises InvalidRunError naming the engine of `answers`."""
+    """Compares two engines' log-probabilities for the same prompts. Raises InvalidRunError naming the engine of `answers`."""
     for ours, theirs in zip(answers, others, strict=True):
         # NaN is no agreement either.
         if not all(abs(a - b) <= max_difference for a, b in zip(ours, theirs, strict=True)):

@@ -52,7 +52,7 @@ REFERENCES = (ON_DEVICE,) if shapes.HAS_CUDA else (AS_SHIPPED, PYTORCH_PATH)
 
 
 class Engine(NamedTuple):
-    """What is started."""
+    """One engine as it is started."""
 
     name: str
     module: str
@@ -63,7 +63,7 @@ class Engine(NamedTuple):
     reference: Reference | None = None  # of stock SGLang in a comparison
 
     def on(self, reference: Reference) -> Engine:
-        """The same policy of stock SGLang, attending in this way."""
+        """Returns the same policy of stock SGLang, attending in this way."""
         return self._replace(
             name=f"{self.name}, {reference.name}",
             flags=(*self.flags, *reference.flags),
@@ -73,7 +73,7 @@ class Engine(NamedTuple):
 
     @property
     def kernel(self) -> str:
-        """What is asked for in KERNEL_VARIABLE."""
+        """The value that is asked for in KERNEL_VARIABLE."""
         return dict(self.environment).get(KERNEL_VARIABLE) or os.environ.get(KERNEL_VARIABLE) or "auto"
 
     @property

@@ -137,7 +137,7 @@ def ask(server: engines.Running, prompt: list[int]) -> dict[str, Any]:
 
 
 def figures_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of both predictions. The proxy's tokens become milliseconds by the factor that suits these very points best."""
+    """Rates both predictions. The proxy's tokens become milliseconds by the factor that suits these very points best."""
     actual = [row["actual_ms"] for row in rows]
     misses = [float(row["prompt_tokens"] - row["cached_tokens"]) for row in rows]
     ms_per_token = statistics.median(ms / tokens for ms, tokens in zip(actual, misses, strict=True))
@@ -156,7 +156,7 @@ def figures_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def figures_of_packed(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of steps that several requests shared."""
+    """Rates the predictions of steps that several requests shared."""
     errors = [abs(row["predicted_jct_ms"] / row["actual_ms"] - 1) for row in rows]
     return {"steps": len(rows), "median_error": statistics.median(errors)}
 

@@ -149,7 +149,7 @@ def work(scheduler: InProcessScheduler, step: Step) -> dict[str, int]:
 
 
 def ceiling() -> dict[str, float]:
-    """What this machine reaches alone: a large matrix product in the dtype of all, and reading memory in a row."""
+    """Measures what this machine reaches alone: a large matrix product in the dtype of all, and reading memory in a row."""
     memory = torch.zeros(64 << 20)  # 256 MiB of float32: more than caches hold
     read_s = machine.best_of(memory.sum, 5)
     return {

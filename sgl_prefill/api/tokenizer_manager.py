@@ -60,7 +60,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     async def generate_request(
         self, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None = None
     ) -> AsyncIterator[Any]:
-        """As SGLang's. Raises BadRequestError (a ValueError, which every route answers with 400)."""
+        """Does as SGLang's, after our checks. Raises BadRequestError (a ValueError, which every route answers with 400)."""
         if isinstance(obj, GenerateReqInput):
             if isinstance(obj.rid, str) and obj.rid.startswith(HEALTH_CHECK_RID_PREFIX):
                 obj.sampling_params = {"max_new_tokens": 0}
@@ -98,13 +98,13 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         return list(hidden)
 
     def _show_rid(self, output: dict[str, Any]) -> None:
-        """Of several answers to one prompt, SGLang appends to the id."""
+        """Puts the client's id back into an answer; of several answers to one prompt SGLang appends to it."""
         meta = output.get("meta_info", {})
         if (given := self._given_rids.get(str(meta.get("id"))[:HIDDEN_RID_CHARACTERS])) is not None:
             meta["id"] = given + meta["id"][HIDDEN_RID_CHARACTERS:]
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        """As SGLang's; the requests with exactly this id of a client's, or with this id of our own."""
+        """Ends the requests with exactly this id of a client's, or with this id of our own."""
         hidden = [inside for inside, given in self._given_rids.items() if given == rid]
         for one in hidden or [rid]:
             super().abort_request(one, abort_all)
@@ -112,7 +112,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     async def _handle_abort_finish_reason(
         self, out: dict[str, Any], state: ReqState, is_stream: bool
     ) -> dict[str, Any] | None:
-        """As SGLang's, which knows no other refusals of the scheduler than 400, 500 and 503."""
+        """Does as SGLang's, which knows no other refusals of the scheduler than 400, 500 and 503."""
         reason = out["meta_info"]["finish_reason"]
         if reason.get("type") == "abort" and reason.get("status_code") in deadlines.STATUSES and not is_stream:
             self._remove_req_state(state.obj.rid)
@@ -144,7 +144,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             )
 
     async def update_weights_from_disk(self, *arguments: Any, **options: Any) -> tuple[bool, str, int]:
-        """As SGLang's, with the number of paused requests; refused where the weights are packed, as are the following."""
+        """Does as SGLang's, with the number of paused requests; refuses where the weights are packed, as do the following."""
         if self._refusal is not None:
             return *self._refusal, 0
         return await super().update_weights_from_disk(*arguments, **options)  # type: ignore[no-any-return]
@@ -205,7 +205,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                     raise BadRequestError(f"{field} is {number}: it must be {limit}")
 
     def _validate_one_request(self, obj: GenerateReqInput | EmbeddingReqInput, input_ids: list[int]) -> None:
-        """As SGLang's, after our own checks of the token ids; called once a prompt, also within batches."""
+        """Does as SGLang's, after our own checks of the token ids; called once a prompt, also within batches."""
         n_input = len(input_ids) if input_ids is not None else 0
         if obj.contains_mm_input() and self.mm_processor is None:
             raise BadRequestError("the request holds images, video or audio, and this server's model takes text only")
@@ -225,7 +225,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
 
 
 def count_prompts(obj: GenerateReqInput | EmbeddingReqInput) -> int | None:
-    """None where there is one that does not stand in a list."""
+    """Counts the prompts of a request; None where there is one that does not stand in a list."""
     prompts = obj.text if obj.text is not None else obj.input_ids
     if prompts is None:
         prompts = getattr(obj, "input_embeds", None)

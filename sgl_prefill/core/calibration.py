@@ -25,19 +25,19 @@ class Calibration:
         self.advisor = KVAdvisor(tree, self._index)
 
     def add(self, job: Job) -> None:
-        """A job begins to wait."""
+        """Takes in a job that begins to wait."""
         self._file(job, self._tree.match(job))
         self.policy.add(job)
         self._count_sharers()
 
     def remove(self, job: Job) -> None:
-        """A job runs, or has left."""
+        """Takes out a job that runs, or has left."""
         self._index.remove(job)
         self.policy.remove(job)
         self._count_sharers()
 
     def child_added(self, child: Any) -> None:
-        """The tree has a new node: those that waited for its first page are matched on from its parent."""
+        """Hears of a new node: those that waited for its first page are matched on from its parent."""
         parent = self._tree.parent(child)
         concerned = self._index.child_added(parent, self._tree.key(child))
         if not concerned:
@@ -50,11 +50,11 @@ class Calibration:
         self._count_sharers()
 
     def split(self, upper: Any, lower: Any) -> None:
-        """A node was split in two: nobody's match is longer or shorter than before."""
+        """Hears that a node was split in two: nobody's match is longer or shorter than before."""
         self._index.split(lower, upper, self._tree.end_tokens(upper))
 
     def leaf_removed(self, leaf: Any) -> None:
-        """A leaf was evicted: what matched it now matches its parent alone."""
+        """Hears that a leaf was evicted: what matched it now matches its parent alone."""
         concerned = self._index.at_node(leaf)
         if not concerned:
             return
@@ -66,7 +66,7 @@ class Calibration:
         self._count_sharers()
 
     def cleared(self) -> None:
-        """The cache was emptied: all jobs are matched anew."""
+        """Hears that the cache was emptied: all jobs are matched anew."""
         for job in list(self._index):
             self._file(job, self._tree.match(job))
             self.policy.recalibrated(job)

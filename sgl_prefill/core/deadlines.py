@@ -53,12 +53,12 @@ class Deadlines:
         self._new.pop(job, None)
 
     def take_new(self) -> list[Job]:
-        """Those added since the last call."""
+        """Returns those added since the last call."""
         new, self._new = list(self._new), {}
         return new
 
     def take_expired(self, now_s: float) -> dict[Job, Refusal]:
-        """Those whose time has passed, the earliest first; they are forgotten."""
+        """Returns those whose time has passed, the earliest first; they are forgotten."""
         expired = {}
         while (job := self._by_time.first()) is not None and self._by_time.key_of(job) <= now_s:
             assert job.deadline_ms is not None

@@ -51,24 +51,24 @@ class FittedJct(NamedTuple):
     request_ms: float = 0.0  # for each request: its place in the batch, its attention calls, its row of logits
 
     def __call__(self, n_input_tokens: int, n_cached_tokens: int) -> float:
-        """A step of one request."""
+        """Predicts a step of one request."""
         return self.step_ms + self.request_ms + self.tokens_ms(n_input_tokens, n_cached_tokens)
 
     def of_step(self, requests: Collection[tuple[int, int]]) -> Work:
-        """One forward pass over several requests, each (n_input_tokens, n_cached_tokens)."""
+        """Predicts one forward pass over several requests, each (n_input_tokens, n_cached_tokens)."""
         return self.work(1, len(requests), sum(self.tokens_ms(n_input, n_cached) for n_input, n_cached in requests))
 
     def work(self, n_steps: int, n_requests: int, tokens_ms: float) -> Work:
-        """So many forward passes over so many requests, whose tokens add `tokens_ms`."""
+        """Predicts so many forward passes over so many requests, whose tokens add `tokens_ms`."""
         return Work(n_steps * self.step_ms + n_requests * self.request_ms, tokens_ms)
 
     def tokens_ms(self, n_input_tokens: int, n_cached_tokens: int) -> float:
-        """What the tokens of one request add to a step."""
+        """Predicts what the tokens of one request add to a step."""
         n_miss, n_pairs, n_cached = _token_features(n_input_tokens, n_cached_tokens)
         return self.miss_token_ms * n_miss + self.pair_ms * n_pairs + self.cached_token_ms * n_cached
 
     def in_units_of(self, n_tokens: int) -> FittedJct:
-        """The same model for lengths that are counted in units of so many tokens."""
+        """Returns the same model for lengths that are counted in units of so many tokens."""
         return self._replace(
             miss_token_ms=self.miss_token_ms * n_tokens - self.pair_ms * n_tokens * (n_tokens - 1) / 2,
             pair_ms=self.pair_ms * n_tokens**2,
@@ -76,7 +76,7 @@ class FittedJct(NamedTuple):
         )
 
     def full_price_tokens(self) -> int | None:
-        """Computed tokens from which on one more costs its full price: a step's fixed cost is a tenth of its time there.
+        """Returns the computed tokens from which on one more costs its full price: a step's fixed cost is a tenth of its time there.
 
         None where a token costs nothing, so that no step is ever full.
         """
@@ -92,7 +92,7 @@ def _token_features(n_input_tokens: int, n_cached_tokens: int) -> tuple[float, f
 
 
 def _features(requests: Sequence[tuple[int, int]]) -> list[float]:
-    """What each coefficient of FittedJct is multiplied by, in their order."""
+    """Returns what each coefficient of FittedJct is multiplied by, in their order."""
     of_tokens = np.array([_token_features(n_input, n_cached) for n_input, n_cached in requests]).sum(axis=0)
     return [1.0, *of_tokens, len(requests)]
 
@@ -147,7 +147,7 @@ class Drift:
         self._covariance = np.eye(2) * self.DOUBT**2
 
     def ms(self, work: Work) -> float:
-        """What the model predicts, corrected."""
+        """Returns what the model predicts, corrected."""
         return float(self._factors @ work)
 
     def observe(self, work: Work, actual_ms: float) -> None:
@@ -177,5 +177,5 @@ class Predictor:
         return self.drift.ms(work)
 
     def observe(self, work: Work, actual_ms: float) -> None:
-        """One step has taken so long."""
+        """Learns from one step that has taken so long."""
         self.drift.observe(work, actual_ms)

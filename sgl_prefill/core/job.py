@@ -33,5 +33,5 @@ class Job:
 
     @property
     def n_miss_tokens(self) -> int:
-        """What a step with this job computes for it, were it to run now."""
+        """The tokens that a step computes for this job, were it to run now."""
         return len(self.tokens) - self.n_cached_tokens

@@ -17,11 +17,11 @@ class KVAdvisor:
         self._tree, self._index = tree, index
 
     def is_wanted(self, leaf: Any) -> bool:
-        """Whether a waiting job would use this leaf of the tree."""
+        """Says whether a waiting job would use this leaf of the tree."""
         return self._index.is_wanted(leaf)
 
     def room_for(self, job: Job, n_cached: int, n_missing: int, n_free: int) -> int:
-        """Durable slots for a waiting job that is about to run: free ones, and cached ones that nobody waits for.
+        """Counts the durable slots for a waiting job that is about to run: free ones, and cached ones that nobody waits for.
 
         Args:
             n_cached: tokens of it that the cache holds, and that are locked.

@@ -71,24 +71,24 @@ class MatchIndex:
             del self._groups[match.node]
 
     def is_wanted(self, node: Hashable) -> bool:
-        """A waiting job would use this node. Of a node with children only what ends at it itself is looked at."""
+        """Says whether a waiting job would use this node. Of a node with children only what ends at it itself is looked at."""
         return node in self._groups
 
     def wanted_nodes(self) -> list[Any]:
-        """Nodes at which a match ends; their ancestors are wanted too."""
+        """Lists the nodes at which a match ends; their ancestors are wanted too."""
         return list(self._groups)
 
     def group_of(self, job: Job) -> Collection[Job]:
-        """Jobs whose match ends at the same place and that go on with the same page, the one that came first, first."""
+        """Returns the jobs whose match ends at the same place and that go on with the same page, the one that came first, first."""
         match = self._matches[job]
         return self._groups[match.node][_key(match)].keys()
 
     def child_added(self, parent: Hashable, key: Hashable | None) -> list[Job]:
-        """Jobs that the new child of `parent` under `key` continues: the caller matches them on from there."""
+        """Returns the jobs that the new child of `parent` under `key` continues: the caller matches them on from there."""
         return list(self._groups.get(parent, {}).get((None, key), ()))
 
     def split(self, lower: Hashable, upper: Hashable, n_tokens: int) -> None:
-        """`upper` took the part of `lower` that ends `n_tokens` from the root. No match gets longer or shorter."""
+        """Follows a split: `upper` took the part of `lower` that ends `n_tokens` from the root. No match gets longer or shorter."""
         for (inside_tokens, _), group in list(self._groups.get(lower, {}).items()):
             if inside_tokens is not None and inside_tokens <= n_tokens:
                 for job in list(group):
@@ -96,11 +96,11 @@ class MatchIndex:
                     self.place(job, match._replace(node=upper, is_inside=inside_tokens < n_tokens))
 
     def at_node(self, node: Hashable) -> list[Job]:
-        """Jobs whose match ends at or inside a node."""
+        """Returns the jobs whose match ends at or inside a node."""
         return [job for group in self._groups.get(node, {}).values() for job in group]
 
     def take_changed_groups(self) -> list[Group]:
-        """Those that gained or lost a member since the last call, and still have one."""
+        """Returns the groups that gained or lost a member since the last call, and still have one."""
         changed, self._changed = self._changed, {}
         found = []
         for node, key in changed:

@@ -22,7 +22,7 @@ class MemoryUse(NamedTuple):
     durable_bytes_per_token: int  # all layers' K and V
 
     def input_bytes(self, n_tokens: int) -> int:
-        """What an input of this length takes besides durable slots."""
+        """Returns what an input of this length takes besides durable slots."""
         per_token = self.activation_bytes_per_token + self.scratch_bytes_per_token
         return self.fixed_bytes + math.ceil(n_tokens * per_token)
 

@@ -80,14 +80,14 @@ class OrderedSums(Generic[Item]):
         return self._blocks[0][0].item if self._entries else None
 
     def __iter__(self) -> Iterator[Item]:
-        """From the smallest key on. Nothing may change meanwhile."""
+        """Yields the items from the smallest key on. Nothing may change meanwhile."""
         return (entry.item for block in self._blocks for entry in block)
 
     def weights_of(self, item: Item) -> tuple[float, ...]:
         return self._entries[item].weights
 
     def before(self, item: Item) -> tuple[int, tuple[float, ...]]:
-        """(how many have smaller keys, the sums of their weights)."""
+        """Returns (how many have smaller keys, the sums of their weights)."""
         entry = self._entries[item]
         index = self._block_of(entry)
         ahead = self._blocks[index][: bisect.bisect_left(self._blocks[index], entry)]
@@ -95,7 +95,7 @@ class OrderedSums(Generic[Item]):
         return sum(map(len, self._blocks[:index])) + len(ahead), tuple(map(sum, zip(*sums, strict=True)))
 
     def after(self, item: Item) -> Iterator[Item]:
-        """Those with larger keys, in order. Nothing may change meanwhile."""
+        """Yields those with larger keys, in order. Nothing may change meanwhile."""
         entry = self._entries[item]
         index = self._block_of(entry)
         first = bisect.bisect_right(self._blocks[index], entry)
@@ -103,7 +103,7 @@ class OrderedSums(Generic[Item]):
         return (entry.item for entry in rest)
 
     def _block_of(self, entry: _Entry) -> int:
-        """Where an entry is, or belongs."""
+        """Finds the block in which an entry is, or belongs."""
         if not self._blocks[0]:
             return 0
         return max(bisect.bisect_right(self._blocks, entry, key=_first_entry) - 1, 0)

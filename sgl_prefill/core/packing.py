@@ -29,13 +29,13 @@ class StepSize(NamedTuple):
         return self.max_tokens == 0 or self.max_requests == 1
 
     def tokens_of(self, n_miss_tokens: int) -> int:
-        """What a job takes of a step that computes so many of its tokens; one that is longer has a step to itself."""
+        """Counts what a job takes of a step that computes so many of its tokens; one that is longer has a step to itself."""
         n_tokens = ceil_to(n_miss_tokens, self.page_size)
         return n_tokens if self.is_one else min(n_tokens, self.max_tokens)
 
 
 def pack(in_order: Iterable[Job], size: StepSize) -> list[Job]:
-    """The jobs of the next step, in order; the first is always among them.
+    """Chooses the jobs of the next step, in order; the first is always among them.
 
     Others join while all of them compute at most `max_tokens`. Of jobs that wait for the same page only the first goes: the
     others will find that page cached, and nothing is computed twice.
@@ -71,7 +71,7 @@ class Steps(NamedTuple):
 
 
 def fill_steps(n_tokens: int, n_requests: int, size: StepSize) -> Steps:
-    """The steps of so many jobs, where each step is filled to its end. n_tokens: the sum of `size.tokens_of` each."""
+    """Counts the steps of so many jobs, where each step is filled to its end. n_tokens: the sum of `size.tokens_of` each."""
     if size.is_one:
         return Steps(n_requests, 0, 0)
     n_steps = max(-(-n_tokens // size.max_tokens), -(-n_requests // size.max_requests))

@@ -50,7 +50,7 @@ class PolicySettings(NamedTuple):
         counts_sharers: bool,
         unit_tokens: int = 1,
     ) -> PolicySettings:
-        """From what a user says.
+        """Makes the settings from what a user says.
 
         Args:
             jct_ms: the model of milliseconds; None: a job costs its cache-miss tokens.
@@ -74,33 +74,33 @@ class Policy:
         self._deadlines = Deadlines()
 
     def choose(self, now_s: float) -> list[Job]:
-        """The jobs of the next step, the best first; none only where none waits."""
+        """Chooses the jobs of the next step, the best first; none only where none waits."""
         raise NotImplementedError
 
     def fill_step(self, in_order: Iterable[Job]) -> list[Job]:
-        """The first of these, and those behind it that the step has room for."""
+        """Takes the first of these, and those behind it that the step has room for."""
         return pack(in_order, self.settings.step)
 
     def add(self, job: Job) -> None:
-        """A job begins to wait."""
+        """Takes in a job that begins to wait."""
         self.waiting[job] = None
         self._by_arrival.put(job, job.arrival_s)
         self._deadlines.add(job)
 
     def remove(self, job: Job) -> None:
-        """A job runs, or has left. It may have been refused before."""
+        """Takes out a job that runs, or has left. It may have been refused before."""
         self.waiting.pop(job, None)
         self._by_arrival.discard(job)
         self._deadlines.discard(job)
 
     def recalibrated(self, job: Job) -> None:
-        """What the prefix cache holds of a job has changed, or how many share its prefix. It may have been refused before."""
+        """Hears that what the prefix cache holds of a job has changed, or how many share its prefix. It may have been refused before."""
 
     def prefix_computed(self, jobs: Sequence[Job]) -> None:
-        """The page that all of these waited for is in the cache now."""
+        """Hears that the page that all of these waited for is in the cache now."""
 
     def forecast(self, job: Job) -> Forecast | None:
-        """When a waiting job will be done, were nobody to arrive any more; None where this policy cannot say."""
+        """Predicts when a waiting job will be done, were nobody to arrive any more; None where this policy cannot say."""
         return None
 
     def decide(self, now_s: float) -> Decision:
@@ -117,7 +117,7 @@ class Policy:
         return Decision(self.choose(now_s), refuse)
 
     def oldest(self) -> Job | None:
-        """The job that has waited longest."""
+        """Returns the job that has waited longest."""
         return self._by_arrival.first()
 
 

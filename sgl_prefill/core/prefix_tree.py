@@ -34,27 +34,27 @@ class PrefixTree(Protocol):
         ...
 
     def match(self, job: Job, start: tuple[Any, int] | None = None) -> Match:
-        """The longest prefix of a job in the tree. start: (node, tokens from the root to its end) known to match."""
+        """Finds the longest prefix of a job in the tree. start: (node, tokens from the root to its end) known to match."""
         ...
 
     def count_shared_tokens(self, one: Job, other: Job) -> int:
-        """Of two jobs in one namespace, in whole pages."""
+        """Counts what two jobs in one namespace share, in whole pages."""
         ...
 
     def parent(self, node: Any) -> Any:
-        """None of the root."""
+        """Returns the node above; None of the root."""
         ...
 
     def key(self, node: Any) -> Hashable:
-        """A node's first page: its parent knows it under that."""
+        """Returns a node's first page: its parent knows it under that."""
         ...
 
     def end_tokens(self, node: Any) -> int:
-        """Tokens from the root to the node's end."""
+        """Counts the tokens from the root to the node's end."""
         ...
 
     def evictable_tokens(self, node: Any = None) -> int:
-        """Tokens that eviction could take: of this node itself, or of the whole tree."""
+        """Counts the tokens that eviction could take: of this node itself, or of the whole tree."""
         ...
 
 

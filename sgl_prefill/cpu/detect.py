@@ -19,7 +19,7 @@ def has_accelerator() -> bool:
 
 
 def fast_dtype() -> Dtype:
-    """What matrix products are fast in: float32 on an x86 processor without AVX-512, for which oneDNN has no bfloat16."""
+    """Returns what matrix products are fast in: float32 on an x86 processor without AVX-512, for which oneDNN has no bfloat16."""
     is_old = torch.backends.cpu.get_cpu_capability() in ("NO AVX", "AVX2")
     return "float32" if is_old and not has_accelerator() else "bfloat16"
 

@@ -70,7 +70,7 @@ def recorded_as_operations(
 
 
 def _stand_in(module: Any, dtype: torch.dtype, longest_tokens: int) -> Callable[..., Any] | None:
-    """What runs in a layer's place while it is recorded; None where no kernel computes just what it computes."""
+    """Returns what runs in a layer's place while it is recorded; None where no kernel computes just what it computes."""
     from sglang.srt.layers.activation import GeluAndMul, SiluAndMul
     from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
@@ -227,7 +227,7 @@ class _Rotate(torch.nn.Module):
 
 
 def _side_by_side(query: torch.Tensor, key: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Both as one tensor where each row of one begins behind the same row of the other, as in rows of query, key and value."""
+    """Returns both as one tensor where each row of one begins behind the same row of the other, as in rows of query, key and value."""
     width = query.shape[1]
     is_one = (
         query.stride() == key.stride()
@@ -349,6 +349,6 @@ def pack(linears: Sequence[Linear]) -> str | None:
 
 
 def packed_bytes(linears: Sequence[Linear]) -> int:
-    """What packed weights take, which are no parameters of the model any more."""
+    """Counts what packed weights take, which are no parameters of the model any more."""
     kept = {id(linear.packed): linear.packed for linear in linears if linear.packed is not None}
     return sum(int(torch.ops.mkldnn._nbytes(packed)) if packed.is_mkldnn else packed.nbytes for packed in kept.values())

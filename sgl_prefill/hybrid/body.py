@@ -42,7 +42,7 @@ class HybridBody:
 
     @property
     def retained_bytes_per_token(self) -> int:
-        """Of the full-length buffers; K and V of one layer and the batch's own indices come on top."""
+        """The bytes of a token in the full-length buffers; K and V of one layer and the batch's own indices come on top."""
         return sum(spec.row_bytes for spec in self.split.buffers)
 
     def run(
@@ -84,7 +84,7 @@ class HybridBody:
         return self._only_last_rows(values, token_rows, io, last_rows)
 
     def _buffers(self, n_tokens: int, token_rows: dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
-        """Of full length, in which what crosses a cut lives."""
+        """Allocates the buffers of full length, in which what crosses a cut lives."""
         device = token_rows["input_ids"].device
         make = torch.zeros if self.only_what_decides_memory else torch.empty
         return [make((n_tokens, *spec.row_shape), dtype=spec.dtype, device=device) for spec in self.split.buffers]
@@ -97,7 +97,7 @@ class HybridBody:
         token_rows: dict[str, torch.Tensor],
         io: LayerIO,
     ) -> None:
-        """A piece over all rows: its results are the values that cross, and none is copied."""
+        """Runs a piece over all rows: its results are the values that cross, and none is copied."""
         n_tokens = token_rows["input_ids"].shape[0]
         results = self._run_chunk(piece, attention, values, token_rows, 0, n_tokens, io)
         for buffer, result in zip(piece.outputs, results, strict=True):
@@ -123,7 +123,7 @@ class HybridBody:
         io: LayerIO,
         last_rows: torch.Tensor,
     ) -> torch.Tensor:
-        """The last attention and the piece behind it, of these rows alone."""
+        """Computes the last attention and the piece behind it, of these rows alone."""
         attention, piece = self.split.attentions[-1], self.split.pieces[-1]
         read = {argument.buffer for argument in piece.arguments if argument.buffer is not None} | {attention.query}
         rows = [

@@ -104,7 +104,7 @@ class _CudaBytes:
 
 
 def granularity_bytes(device_index: int) -> int:
-    """What sizes and addresses must be multiples of: 2 MiB on the cards of today, but the driver says."""
+    """Returns what sizes and addresses must be multiples of: 2 MiB on the cards of today, but the driver says."""
     driver = _driver()
     minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
     return int(_call(driver, "cuMemGetAllocationGranularity", _properties(driver, device_index), minimum))

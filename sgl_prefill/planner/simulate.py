@@ -35,7 +35,7 @@ class Setting(NamedTuple):
 
     @classmethod
     def of(cls, config: PrefillConfig) -> Setting:
-        """What an engine with these options does."""
+        """Makes the setting of an engine with these options."""
         return cls(
             config.scheduling,
             config.fairness_lambda,
@@ -129,7 +129,7 @@ def replay(
 
 
 def settings_of(setting: Setting, jct_ms: FittedJct, page_tokens: int) -> PolicySettings:
-    """Of a policy whose jobs count pages."""
+    """Makes the settings of a policy whose jobs count pages."""
     pack_tokens = jct_ms.full_price_tokens() if setting.pack_step_tokens is None else setting.pack_step_tokens
     most = pack_tokens if pack_tokens is not None else setting.max_requests * page_tokens  # a token costs nothing
     step = StepSize(max(most // page_tokens, 1), setting.max_requests) if most else StepSize()

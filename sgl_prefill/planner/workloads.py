@@ -76,7 +76,7 @@ def credit_verification(
 
 
 def read(path: Path) -> list[Arrival]:
-    """A trace file, sorted by time. Raises ValueError that names the line which is not an arrival."""
+    """Reads a trace file, sorted by time. Raises ValueError that names the line which is not an arrival."""
     arrivals = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         if not line.strip():

@@ -22,7 +22,7 @@ FINGERPRINT_FILE = Path(__file__).with_name("fingerprints.json")
 
 
 def installed_sglang_version() -> str:
-    """Of the distribution, without importing it; "none" where it is not installed."""
+    """Reads the version of the distribution, without importing it; "none" where it is not installed."""
     try:
         return importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -55,7 +55,7 @@ def differing(targets: Iterable[str]) -> list[str]:
 
 
 def version_problem() -> str | None:
-    """What is wrong with the installed version, or None. Imports nothing of SGLang's."""
+    """Says what is wrong with the installed version, or None. Imports nothing of SGLang's."""
     version = installed_sglang_version()
     if version == SUPPORTED_SGLANG_VERSION:
         return None

@@ -280,7 +280,7 @@ class BatchIO:
 
 
 def _in_rows(x: torch.Tensor) -> torch.Tensor:
-    """Each token's numbers in one piece. x: [tokens, heads, head_dim], or [tokens, heads * head_dim]."""
+    """Returns x with each token's numbers in one piece. x: [tokens, heads, head_dim], or [tokens, heads * head_dim]."""
     is_in_rows = x.stride(-1) == 1 and (x.dim() == 2 or x.stride(1) == x.shape[2])
     return x if is_in_rows else x.contiguous()
 

@@ -55,7 +55,7 @@ class SuffixKVAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         return self._alloc_planned(need_size)
 
     def alloc_extend(self, *arguments: Any, **options: Any) -> torch.Tensor | None:
-        """With pages of more than one token SGLang comes here; cached prefixes are whole pages."""
+        """Serves SGLang with pages of more than one token; cached prefixes are whole pages."""
         if self._plans is None:
             slots: torch.Tensor | None = super().alloc_extend(*arguments, **options)
             return slots

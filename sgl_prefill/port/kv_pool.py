@@ -52,7 +52,7 @@ class SuffixKVPool(MHATokenToKVPool):  # type: ignore[misc]
             memory.commit_own((self.page_size + durable_tokens) * row_bytes)
 
     def fill_scratch(self, value: float, n_tokens: int | None = None) -> None:
-        """For checks: whatever reads scratch that it has not written must show. None: all of it."""
+        """Fills scratch, for checks: whatever reads scratch that it has not written must show. None: all of it."""
         first = self.first_scratch_slot
         last = None if n_tokens is None else first + n_tokens
         for buffer in (self.k_buffer[0], self.v_buffer[0]):

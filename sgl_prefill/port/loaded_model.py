@@ -174,7 +174,7 @@ class SglangModel:
         runner.max_total_num_tokens = plan.durable_tokens
 
     def smallest_of_all_ranks(self, numbers: Sequence[int]) -> list[int]:
-        """Each rank has measured for itself, and all must serve the same."""
+        """Returns the smallest of each number: each rank has measured for itself, and all must serve the same."""
         if self.runner.ps.tp_size == 1:
             return list(numbers)
         from sglang.srt.distributed.parallel_state import get_world_group
@@ -185,7 +185,7 @@ class SglangModel:
         return smallest
 
     def slack_bytes(self) -> int:
-        """What --mem-fraction-static leaves free on a device; on a host activations are part of the budget."""
+        """Returns what --mem-fraction-static leaves free on a device; on a host activations are part of the budget."""
         if self.device.is_host:
             return 0
         from sglang.srt.runtime_context import get_schedule
@@ -277,10 +277,10 @@ class _NoPrefixCache:
         return 0
 
     def evict(self, params: Any) -> None:
-        """There is nothing to evict."""
+        """Does nothing: there is nothing to evict."""
 
     def evict_tokens(self, n_tokens: int) -> None:
-        """Nor here."""
+        """Does nothing either."""
 
     def is_chunk_cache(self) -> bool:
         return False

@@ -66,7 +66,7 @@ class ParentEnvironment:
         return ParentEnvironment, (self._failure_signal, dict(os.environ), os.getpid())
 
     def adopt(self) -> Launcher:
-        """In the started process."""
+        """Takes it over in the started process."""
         assert self._variables is not None
         assert self._launcher_pid is not None
         for name in os.environ.keys() - self._variables.keys():
@@ -82,7 +82,7 @@ def end_with_parent() -> None:
 
 
 def prepare_forking() -> None:
-    """In the forking process, once all is imported.
+    """Makes the forking process ready, once all is imported.
 
     A child that fails sends SIGQUIT to its parent, which SGLang takes to be the launcher: pass it on. The title is set
     before a child changes its environment, where the room for it is found only once.

@@ -51,7 +51,7 @@ def run_scheduler_process(
 
 
 def run_detokenizer_process(config: PrefillConfig, environment: ParentEnvironment, *args: Any, **kwargs: Any) -> None:
-    """The same for SGLang's detokenizer process, in which SGLang itself loads no plugins."""
+    """Does the same for SGLang's detokenizer process, in which SGLang itself loads no plugins."""
     launcher = environment.adopt()
     from sglang.srt.managers import detokenizer_manager
 

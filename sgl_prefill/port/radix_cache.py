@@ -61,7 +61,7 @@ class WatchedRadixCache(RadixCache):  # type: ignore[misc]
             self.listener.leaf_removed(node)
 
     def cache_finished_req(self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
-        """A scratch slot never reaches the tree: what a request leaves behind is cut at its plan's durable end."""
+        """Keeps scratch slots from the tree: what a request leaves behind is cut at its plan's durable end."""
         state = request_state.of(req)
         plan = state.kv_plan
         if plan is None or plan.n_scratch == 0:
@@ -102,7 +102,7 @@ class RadixTree:
         return int(self._cache.page_size)
 
     def match(self, job: Job, start: tuple[TreeNode, int] | None = None) -> Match:
-        """As `match_prefix` would report it. Costs O(what is matched) comparisons at memcmp speed. A disabled cache holds
+        """Finds what `match_prefix` would report. Costs O(what is matched) comparisons at memcmp speed. A disabled cache holds
         nothing."""
         cache = self._cache
         node, n_matched = start or (cache.root_node, 0)

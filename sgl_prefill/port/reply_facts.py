@@ -12,12 +12,12 @@ FIELD = "sgl_prefill_facts"
 
 
 def add(time_stats: Any, **facts: float) -> None:
-    """In the scheduler, to `req.time_stats`."""
+    """Adds facts, in the scheduler, to `req.time_stats`."""
     time_stats.__dict__.setdefault(FIELD, {}).update(facts)
 
 
 def read(time_stats: Any) -> dict[str, float]:
-    """All facts of a request."""
+    """Returns all facts of a request."""
     facts: dict[str, float] = time_stats.__dict__.get(FIELD, {})
     return facts
 

@@ -16,7 +16,7 @@ ATTRIBUTE = "sgl_prefill"
 
 @dataclasses.dataclass(slots=True)
 class RequestState:
-    """Of one request in the scheduler process."""
+    """What we know of one request in the scheduler process."""
 
     job: Job | None = None  # while it waits under a policy of ours
     kv_plan: KVPlan | None = None  # the plan that it runs under: None before its forward pass and after it

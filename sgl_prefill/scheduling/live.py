@@ -48,12 +48,12 @@ class LiveScheduling:
 
     @property
     def listener(self) -> TreeListener:
-        """For the prefix cache."""
+        """What the prefix cache reports to."""
         return _Metered(self.calibration, self.cost)
 
     @property
     def advisor(self) -> KVAdvisor:
-        """For the KV side."""
+        """What the KV side asks."""
         return self.calibration.advisor
 
     def arrive(self, job: Job) -> None:
@@ -61,7 +61,7 @@ class LiveScheduling:
         self.n_pending_tokens += job.n_input_tokens
 
     def leave(self, job: Job) -> None:
-        """It runs, was cancelled or refused."""
+        """Takes out a job that runs, was cancelled or refused."""
         self.calibration.remove(job)
         self.n_pending_tokens -= job.n_input_tokens
 
@@ -75,7 +75,7 @@ class LiveScheduling:
         return decision
 
     def start(self, jobs: Sequence[Job], now_s: float) -> float | None:
-        """These are about to run together. Milliseconds that the step is predicted to take; None where nobody knows."""
+        """Takes out these, which are about to run together. Returns the milliseconds that the step is predicted to take; None where nobody knows."""
         predicted_ms = None
         if self.predictor is not None and jobs:
             self._running = self.predictor.model.of_step([(job.n_input_tokens, job.n_cached_tokens) for job in jobs])
@@ -87,7 +87,7 @@ class LiveScheduling:
         return predicted_ms
 
     def observe(self, actual_ms: float | None, facts: Sequence[Facts]) -> None:
-        """A step has ended. actual_ms: of its forward pass, None where it failed; facts: of the requests that it answered."""
+        """Learns from a step that has ended. actual_ms: of its forward pass, None where it failed; facts: of the requests that it answered."""
         work, self._running = self._running, None
         if self.predictor is not None and work is not None and actual_ms is not None:
             if self._metrics is not None:

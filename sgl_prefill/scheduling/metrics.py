@@ -16,7 +16,7 @@ _ERROR_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 
 class Facts(NamedTuple):
-    """Of a request that has run, in tokens of its input."""
+    """What became of a request that has run, in tokens of its input."""
 
     n_cached: int  # found in the prefix cache
     n_kept: int | None  # whose KV stays there; None where all of it is kept
@@ -24,7 +24,7 @@ class Facts(NamedTuple):
 
 
 def starvation_s(policy: Policy, taken: Collection[Job], now_s: float) -> float:
-    """How long the oldest job has waited when later ones are taken; 0 where none is passed over."""
+    """Returns how long the oldest job has waited when later ones are taken; 0 where none is passed over."""
     oldest = policy.oldest()
     if oldest is None or oldest in taken or oldest.arrival_s >= max(job.arrival_s for job in taken):
         return 0.0
@@ -70,7 +70,7 @@ class PolicyMetrics:
         self._evicted = counter("evicted_tokens", "Input tokens whose KV lived for one layer.")
 
     def set_queue(self, policy: Policy, now_s: float) -> None:
-        """What waits after a step; the 99th percentile is looked up once a second, since it costs O(waiting requests)."""
+        """Shows what waits after a step; the 99th percentile is looked up once a second, since it costs O(waiting requests)."""
         self._waiting.set(len(policy.waiting))
         oldest = policy.oldest()
         self._oldest.set(0.0 if oldest is None else max(now_s - oldest.arrival_s, 0.0))
@@ -81,25 +81,25 @@ class PolicyMetrics:
             self._p99.set(max(ages_s[-1], 0.0) if ages_s else 0.0)
 
     def set_starvation(self, policy: Policy, taken: Collection[Job], now_s: float) -> None:
-        """As a step begins that takes these."""
+        """Shows who is passed over as a step begins that takes these."""
         self._starvation.set(starvation_s(policy, taken, now_s))
 
     def observe_policy_time(self, seconds: float) -> None:
-        """Of the step that has ended."""
+        """Counts the policy's time in the step that has ended."""
         self._overhead.observe(seconds)
 
     def observe_wait(self, wait_s: float) -> None:
-        """Of a request that is about to run."""
+        """Counts the wait of a request that is about to run."""
         self._wait.observe(max(wait_s, 0.0))
 
     def count_request(self, facts: Facts) -> None:
-        """A request has run."""
+        """Counts the tokens of a request that has run."""
         self._cached.inc(facts.n_cached)
         if facts.n_kept is not None and facts.n_evicted is not None:
             self._kept.inc(facts.n_kept)
             self._evicted.inc(facts.n_evicted)
 
     def observe_prediction(self, predicted_ms: float, actual_ms: float) -> None:
-        """Of the step that has just run."""
+        """Counts the error of the prediction for the step that has just run."""
         if actual_ms > 0:
             self._error.observe(abs(predicted_ms - actual_ms) / actual_ms)

@@ -30,7 +30,7 @@ MIN_COLUMNS = 2
 
 
 def fitted_model(model: LoadedModel, longest_tokens: int) -> FittedJct:
-    """From this model's cached profile, or measured now. `longest_tokens`: of an input."""
+    """Returns the model of this machine, from a cached profile or measured now. `longest_tokens`: of an input."""
     depends_on = {
         **model.circumstances,
         "chunk_tokens": None if model.hybrid is None else model.hybrid.chunk_tokens,
@@ -80,7 +80,7 @@ def _observe_several(model: LoadedModel, longest_tokens: int, is_enough: Callabl
 
 
 def observe(model: LoadedModel, n_requests: int, n_miss: int, n_cached: int) -> Observation:
-    """A step of requests that compute `n_miss` tokens each behind the same `n_cached`: the faster of two."""
+    """Times a step of requests that compute `n_miss` tokens each behind the same `n_cached`: the faster of two."""
     ms = min(_time_ms(model, n_requests, n_miss, n_cached) for _ in range(ROUNDS))
     return Observation(((n_cached + n_miss, n_cached),) * n_requests, ms)
 

@@ -107,7 +107,7 @@ class LoadedModel(Protocol):
         ...
 
     def smallest_of_all_ranks(self, numbers: Sequence[int]) -> list[int]:
-        """Each rank has measured for itself, and all must serve the same."""
+        """Returns the smallest of each number: each rank has measured for itself, and all must serve the same."""
         ...
 
     def apply(self, plan: MemoryPlan) -> None:

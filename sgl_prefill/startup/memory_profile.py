@@ -36,7 +36,7 @@ DEVICE_FIRST_TOKENS = 8192
 
 
 class Activations(NamedTuple):
-    """Of one forward pass, in bytes."""
+    """What one forward pass takes, in bytes."""
 
     fixed_bytes: int
     bytes_per_token: float
@@ -45,7 +45,7 @@ class Activations(NamedTuple):
 def measure_activations(
     model: LoadedModel, config: PrefillConfig, limit_tokens: int, budget_bytes: int
 ) -> Activations:
-    """From this model's cached profile, or by running inputs of at most `limit_tokens`.
+    """Measures activations: from this model's cached profile, or by running inputs of at most `limit_tokens`.
 
     Raises MemoryPlanError before running an input that shorter ones show to be far over `budget_bytes`.
     """

@@ -29,13 +29,13 @@ SEED = 0
 
 
 def reference(model: LoadedModel) -> torch.Tensor:
-    """What SGLang's own layers answer, for `run`."""
+    """Asks SGLang's own layers, for `run`."""
     with _plain_path(model):
         return answer(model)
 
 
 def answer(model: LoadedModel) -> torch.Tensor:
-    """What the engine as it stands answers to the gate's prompt: log-probabilities, or the embedding of a model without a
+    """Asks the engine as it stands: what it answers to the gate's prompt: log-probabilities, or the embedding of a model without a
     vocabulary to answer from."""
     return _answer(model, model.step([_token_ids(model)]))
 

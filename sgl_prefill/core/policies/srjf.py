@@ -42,7 +42,7 @@ class CalibratedSrjf(Policy):
             self._place(job)
 
     def prefix_computed(self, jobs: Sequence[Job]) -> None:
-        """The waiting of these counts from when the first of them came, where sharers count.
+        """Lets the waiting of these count from when the first of them came, where sharers count.
 
         Else the credit of an older job of another prefix breaks in between two of them, and both prefixes are computed again
         and again (past the paper; a larger lambda then costs little).
@@ -57,7 +57,7 @@ class CalibratedSrjf(Policy):
         return self.fill_step(self.in_order(now_s))
 
     def in_order(self, now_s: float) -> Iterator[Job]:
-        """The job that is overdue, if there is one, and the others by their scores. Nothing may change meanwhile."""
+        """Yields the job that is overdue, if there is one, and the others by their scores. Nothing may change meanwhile."""
         overdue = self._overdue(now_s)
         if overdue is not None:
             yield overdue
@@ -72,11 +72,11 @@ class CalibratedSrjf(Policy):
         return oldest if now_s - oldest.arrival_s >= self.settings.max_queue_s else None
 
     def since_s(self, job: Job) -> float:
-        """From when on a job's waiting counts."""
+        """Returns from when on a job's waiting counts."""
         return min(self._credit_from_s.get(job, job.arrival_s), job.arrival_s)
 
     def cost(self, job: Job) -> float:
-        """What the score is made of, besides waiting."""
+        """Returns what the score is made of, besides waiting."""
         return cost_per_job(self.settings.cost, job) if self.settings.counts_sharers else cost_alone(self.settings.cost, job)
 
     def _place(self, job: Job) -> None:
@@ -124,12 +124,12 @@ class Srjf(CalibratedSrjf):
 
 
 def cost_alone(jct: JctModel, job: Job) -> float:
-    """What a job would cost now."""
+    """Returns what a job would cost now."""
     return jct(job.n_input_tokens, job.n_cached_tokens)
 
 
 def cost_per_job(jct: JctModel, job: Job) -> float:
-    """What a job costs, and what its sharers cost once it has run, a job (past the paper, which counts the first alone): of two
+    """Returns what a job costs, and what its sharers cost once it has run, a job (past the paper, which counts the first alone): of two
     new users with equal profiles, the one whose profile serves more waiting jobs goes first.
     """
     cost = cost_alone(jct, job)

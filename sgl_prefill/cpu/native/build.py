@@ -47,7 +47,7 @@ class BuildError(Exception):
 
 
 def digest() -> str:
-    """Of all that the library is made from."""
+    """Hashes all that the library is made from."""
     made_from = hashlib.sha256(repr((FLAGS, X86_BUILDS)).encode())
     for source in sorted([*FOLDER.glob("*.h"), *FOLDER.glob("*.cpp")]):
         made_from.update(source.read_bytes())
@@ -117,7 +117,7 @@ def _run(command: list[str]) -> subprocess.Popen[str]:
 
 
 def _errors(process: subprocess.Popen[str]) -> str:
-    """What it had to say, once it has ended."""
+    """Returns what the compiler had to say, once it has ended."""
     try:
         return process.communicate(timeout=TIMEOUT_S)[1]
     except subprocess.TimeoutExpired:

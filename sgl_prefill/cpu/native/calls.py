@@ -165,7 +165,7 @@ class StepRequests:
 
 
 def _recorded(kernel: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """A kernel is no operator of PyTorch's: its profiler sees it because it is told."""
+    """Tells PyTorch's profiler of a kernel, which is no operator of PyTorch's."""
 
     @functools.wraps(kernel)
     def call(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:

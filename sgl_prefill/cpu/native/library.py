@@ -33,7 +33,7 @@ class Native(NamedTuple):
     reason: str | None  # why there are none
 
     def shown(self) -> dict[str, Any]:
-        """For /server_info."""
+        """Describes it for /server_info."""
         return {"build": None if self.kernels is None else self.kernels.build, "reason": self.reason}
 
 
@@ -91,7 +91,7 @@ def _load() -> ctypes.CDLL:
 
 
 def self_test(kernels: Kernels) -> str | None:
-    """What is wrong, or None. Every kernel once on small inputs, against plain float32; takes milliseconds."""
+    """Returns what is wrong, or None. Runs every kernel once on small inputs, against plain float32; takes milliseconds."""
     generator = torch.Generator().manual_seed(0)
     for dtype, tolerance in MAX_ERROR.items():
 
