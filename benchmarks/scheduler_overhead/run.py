@@ -1,4 +1,4 @@
-"""What does calibrated SRJF cost a step, at 1,000, 3,000 and 10,000 waiting requests?
+"""What does calibrated SRJF cost a step, at 1,000, 3,000 and 10,000 waiting requests, with and without deadlines?
 
     python benchmarks/scheduler_overhead/run.py [--quick] [--json PATH]
 
@@ -30,6 +30,8 @@ WAITING = (1_000, 3_000, 10_000)
 PROMPT_TOKENS, TAIL_TOKENS, PER_PREFIX = 14_000, 150, 50
 CACHED_USERS = 4
 WARM_UP_STEPS, STEPS = 60, 300
+BURST = 2_000  # arrivals with deadlines between two steps
+DEADLINE_MS = 1e9  # far away: the forecast is made, and nobody is refused
 VOCABULARY = 512
 
 
@@ -40,16 +42,26 @@ def main() -> int:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         engine = start(Path(folder), tokens)
-        for n_waiting in counts:
-            rows.append(measure(engine, n_waiting, steps, tokens))
+        settings = [(n_waiting, None, 0) for n_waiting in counts]
+        settings += [(counts[-1], DEADLINE_MS, 0), (counts[0], DEADLINE_MS, 50 if arguments.quick else BURST)]
+        for n_waiting, deadline_ms, burst in settings:
+            rows.append(measure(engine, n_waiting, steps, tokens, deadline_ms, burst))
             print(rows[-1], file=sys.stderr)
     rivals = [measure_rival(python, policy, n, tokens) for python, policy in rivals_here() for n in counts]
-    most, fewest = rows[-1], rows[0]
+    fewest, most, with_deadlines, with_burst = rows[0], rows[len(counts) - 1], rows[-2], rows[-1]
     targets = [
         report.Target.at_most(f"policy cost of a step at {most['waiting']} waiting, p50, ms", most["p50_ms"], 1.0),
         report.Target.at_most(f"policy cost of a step at {most['waiting']} waiting, p99, ms", most["p99_ms"], 5.0),
         report.Target.at_most(
             f"p50 at {most['waiting']} waiting / at {fewest['waiting']}", most["p50_ms"] / fewest["p50_ms"], 2.0
+        ),
+        *(
+            report.Target.at_most(f"policy cost of a step, {what}, {percentile}, ms", row[f"{percentile}_ms"], limit)
+            for what, row in (
+                (f"{with_deadlines['waiting']} waiting with deadlines", with_deadlines),
+                (f"a burst of {with_burst['burst']} arrivals with deadlines", with_burst),
+            )
+            for percentile, limit in (("p50", 1.0), ("p99", 5.0))
         ),
     ]
     report.finish({"conditions": conditions, "rows": rows, "rivals": rivals}, targets, arguments.json)
@@ -95,8 +107,15 @@ def start(folder: Path, prompt_tokens: int) -> InProcessScheduler:
     return InProcessScheduler(config, model, dtype="float32", max_total_tokens=(CACHED_USERS + 1) * prompt_tokens)
 
 
-def measure(engine: InProcessScheduler, n_waiting: int, n_steps: int, prompt_tokens: int) -> dict[str, Any]:
-    """Fill the queue, then serve one and submit one, again and again."""
+def measure(
+    engine: InProcessScheduler,
+    n_waiting: int,
+    n_steps: int,
+    prompt_tokens: int,
+    deadline_ms: float | None,
+    burst: int,
+) -> dict[str, Any]:
+    """Fill the queue, then serve one and submit one, again and again; half-way through, `burst` more come at once."""
     rng = random.Random(n_waiting)
     engine.flush()
     prefixes = [
@@ -105,7 +124,8 @@ def measure(engine: InProcessScheduler, n_waiting: int, n_steps: int, prompt_tok
     ]
 
     def submit(prefix: list[int]) -> None:
-        engine.submit([*prefix, *(rng.randrange(3, VOCABULARY) for _ in range(TAIL_TOKENS))])
+        tail = [rng.randrange(3, VOCABULARY) for _ in range(TAIL_TOKENS)]
+        engine.submit([*prefix, *tail], deadline_ms=deadline_ms)
 
     for index in range(n_waiting):
         submit(prefixes[index % len(prefixes)])
@@ -116,7 +136,8 @@ def measure(engine: InProcessScheduler, n_waiting: int, n_steps: int, prompt_tok
         # Now and then a user leaves, and one comes whose prefix nobody has sent yet.
         if index % PER_PREFIX == 0:
             prefixes[rng.randrange(len(prefixes))] = [rng.randrange(3, VOCABULARY) for _ in prefixes[0]]
-        submit(rng.choice(prefixes))
+        for _ in range(1 + (burst if index == WARM_UP_STEPS + n_steps // 2 else 0)):
+            submit(rng.choice(prefixes))
         engine.step()
         if index >= WARM_UP_STEPS:
             costs_ms.append(1000 * engine.live.last_step_s)
@@ -126,6 +147,8 @@ def measure(engine: InProcessScheduler, n_waiting: int, n_steps: int, prompt_tok
     engine.step()  # the policy forgets them
     return {
         "waiting": waiting,
+        "with_deadlines": deadline_ms is not None,
+        "burst": burst,
         "steps": n_steps,
         "p50_ms": statistics.median(costs_ms),
         "p99_ms": statistics.quantiles(costs_ms, n=100)[98],

@@ -34,6 +34,7 @@ def order(folder: Path) -> dict[str, Any]:
         "cancelled": cancelled(engine),
         "deadlines": deadlines(engine),
         "newest_first": newest_first(folder),
+        "credit": [credit(folder, fairness_lambda) for fairness_lambda in (0.0, 500.0)],
     }
 
 
@@ -146,6 +147,19 @@ def newest_first(folder: Path) -> str:
     rids = {engine.submit(prompt(rng, n)): name for name, n in (("A", 30), ("B", 20), ("C", 40))}
     engine.run_all()
     return "".join(rids[rid] for rid in engine.answered)
+
+
+def credit(folder: Path, fairness_lambda: float) -> str:
+    """Of two that wait, the one of 301 tokens came before 30 others and so some milliseconds before the one of 300."""
+    config = {"fairness_lambda": fairness_lambda, "pack_step_tokens": 0, "jct_model": "cache-miss"}
+    engine = start(folder, "llama", config=config)
+    rng = random.Random(13)
+    rids = {engine.submit(prompt(rng, 301)): "older"}
+    for _ in range(30):
+        engine.submit(prompt(rng, 1000))
+    rids[engine.submit(prompt(rng, 300))] = "shorter"
+    engine.run_all()
+    return rids[next(rid for rid in engine.answered if rid in rids)]
 
 
 @contextmanager

@@ -43,6 +43,11 @@ def test_a_cancelled_request_gives_its_place_up_at_once(order: dict[str, Any]) -
     assert order["cancelled"] == {"other_ran_first": True, "cached_of_it": 0}
 
 
+def test_waiting_is_worth_tokens(order: dict[str, Any]) -> None:
+    """500 a second: two milliseconds are worth the one token that the older request is longer; without a credit they are not."""
+    assert order["credit"] == ["shorter", "older"]
+
+
 def test_the_policy_of_ten_lines_that_the_page_shows_serves(order: dict[str, Any]) -> None:
     """Newest first."""
     assert order["newest_first"] == "CBA"
