@@ -233,6 +233,7 @@ def faults(folder: Path) -> dict[str, Any]:
     result["plain_family_on"] = raised(lambda: start(folder, "gpt2"))
     result["too_long"] = raised(lambda: start(folder, "llama", config={"max_input_length": 4096}))
     small = {"memory_budget_gb": 0.004, "max_input_length": 4000}
+    result["waiting"], result["kept"] = waiting(folder), kept(folder)
     result["does_not_fit"] = raised(lambda: start(folder, "llama", config=small))
     return result
 
@@ -284,6 +285,67 @@ def waiting(folder: Path) -> dict[str, Any]:
     }
 
 
+def kept(folder: Path) -> dict[str, Any]:
+    """--suffix-kv keep: 420 slots hold two prefixes of 150, the older of which a waiting request will use, when one of 130 runs."""
+    config = {"suffix_kv": "keep", "max_input_length": 300, "fairness_lambda": 0.0, "pack_step_tokens": 0}
+    engine = start(folder, "llama", config=config, max_total_tokens=420)
+    rng = random.Random(4)
+    wanted, other = prompt(rng, 150), prompt(rng, 150)
+    engine.ask(wanted)
+    engine.ask(other)
+    first = engine.submit(prompt(rng, 130))
+    sharer = engine.submit([*wanted, *prompt(rng, 140)])
+    engine.run_all()
+    return {
+        "ran_first": engine.answered[2] == first,
+        "sharer": engine.answer(sharer).cached_tokens,
+        "other": engine.ask([*other, 7]).cached_tokens,
+    }
+
+
+def unusual(folder: Path) -> dict[str, Any]:
+    """Pages of 16 tokens, sharers that count together, no prefix cache, embeddings, many deadlines at once."""
+    rng = random.Random(5)
+    result: dict[str, Any] = {}
+    few, many = prompt(rng, 200), prompt(rng, 240)
+    for sharers in ("count", "ignore"):
+        config = {"fairness_lambda": 0.0, "pack_step_tokens": 0, "sharers": sharers}
+        engine = start(folder, "llama", config=config, page_size=16)
+        named = {engine.submit([*few, *prompt(rng, 10)]): "few"}
+        named |= {engine.submit([*many, *prompt(rng, 10)]): "many" for _ in range(4)}
+        engine.run_all()
+        engine.check_slots()
+        result[f"order_{sharers}"] = " ".join(named[rid] for rid in engine.answered)
+        result[f"cached_{sharers}"] = sorted(engine.answer(rid).cached_tokens for rid in named)
+
+    engine = start(folder, "llama", disable_radix_cache=True)
+    again = prompt(rng, 300)
+    answers = [engine.ask(again, label_ids=LABELS) for _ in range(2)]
+    result["no_cache"] = [one.cached_tokens for one in answers]
+    result["no_cache_difference"] = largest_difference(answers[0].label_logprobs, answers[1].label_logprobs)
+    result["no_cache_scratch"] = engine.allocator.n_scratch_lent
+
+    engine = start(folder, "llama", config={"jct_model": "fitted"})
+    jct_ms = engine.live.predictor.model(100, 0) if engine.live.predictor is not None else 0.0
+    rids = [engine.submit(prompt(rng, 100), deadline_ms=20 * jct_ms) for _ in range(300)]
+    engine.step()
+    refused = sum(rid in engine.refusals for rid in rids)
+    engine.run_all()
+    result["burst"] = {
+        "refused_at_once": refused,
+        "answered": sum(engine.has_answer(rid) for rid in rids),
+        "refused": len(engine.refusals),
+        "waiting": len(engine.live.policy.waiting),
+    }
+
+    embedding = start(folder, "llama-embedding", is_embedding=True)
+    expected = tiny_models.last_hidden_state(folder / "llama-embedding", again)
+    for name, durable in (("embedding", 2000), ("embedding_evicting", 128)):
+        embedding.set_durable(durable)
+        result[name] = largest_difference(embedding.embed(again), expected)
+    return result
+
+
 def profile(folder: Path) -> dict[str, Any]:
     """The pass that computes only what decides memory takes the memory of a whole one; and what a token retains."""
     wide = {"hidden_size": 512, "intermediate_size": 1792, "num_attention_heads": 8, "head_dim": 64}
@@ -307,5 +369,5 @@ def profile(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    scenarios = {"families": families, "storm": storm, "faults": faults, "profile": profile, "waiting": waiting}
+    scenarios = {"families": families, "storm": storm, "faults": faults, "profile": profile, "unusual": unusual}
     print(json.dumps(scenarios[sys.argv[1]](Path(sys.argv[2]))))

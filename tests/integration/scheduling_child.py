@@ -1,4 +1,4 @@
-"""The policy in a real scheduler, without a server: python -m tests.integration.scheduling_child SCENARIO FOLDER [FAMILY]
+"""The policy in a real scheduler, without a server: python -m tests.integration.scheduling_child SCENARIO FOLDER
 
 Prints one JSON line on stdout, like memory_child.
 """
@@ -170,7 +170,15 @@ def clock_ahead(seconds: float) -> Iterator[SimpleNamespace]:
         yield clock
 
 
-def packing(folder: Path, family: str) -> dict[str, Any]:
+PACKED_FAMILIES = ("llama", "gemma2", "qwen2-moe")
+
+
+def packing(folder: Path) -> dict[str, Any]:
+    """Of each family, one scheduler after the other."""
+    return {family: packed(folder, family) for family in PACKED_FAMILIES}
+
+
+def packed(folder: Path, family: str) -> dict[str, Any]:
     """Packed steps give what the requests give alone, in fewer steps, and compute nothing twice."""
     config = {"fairness_lambda": 0.0, "pack_step_tokens": 300}
     engine = start(folder, family, config=config, prefill_max_requests=16)
@@ -214,4 +222,4 @@ def one_at_a_time(engine: InProcessScheduler, tokens: list[int]) -> list[float]:
 
 if __name__ == "__main__":
     scenarios: dict[str, Callable[..., Any]] = {"order": order, "packing": packing}
-    print(json.dumps(scenarios[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])))
+    print(json.dumps(scenarios[sys.argv[1]](Path(sys.argv[2]))))

@@ -120,13 +120,52 @@ def test_an_input_length_that_cannot_be_served_fails_the_start_with_the_longest_
     assert "longest" in faults["does_not_fit"]
 
 
-def test_what_waiting_requests_will_use_is_kept_and_computed_once(folder: Path) -> None:
+def test_what_waiting_requests_will_use_is_kept_and_computed_once(faults: dict[str, Any]) -> None:
     """300 slots hold a prefix of 200 that two requests wait to use: a lone prompt of 400 gets the other 100."""
-    result = run_child("memory_child", "waiting", str(folder))
+    result = faults["waiting"]
     assert (result["lone"]["kept_tokens"], result["lone"]["evicted_tokens"]) == (100, 300)
     assert result["lone"]["predicted_jct_ms"] > 0
     assert result["sharers"] == [200, 200]
     assert result["burst"] == [0, 300, 300, 300, 300]
+
+
+def test_what_waiting_requests_will_use_is_evicted_last_where_all_kv_is_kept_too(faults: dict[str, Any]) -> None:
+    """The older of two prefixes is waited for: the other one goes."""
+    assert faults["kept"] == {"ran_first": True, "sharer": 150, "other": 0}
+
+
+@pytest.fixture(scope="module")
+def unusual(folder: Path) -> dict[str, Any]:
+    return run_child("memory_child", "unusual", str(folder))
+
+
+def test_a_prefix_that_more_requests_wait_for_goes_first_also_in_pages(unusual: dict[str, Any]) -> None:
+    """200 tokens for one request, 240 for four: together they cost less a request. Cached are whole pages of 16."""
+    assert unusual["order_count"] == "many many many many few"
+    assert unusual["order_ignore"] == "few many many many many"
+    assert unusual["cached_count"] == unusual["cached_ignore"] == [0, 0, 240, 240, 240]
+
+
+def test_without_a_prefix_cache_nothing_is_kept_and_nothing_leaks(unusual: dict[str, Any]) -> None:
+    """--disable-radix-cache: the same prompt again is computed again."""
+    assert unusual["no_cache"] == [0, 0]
+    assert unusual["no_cache_difference"] == 0
+    assert unusual["no_cache_scratch"] == 0
+
+
+def test_of_many_deadlines_at_once_those_that_cannot_be_met_are_refused_at_once(unusual: dict[str, Any]) -> None:
+    """300 requests, and time for some twenty, one step after the other or together: each is answered or refused."""
+    burst = unusual["burst"]
+    assert 100 < burst["refused_at_once"] < 300
+    assert burst["answered"] + burst["refused"] == 300
+    assert burst["answered"] > 0
+    assert burst["waiting"] == 0
+
+
+def test_an_embedding_model_gives_what_transformers_does_also_where_it_evicts(unusual: dict[str, Any]) -> None:
+    """300 tokens, whole and on 128 durable slots."""
+    assert unusual["embedding"] <= CLOSE
+    assert unusual["embedding_evicting"] <= CLOSE
 
 
 def test_the_short_memory_pass_takes_the_memory_of_a_whole_one(folder: Path) -> None:

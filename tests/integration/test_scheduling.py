@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.integration.children import run_child
+from tests.integration.scheduling_child import PACKED_FAMILIES
 
 # float32: the rows of other requests change the order in which matrix products are summed (see test_memory.py).
 CLOSE = 1e-4
@@ -69,11 +70,16 @@ def test_a_prediction_counts_a_prefix_that_several_wait_for_once(order: dict[str
     assert 1 < order["deadlines"]["burst_ms_over_one"] < 2.5
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2-moe"])
-def test_packed_requests_get_the_answers_that_they_get_alone(folder: Path, family: str) -> None:
+@pytest.fixture(scope="module")
+def packing(folder: Path) -> dict[str, Any]:
+    return run_child("scheduling_child", "packing", str(folder))
+
+
+@pytest.mark.parametrize("family", PACKED_FAMILIES)
+def test_packed_requests_get_the_answers_that_they_get_alone(packing: dict[str, Any], family: str) -> None:
     """23 requests with two shared profiles: with room for all, nothing is computed twice; with 260 slots, many have tails
     in scratch, next to each other. Scratch is filled with NaN before every step, and slots are counted after it."""
-    result = run_child("scheduling_child", "packing", str(folder), family)
+    result = packing[family]
     for slots in ("2000", "260"):
         assert result[slots]["worst"] <= CLOSE, slots
         assert result[slots]["steps"] < 10

@@ -113,6 +113,30 @@ class InProcessScheduler:
         self.scheduler.process_input_requests([request])
         return rid
 
+    def embed(self, token_ids: Sequence[int]) -> list[float]:
+        """The embedding of a prompt, from a model that was started with `is_embedding`."""
+        from sglang.srt.managers.io_struct import TokenizedEmbeddingReqInput
+        from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        params = SamplingParams(max_new_tokens=0)
+        params.normalize(None)
+        rid = f"request-{next(self._numbers)}"
+        request = TokenizedEmbeddingReqInput(
+            rid=rid,
+            input_text=None,
+            input_ids=array("q", token_ids),
+            mm_inputs=None,
+            token_type_ids=None,
+            sampling_params=params,
+            time_stats=APIServerReqTimeStats(),
+        )
+        self.scheduler.process_input_requests([request])
+        self.run_all()
+        output, index = self._outputs.pop(rid)
+        embedding: list[float] = output.embeddings[index]
+        return embedding
+
     def cancel(self, rid: str) -> None:
         from sglang.srt.managers.io_struct import AbortReq
 
