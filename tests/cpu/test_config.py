@@ -277,3 +277,16 @@ def test_a_refused_start_exits_with_2_and_one_message(flags: list[str], expected
     assert done.returncode == 2
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("module", ["launch_server", "mil", "plan"])
+def test_help_comes_at_once(module: str) -> None:
+    """It needs neither torch nor SGLang, which are blocked here, so that no import warning and no 20 seconds come before it."""
+    code = (
+        "import runpy, sys; sys.modules['torch'] = sys.modules['sglang'] = None; sys.argv = ['x', '--help'];"
+        f" runpy.run_module('sgl_prefill.{module}', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: ")
+    assert done.stderr == ""
