@@ -20,8 +20,6 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.device import this_device
-from sgl_prefill.cpu.native.library import native
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.port import deadlines
 
@@ -55,6 +53,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     def __init__(self, server_args: ServerArgs, port_args: PortArgs, *, config: PrefillConfig) -> None:
         super().__init__(server_args, port_args)
         self.prefill_config = config
+        self.scheduler_record: dict[str, Any] | None = None  # the scheduler's activation record, once it has started
         self._given_rids: dict[str, str] = {}  # of requests in flight, by the id that SGLang knows
 
     async def generate_request(
@@ -134,7 +133,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     @property
     def _packs_weights(self) -> bool:
         """Whether the model runs on weights that were packed at the start, in the place of SGLang's own layers."""
-        return this_device().is_host and self.prefill_config.hybrid_prefill != "off" and native().kernels is not None
+        return (self.scheduler_record or {}).get("packed_weights") is not None
 
     def _check_embeddings(self, obj: GenerateReqInput) -> None:
         if self._packs_weights and (obj.input_embeds is not None or obj.positional_embed_overrides is not None):
