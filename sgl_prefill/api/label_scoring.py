@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -84,6 +85,8 @@ class LabelScorer:
         self._manager = tokenizer_manager
         # A copy that one thread alone uses: the event loop goes on meanwhile, with SGLang's, which is not safe for two.
         self._tokenizer = copy.deepcopy(tokenizer_manager.tokenizer)
+        self._known: dict[tuple[tuple[str, ...], str], list[Label]] = {}  # after which ends what was looked up
+        self._n_known = 0  # labels
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="labels")
 
     async def score(
@@ -113,29 +116,48 @@ class LabelScorer:
         return [_scored(of_prompt, output) for of_prompt, output in zip(labels, outputs, strict=True)]
 
     async def _resolve(self, answers: AllowedAnswers, prompts: list[str] | list[list[int]]) -> list[list[Label]]:
-        """The labels after each prompt, found in another thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._resolve_all, answers, prompts)
-
-    def _resolve_all(self, answers: AllowedAnswers, prompts: list[str] | list[list[int]]) -> list[list[Label]]:
-        """Prompts of one template share their end, so each end is resolved once."""
+        """The labels after each prompt. Prompts of one template share their end, and so do requests: each end is looked up
+        once, in another thread, while the event loop goes on."""
         if answers.token_ids is not None:
             check_distinct(answers.token_ids, "allowed_token_ids")
             check_ids_in_vocabulary(answers.token_ids, self._manager.model_config.vocab_size, "allowed_token_ids")
-            same = [Label(self._decode([token_id]), token_id) for token_id in answers.token_ids]
+            same = [
+                Label(_decode(self._manager.tokenizer, [token_id]), token_id) for token_id in answers.token_ids
+            ]
             return [same] * len(prompts)
         assert answers.tokens is not None
         check_distinct(answers.tokens, "allowed_tokens")
+        texts = tuple(answers.tokens)
         ends = [self._end_of(prompt) for prompt in prompts]
-        distinct = dict.fromkeys(ends)
-        if (n := len(distinct) * len(answers.tokens)) > MOST_RESOLUTIONS:
+        missing = [end for end in dict.fromkeys(ends) if (texts, end) not in self._known]
+        if (n := len(missing) * len(texts)) > MOST_RESOLUTIONS:
             raise BadRequestError(
-                f"{len(answers.tokens)} allowed_tokens after {len(distinct)} different ends of prompts are {n} labels to look"
-                f" up, and {MOST_RESOLUTIONS} are the limit: give allowed_token_ids, or fewer prompts in one request"
+                f"{len(texts)} allowed_tokens after {len(missing)} different ends of prompts are {n} labels to look up, and"
+                f" {MOST_RESOLUTIONS} are the limit: give allowed_token_ids, or fewer prompts in one request"
             )
-        resolved = {end: self._resolve_after(answers.tokens, end) for end in distinct}
-        return [resolved[end] for end in ends]
+        found = {(texts, end): self._known[texts, end] for end in dict.fromkeys(ends) if end not in missing}
+        if missing:
+            loop = asyncio.get_running_loop()
+            new = await loop.run_in_executor(self._thread, self._resolve_all, texts, missing)
+            self._remember(new)
+            found |= new
+        return [found[texts, end] for end in ends]
 
-    def _resolve_after(self, texts: list[str], prompt_end: str) -> list[Label]:
+    def _remember(self, found: dict[tuple[tuple[str, ...], str], list[Label]]) -> None:
+        """Forgets the oldest where there is too much; another request may have looked up the same meanwhile."""
+        for key, labels in found.items():
+            if key not in self._known:
+                self._known[key] = labels
+                self._n_known += len(labels)
+        while self._n_known > MOST_RESOLUTIONS:
+            self._n_known -= len(self._known.pop(next(iter(self._known))))
+
+    def _resolve_all(
+        self, texts: tuple[str, ...], ends: list[str]
+    ) -> dict[tuple[tuple[str, ...], str], list[Label]]:
+        return {(texts, end): self._resolve_after(texts, end) for end in ends}
+
+    def _resolve_after(self, texts: Sequence[str], prompt_end: str) -> list[Label]:
         labels = [Label(text, resolve_in_context(text, prompt_end, self._encode, self._decode)) for text in texts]
         by_id: dict[int, str] = {}
         for label in labels:
@@ -148,7 +170,9 @@ class LabelScorer:
         return labels
 
     def _end_of(self, prompt: str | list[int]) -> str:
-        return prompt[-CONTEXT_CHARACTERS:] if isinstance(prompt, str) else self._decode(prompt[-CONTEXT_TOKENS:])
+        if isinstance(prompt, str):
+            return prompt[-CONTEXT_CHARACTERS:]
+        return _decode(self._manager.tokenizer, prompt[-CONTEXT_TOKENS:])
 
     def _encode(self, text: str) -> list[int]:
         if self._tokenizer is None:
@@ -158,10 +182,15 @@ class LabelScorer:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _decode(self, token_ids: list[int]) -> str:
-        if self._tokenizer is None:
-            return ""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+        return _decode(self._tokenizer, token_ids)
+
+
+def _decode(tokenizer: Any, token_ids: list[int]) -> str:
+    """Nothing where the server runs without a tokenizer."""
+    if tokenizer is None:
+        return ""
+    text: str = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text
 
 
 def _prompts_of(obj: GenerateReqInput) -> list[str] | list[list[int]]:
