@@ -119,9 +119,7 @@ def verdict(claim: Claim, results: dict[str, Result]) -> tuple[str, str]:
     ]
     if not targets:
         return NOT_TESTED, f"no result of `{claim.benchmark}`"
-    numbers = "; ".join(
-        f"{target['name']}: {_shown(target['value'])} (target {wanted(target)})" for target in targets
-    )
+    numbers = "; ".join(f"{target['name']}: {_shown(target['value'])} (target {wanted(target)})" for target in targets)
     n_met = sum(target["met"] for target in targets)
     where = "simulated: " if claim.benchmark == SIMULATED else ""
     if n_met == len(targets):
@@ -181,10 +179,7 @@ def _section(folder: Path, name: str, result: Result) -> list[str]:
         f"{_setting(conditions)}{_kernels(conditions)}\n"
     )
     targets = result["targets"]
-    shown = (
-        [one["name"], _shown(one["value"]), wanted(one), "met" if one["met"] else "**missed**"]
-        for one in targets
-    )
+    shown = ([one["name"], _shown(one["value"]), wanted(one), "met" if one["met"] else "**missed**"] for one in targets)
     if targets:
         lines += _table(["row", "value", "target", ""], shown)
     for paragraph in re.findall(

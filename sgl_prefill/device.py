@@ -24,7 +24,10 @@ SAMPLE_INTERVAL_S = 0.0005
 class AliasedMemory(Protocol):
     """Buffers whose tails are one and the same physical memory (see `kv`)."""
 
-    tensors: Sequence[torch.Tensor]  # uint8, one a buffer
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """uint8, one a buffer."""
+        ...
 
     def commit_own(self, n_bytes: int) -> None: ...
 

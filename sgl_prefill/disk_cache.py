@@ -20,7 +20,8 @@ FORMAT = 7
 
 
 def load(kind: str, depends_on: Mapping[str, Any], fields: Mapping[str, type]) -> dict[str, Any] | None:
-    """Returns what `store` wrote for exactly these circumstances; None where it did not, or where the file is not as it should be.
+    """Returns what `store` wrote for exactly these circumstances; None where it did not, or where the file is not as it
+    should be.
 
     fields: what the value must hold, each a finite number >= 0 of this type, and nothing else.
     """
@@ -40,7 +41,8 @@ def load(kind: str, depends_on: Mapping[str, Any], fields: Mapping[str, type]) -
 
 
 def store(kind: str, depends_on: Mapping[str, Any], value: dict[str, Any]) -> None:
-    """Writes the value whole or not at all, also where two engines start together. A directory that cannot be written costs a measurement at
+    """Writes the value whole or not at all, also where two engines start together. A directory that cannot be written costs
+    a measurement at
     the next start, and a line in the log."""
     path = _path(kind, depends_on)
     try:

@@ -22,7 +22,8 @@ RECORD_KEY = "sgl_prefill"
 
 @dataclasses.dataclass
 class EngineState:
-    """What one process knows. What the start finds out is None until it has; in the HTTP and detokenizer processes most remains so."""
+    """What one process knows. What the start finds out is None until it has; in the HTTP and detokenizer processes most
+    remains so."""
 
     config: PrefillConfig
     hooks: list[str] = dataclasses.field(default_factory=list)  # targets that were verified to be in place

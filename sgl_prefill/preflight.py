@@ -75,7 +75,9 @@ REQUIRED: tuple[Required, ...] = (
     Required("tp_size", 1, "--tp-size", "the ranks have no agreed clock and memory plan yet", (POLICY, EVICT)),
     Required("pp_size", 1, "--pp-size", "the policy and the scratch know one batch in flight", (POLICY, EVICT)),
     Required("dcp_size", 1, "--dcp-size", "scratch is not spread over ranks", (EVICT,)),
-    Required("enable_hierarchical_cache", False, "--enable-hierarchical-cache", "the cache has one tier", (POLICY, EVICT)),
+    Required(
+        "enable_hierarchical_cache", False, "--enable-hierarchical-cache", "the cache has one tier", (POLICY, EVICT)
+    ),
     Required("enable_streaming_session", False, "--enable-streaming-session", "a session would keep scratch", (EVICT,)),
     Required("enable_memory_saver", False, "--enable-memory-saver", "aliased KV buffers cannot be released", (EVICT,)),
     Required("enable_page_major_kv_layout", False, "--enable-page-major-kv-layout", "layers share scratch", (EVICT,)),
@@ -214,7 +216,8 @@ def _contradiction(config: PrefillConfig, need: Required, value: Any) -> str:
 
 
 def _model_path_problems(model_path: str) -> list[str]:
-    """Says what is wrong with a path that is neither a model folder, nor a file or remote store of SGLang's, nor the name of a model on a hub."""
+    """Says what is wrong with a path that is neither a model folder, nor a file or remote store of SGLang's, nor the name of
+    a model on a hub."""
     if os.path.isdir(model_path):
         if os.path.exists(os.path.join(model_path, "config.json")):
             return []

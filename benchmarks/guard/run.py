@@ -101,7 +101,8 @@ def targets_of(found: dict[engines.Engine, list[Figures]]) -> list[report.Target
 
 
 def prompts(n_messages: int) -> list[Due]:
-    """Makes prompts of a policy, messages cut from Python's own documentation, which is on every machine, and a question; all due at once."""
+    """Makes prompts of a policy, messages cut from Python's own documentation, which is on every machine, and a question;
+    all due at once."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(demo_model.ensure())

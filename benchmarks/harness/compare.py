@@ -114,7 +114,8 @@ class Comparison:
         return run.figures.requests_per_s
 
     def measure_rival(self, engine: engines.Engine, rates: Sequence[Rate], turn: str = "") -> list[Run] | None:
-        """As `measure`; None, and a row in `failed`, where the engine cannot be started, or ends under the load: that is a result too."""
+        """As `measure`; None, and a row in `failed`, where the engine cannot be started, or ends under the load: that is a
+        result too."""
         try:
             return self.measure(engine, rates, turn)
         except (ServerStartError, report.InvalidRunError) as error:

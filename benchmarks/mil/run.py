@@ -194,7 +194,8 @@ def measure_on_device(model: str, engine: Engine) -> dict[str, Any]:
 
 
 def first_that_fits(serve: Callable[[int], dict[str, Any]], n_tokens: int) -> dict[str, Any]:
-    """Finds the first that fits of inputs each 3/4 as long as the last. Raises the last failure where the server ends or refuses at all of them."""
+    """Finds the first that fits of inputs each 3/4 as long as the last. Raises the last failure where the server ends or
+    refuses at all of them."""
     for _ in range(DEVICE_TRIES - 1):
         try:
             return serve(n_tokens)

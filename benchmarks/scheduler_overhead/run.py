@@ -42,7 +42,7 @@ def main() -> int:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         engine = start(Path(folder), tokens)
-        settings = [(n_waiting, None, 0) for n_waiting in counts]
+        settings: list[tuple[int, float | None, int]] = [(n_waiting, None, 0) for n_waiting in counts]
         settings += [(counts[-1], DEADLINE_MS, 0), (counts[0], DEADLINE_MS, 50 if arguments.quick else BURST)]
         for n_waiting, deadline_ms, burst in settings:
             rows.append(measure(engine, n_waiting, steps, tokens, deadline_ms, burst))

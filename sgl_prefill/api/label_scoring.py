@@ -121,9 +121,7 @@ class LabelScorer:
         if answers.token_ids is not None:
             check_distinct(answers.token_ids, "allowed_token_ids")
             check_ids_in_vocabulary(answers.token_ids, self._manager.model_config.vocab_size, "allowed_token_ids")
-            same = [
-                Label(_decode(self._manager.tokenizer, [token_id]), token_id) for token_id in answers.token_ids
-            ]
+            same = [Label(_decode(self._manager.tokenizer, [token_id]), token_id) for token_id in answers.token_ids]
             return [same] * len(prompts)
         assert answers.tokens is not None
         check_distinct(answers.tokens, "allowed_tokens")
@@ -152,9 +150,7 @@ class LabelScorer:
         while self._n_known > MOST_RESOLUTIONS:
             self._n_known -= len(self._known.pop(next(iter(self._known))))
 
-    def _resolve_all(
-        self, texts: tuple[str, ...], ends: list[str]
-    ) -> dict[tuple[tuple[str, ...], str], list[Label]]:
+    def _resolve_all(self, texts: tuple[str, ...], ends: list[str]) -> dict[tuple[tuple[str, ...], str], list[Label]]:
         return {(texts, end): self._resolve_after(texts, end) for end in ends}
 
     def _resolve_after(self, texts: Sequence[str], prompt_end: str) -> list[Label]:

@@ -89,7 +89,8 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         given = obj.rid
         if isinstance(given, str):
             n_prompts = count_prompts(obj)
-            given = [given] if n_prompts in (None, 1) else [f"{given}_{index}" for index in range(n_prompts)]
+            is_one = n_prompts is None or n_prompts == 1
+            given = [given] if is_one else [f"{given}_{index}" for index in range(n_prompts or 0)]
         hidden = {uuid.uuid4().hex: one for one in given}
         self._given_rids |= hidden
         is_single = isinstance(obj.rid, str) and len(hidden) == 1 and count_prompts(obj) is None
@@ -228,8 +229,11 @@ def count_prompts(obj: GenerateReqInput | EmbeddingReqInput) -> int | None:
     prompts = obj.text if obj.text is not None else obj.input_ids
     if prompts is None:
         prompts = getattr(obj, "input_embeds", None)
-        is_batch = isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], list) and (
-            bool(prompts[0]) and isinstance(prompts[0][0], list)
+        is_batch = (
+            isinstance(prompts, list)
+            and bool(prompts)
+            and isinstance(prompts[0], list)
+            and (bool(prompts[0]) and isinstance(prompts[0][0], list))
         )
     else:
         is_batch = isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], str | list)

@@ -76,7 +76,8 @@ class FittedJct(NamedTuple):
         )
 
     def full_price_tokens(self) -> int | None:
-        """Returns the computed tokens from which on one more costs its full price: a step's fixed cost is a tenth of its time there.
+        """Returns the computed tokens from which on one more costs its full price: a step's fixed cost is a tenth of its
+        time there.
 
         None where a token costs nothing, so that no step is ever full.
         """

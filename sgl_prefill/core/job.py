@@ -1,4 +1,5 @@
-"""One request as policies, plans and forecasts see it. Whether SGLang's scheduler, a trace or a batch holds it, they do not know."""
+"""One request as policies, plans and forecasts see it. Whether SGLang's scheduler, a trace or a batch holds it, they do not
+know."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ class Job:
     deadline_ms: float | None = None  # counted from the arrival; a later answer is worth nothing
 
     n_cached_tokens: int = 0  # longest prefix that the cache holds now, as far as this job may use it
-    next_page: Hashable | None = None  # the first page beyond the match: jobs with the same one share it; None: there is none
+    next_page: Hashable | None = (
+        None  # the first page beyond the match: jobs with the same one share it; None: there is none
+    )
     is_follower: bool = False  # another job, which came first, waits for the same page
     n_sharers: int = 0  # of the job that others follow: their number
     n_shared_tokens: int = 0  # of a job in a group: how long the prefix is that it shares

@@ -79,7 +79,8 @@ class MatchIndex:
         return list(self._groups)
 
     def group_of(self, job: Job) -> Collection[Job]:
-        """Returns the jobs whose match ends at the same place and that go on with the same page, the one that came first, first."""
+        """Returns the jobs whose match ends at the same place and that go on with the same page, the one that came first,
+        first."""
         match = self._matches[job]
         return self._groups[match.node][_key(match)].keys()
 
@@ -88,7 +89,8 @@ class MatchIndex:
         return list(self._groups.get(parent, {}).get((None, key), ()))
 
     def split(self, lower: Hashable, upper: Hashable, n_tokens: int) -> None:
-        """Follows a split: `upper` took the part of `lower` that ends `n_tokens` from the root. No match gets longer or shorter."""
+        """Follows a split: `upper` took the part of `lower` that ends `n_tokens` from the root. No match gets longer or
+        shorter."""
         for (inside_tokens, _), group in list(self._groups.get(lower, {}).items()):
             if inside_tokens is not None and inside_tokens <= n_tokens:
                 for job in list(group):

@@ -94,7 +94,8 @@ class Policy:
         self._deadlines.discard(job)
 
     def recalibrated(self, job: Job) -> None:
-        """Hears that what the prefix cache holds of a job has changed, or how many share its prefix. It may have been refused before."""
+        """Hears that what the prefix cache holds of a job has changed, or how many share its prefix. It may have been
+        refused before."""
 
     def prefix_computed(self, jobs: Sequence[Job]) -> None:
         """Hears that the page that all of these waited for is in the cache now."""

@@ -227,7 +227,8 @@ class _Rotate(torch.nn.Module):
 
 
 def _side_by_side(query: torch.Tensor, key: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Returns both as one tensor where each row of one begins behind the same row of the other, as in rows of query, key and value."""
+    """Returns both as one tensor where each row of one begins behind the same row of the other, as in rows of query, key and
+    value."""
     width = query.shape[1]
     is_one = (
         query.stride() == key.stride()

@@ -66,7 +66,8 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         return NAME_WITHOUT_TRITON
 
     def get_torch_profiler_activity_str(self) -> str:
-        """Names what `/start_profile` records as the device's work; without these two, a request for a profile ends the scheduler."""
+        """Names what `/start_profile` records as the device's work; without these two, a request for a profile ends the
+        scheduler."""
         return "CPU"
 
     def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:

@@ -23,7 +23,8 @@ ROUNDS, ENOUGH_S = 5, 1.0  # rounds, fewer where they have taken so long
 
 
 def choose_chunk_tokens(model: LoadedModel, asked_tokens: int | None) -> None:
-    """Sets the chunk size: as asked for, as an earlier start has measured it, or measured now, the weights being laid out as they will be served."""
+    """Sets the chunk size: as asked for, as an earlier start has measured it, or measured now, the weights being laid out as
+    they will be served."""
     hybrid = model.hybrid
     assert hybrid is not None
     hybrid.chunk_tokens = asked_tokens or _measured_chunk_tokens(model, hybrid)

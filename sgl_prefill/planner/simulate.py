@@ -47,10 +47,8 @@ class Setting(NamedTuple):
 
     @property
     def name(self) -> str:
-        if self.scheduling == "fifo":
-            words = [self.scheduling]
-        else:
-            words = [self.scheduling, f"lambda {self.fairness_lambda:g}"]
+        words = [self.scheduling]
+        words += [] if self.scheduling == "fifo" else [f"lambda {self.fairness_lambda:g}"]
         words += ["sharers counted"] if self.counts_sharers else []
         words += ["cache-miss tokens"] if self.jct_model == "cache-miss" else []
         words += [] if self.max_queue_s is None else [f"at most {self.max_queue_s:g} s"]
@@ -114,8 +112,7 @@ def replay(
             calibration.remove(job)
         served = [arrival_of.pop(job) for job in run]
         cached = [
-            min(plan.n_cached * page_tokens, arrival.n_tokens - 1)
-            for plan, arrival in zip(plans, served, strict=True)
+            min(plan.n_cached * page_tokens, arrival.n_tokens - 1) for plan, arrival in zip(plans, served, strict=True)
         ]
         start_s = now_s
         work = jct_ms.of_step([(arrival.n_tokens, n) for arrival, n in zip(served, cached, strict=True)])

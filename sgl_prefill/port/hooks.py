@@ -279,7 +279,9 @@ OVERRIDES: tuple[Override, ...] = (
 )
 
 POKES: tuple[Poke, ...] = (
-    Poke("sglang.srt.managers.scheduler.Scheduler", "waiting_queue", "during admission it holds what the policy picked"),
+    Poke(
+        "sglang.srt.managers.scheduler.Scheduler", "waiting_queue", "during admission it holds what the policy picked"
+    ),
     *(
         Poke("sglang.srt.managers.schedule_policy.PrefillAdder", attribute, "scratch counts as room")
         for attribute in ("rem_total_token_offset", "cur_rem_token_offset")
@@ -298,7 +300,9 @@ POKES: tuple[Poke, ...] = (
     Poke("sglang.srt.mem_cache.radix_cache.RadixCache", "eviction_strategy", "what waiting jobs will use goes last"),
     Poke("sglang.srt.model_executor.forward_batch_info.ForwardBatch", "_attn_output", "FlashAttention writes there"),
     Poke("torch.nn.Module", "forward", "the model's body runs chunk by chunk"),
-    Poke("sglang.srt.managers.scheduler_components.metrics_reporter.PrefillStats", "num_pending_tokens", "all that wait"),
+    Poke(
+        "sglang.srt.managers.scheduler_components.metrics_reporter.PrefillStats", "num_pending_tokens", "all that wait"
+    ),
     Poke("sglang.srt.managers.tokenizer_manager.TokenizerManager", "server_status", "healthy after our own warm-up"),
     Poke(
         "sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph.context_manager.logger",

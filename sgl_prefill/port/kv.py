@@ -38,7 +38,11 @@ def use_live_inputs() -> None:
 
 
 def around_build_pool(
-    state: EngineState, original: Callable[..., KVCache], configurator: KVCacheConfigurator, *arguments: Any, **options: Any
+    state: EngineState,
+    original: Callable[..., KVCache],
+    configurator: KVCacheConfigurator,
+    *arguments: Any,
+    **options: Any,
 ) -> KVCache:
     """Hook: SuffixKVPool in the place of SGLang's MHA pool. Raises UnsupportedModelError for any other kind of pool."""
     from sglang.srt.runtime_context import get_exec, get_parallel

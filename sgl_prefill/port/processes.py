@@ -94,7 +94,9 @@ def after_set_envs_and_config(state: EngineState, result: None, server_args: Ser
     prefork.fork_from_here(server_args)
     if state.is_of_server:
         # Until the first request: afterwards SGLang's own handler of SIGQUIT is in the place of ours.
-        signal.signal(signal.SIGQUIT, lambda *_: _end_all("sgl_prefill: a process has failed, for the reason above\n", 1))
+        signal.signal(
+            signal.SIGQUIT, lambda *_: _end_all("sgl_prefill: a process has failed, for the reason above\n", 1)
+        )
         signal.signal(REPORTED_FAILURE, lambda *_: _end_all("", 2))
 
 

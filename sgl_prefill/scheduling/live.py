@@ -75,7 +75,8 @@ class LiveScheduling:
         return decision
 
     def start(self, jobs: Sequence[Job], now_s: float) -> float | None:
-        """Takes out these, which are about to run together. Returns the milliseconds that the step is predicted to take; None where nobody knows."""
+        """Takes out these, which are about to run together. Returns the milliseconds that the step is predicted to take;
+        None where nobody knows."""
         predicted_ms = None
         if self.predictor is not None and jobs:
             self._running = self.predictor.model.of_step([(job.n_input_tokens, job.n_cached_tokens) for job in jobs])
@@ -87,7 +88,8 @@ class LiveScheduling:
         return predicted_ms
 
     def observe(self, actual_ms: float | None, facts: Sequence[Facts]) -> None:
-        """Learns from a step that has ended. actual_ms: of its forward pass, None where it failed; facts: of the requests that it answered."""
+        """Learns from a step that has ended. actual_ms: of its forward pass, None where it failed; facts: of the requests
+        that it answered."""
         work, self._running = self._running, None
         if self.predictor is not None and work is not None and actual_ms is not None:
             if self._metrics is not None:

@@ -35,12 +35,16 @@ class LoadedModel(Protocol):
 
     device: Device
     dtype: torch.dtype
-    hybrid: HybridBody | None  # None where SGLang's own layers serve
     page_size: int
     context_tokens: int
     vocab_size: int
     is_generation: bool  # else it answers with embeddings
     is_evicting: bool  # of a long input only a prefix is kept; the rest lives in scratch
+
+    @property
+    def hybrid(self) -> HybridBody | None:
+        """None where SGLang's own layers serve."""
+        ...
 
     @property
     def circumstances(self) -> dict[str, Any]:

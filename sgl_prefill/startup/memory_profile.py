@@ -42,9 +42,7 @@ class Activations(NamedTuple):
     bytes_per_token: float
 
 
-def measure_activations(
-    model: LoadedModel, config: PrefillConfig, limit_tokens: int, budget_bytes: int
-) -> Activations:
+def measure_activations(model: LoadedModel, config: PrefillConfig, limit_tokens: int, budget_bytes: int) -> Activations:
     """Measures activations: from this model's cached profile, or by running inputs of at most `limit_tokens`.
 
     Raises MemoryPlanError before running an input that shorter ones show to be far over `budget_bytes`.

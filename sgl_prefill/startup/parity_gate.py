@@ -35,7 +35,8 @@ def reference(model: LoadedModel) -> torch.Tensor:
 
 
 def answer(model: LoadedModel) -> torch.Tensor:
-    """Asks the engine as it stands: what it answers to the gate's prompt: log-probabilities, or the embedding of a model without a
+    """Asks the engine as it stands: what it answers to the gate's prompt: log-probabilities, or the embedding of a model
+    without a
     vocabulary to answer from."""
     return _answer(model, model.step([_token_ids(model)]))
 

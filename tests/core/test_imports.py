@@ -17,5 +17,7 @@ def test_core_its_tests_and_the_options_import_neither_torch_nor_sglang() -> Non
     code = "import sys; sys.modules['torch'] = sys.modules['sglang'] = None\n" + "".join(
         f"import {name}\n" for name in ("sgl_prefill", "sgl_prefill.config", "sgl_prefill.errors", *core, *tests)
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=HERE.parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=HERE.parents[1]
+    )
     assert done.returncode == 0, done.stderr

@@ -41,7 +41,7 @@ def test_the_config_survives_the_way_to_the_scheduler_process() -> None:
 def test_all_bad_values_stand_in_one_message() -> None:
     """Nobody should have to start four times."""
     with pytest.raises(ConfigurationError) as caught:
-        PrefillConfig(scheduling="lifo", fairness_lambda=float("nan"), memory_budget_gb=-1, max_body_mb=0)  # type: ignore[arg-type]
+        PrefillConfig(scheduling="lifo", fairness_lambda=float("nan"), memory_budget_gb=-1, max_body_mb=0)
     assert [line.split()[0] for line in str(caught.value).splitlines()] == [
         "--scheduling",
         "--fairness-lambda",

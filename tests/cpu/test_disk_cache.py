@@ -41,7 +41,8 @@ def test_a_broken_file_and_a_folder_that_cannot_be_written_cost_a_measurement_an
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", "null", "3", "{}", '{"chunk_tokens": "512"}', '{"chunk_tokens": -1}', '{"chunk_tokens": 1, "other": 2}']
+    "text",
+    ["[]", "null", "3", "{}", '{"chunk_tokens": "512"}', '{"chunk_tokens": -1}', '{"chunk_tokens": 1, "other": 2}'],
 )
 def test_valid_json_of_the_wrong_shape_is_measured_again(
     cache: Path, caplog: pytest.LogCaptureFixture, text: str

@@ -8,6 +8,7 @@ import inspect
 import pkgutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
@@ -71,7 +72,7 @@ def test_the_lists_say_everything_once_and_why() -> None:
     for entries in (hooks, others, overrides):
         assert len(set(entries)) == len(entries)
     assert not {target for target, _ in overrides} & set(others)
-    declared = [*HOOKS, *OVERRIDES, *ROUTES, *RELIED_UPON, *POKES, *SWITCHES]
+    declared: list[Any] = [*HOOKS, *OVERRIDES, *ROUTES, *RELIED_UPON, *POKES, *SWITCHES]
     assert all(entry.reason for entry in declared)
 
 
@@ -109,7 +110,7 @@ def test_every_attribute_that_the_port_sets_on_sglangs_objects_is_declared() -> 
     found = set()
     for file in Path(sgl_prefill.port.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            targets: list[Any] = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             for target in targets:
                 elements = target.elts if isinstance(target, ast.Tuple) else [target]
                 for element in elements:

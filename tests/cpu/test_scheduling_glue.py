@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.calibration import Calibration
 from sgl_prefill.core.job import Job
-from sgl_prefill.core.policy import Policy, PolicySettings
+from sgl_prefill.core.policy import Policy
 from sgl_prefill.engine_state import EngineState
 from sgl_prefill.errors import SeamError
 from sgl_prefill.port import request_state, scheduler
@@ -262,7 +262,7 @@ def test_what_hangs_on_a_request_is_gone_once_it_waits_no_longer() -> None:
     """The job is there while it waits, for the KV side; afterwards the policy knows nothing of it."""
     waiting = [request("A", [5] * 30)]
     engine = engine_with(watched_tree(), waiting)
-    seen = []
+    seen: list[Any] = []
 
     def admit(stand_in: Any, running_batch: Any) -> Any:
         seen.append(request_state.of(waiting[0]).job)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from tests.support import quiet_imports  # noqa: F401  (before all else that imports SGLang)
-
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +13,7 @@ import requests
 
 from benchmarks import shapes
 from sgl_prefill import demo_model, local_server
+from tests.support import quiet_imports  # noqa: F401  (before all else that imports SGLang)
 
 
 class Server(NamedTuple):

@@ -286,7 +286,8 @@ def waiting(folder: Path) -> dict[str, Any]:
 
 
 def kept(folder: Path) -> dict[str, Any]:
-    """--suffix-kv keep: 420 slots hold two prefixes of 150, the older of which a waiting request will use, when one of 130 runs."""
+    """--suffix-kv keep: 420 slots hold two prefixes of 150, the older of which a waiting request will use, when one of 130
+    runs."""
     config = {"suffix_kv": "keep", "max_input_length": 300, "fairness_lambda": 0.0, "pack_step_tokens": 0}
     engine = start(folder, "llama", config=config, max_total_tokens=420)
     rng = random.Random(4)

@@ -166,7 +166,9 @@ def credit(folder: Path, fairness_lambda: float) -> str:
 def clock_ahead(seconds: float) -> Iterator[SimpleNamespace]:
     """The policy's clock, and nobody else's, runs so many seconds ahead; they may be changed on the way."""
     clock = SimpleNamespace(seconds=seconds)
-    with mock.patch.object(scheduler, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + clock.seconds)):
+    with mock.patch.object(
+        scheduler, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + clock.seconds)
+    ):
         yield clock
 
 

@@ -45,7 +45,16 @@ def test_with_two_keys_the_server_starts_and_its_end_by_force_leaves_nothing(tin
 
 def test_a_scheduler_that_cannot_start_ends_with_one_message_last(tiny_model: Path, tmp_path: Path) -> None:
     """An input that does not fit the memory is found after the model is loaded; no traceback, and no process left."""
-    flags = ["--memory-budget-gb", "0.3", "--max-input-length", "8000", "--hybrid-prefill", "off", "--suffix-kv", "keep"]
+    flags = [
+        "--memory-budget-gb",
+        "0.3",
+        "--max-input-length",
+        "8000",
+        "--hybrid-prefill",
+        "off",
+        "--suffix-kv",
+        "keep",
+    ]
     done = start_in_vain(tiny_model, *flags)
     assert done.returncode == 2
     *_, first, last = done.stderr.strip().splitlines()

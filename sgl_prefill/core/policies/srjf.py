@@ -77,7 +77,11 @@ class CalibratedSrjf(Policy):
 
     def cost(self, job: Job) -> float:
         """Returns what the score is made of, besides waiting."""
-        return cost_per_job(self.settings.cost, job) if self.settings.counts_sharers else cost_alone(self.settings.cost, job)
+        return (
+            cost_per_job(self.settings.cost, job)
+            if self.settings.counts_sharers
+            else cost_alone(self.settings.cost, job)
+        )
 
     def _place(self, job: Job) -> None:
         score = self.cost(job) + self.settings.fairness_lambda * self.since_s(job)
@@ -129,7 +133,8 @@ def cost_alone(jct: JctModel, job: Job) -> float:
 
 
 def cost_per_job(jct: JctModel, job: Job) -> float:
-    """Returns what a job costs, and what its sharers cost once it has run, a job (past the paper, which counts the first alone): of two
+    """Returns what a job costs, and what its sharers cost once it has run, a job (past the paper, which counts the first
+    alone): of two
     new users with equal profiles, the one whose profile serves more waiting jobs goes first.
     """
     cost = cost_alone(jct, job)
