@@ -269,6 +269,7 @@ OVERRIDES: tuple[Override, ...] = (
             ("generate_request", "what can never be answered gets a 400 before SGLang sees it"),
             ("_validate_one_request", "the input limit, and token ids outside the vocabulary"),
             ("_handle_abort_finish_reason", "429 and 504 for deadlines"),
+            ("abort_request", "a client names its own request and no other"),
             ("update_weights_from_disk", "packed weights cannot be replaced"),
             ("update_weights_from_tensor", "packed weights cannot be replaced"),
             ("update_weights_from_distributed", "packed weights cannot be replaced"),

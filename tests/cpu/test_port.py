@@ -92,16 +92,13 @@ def test_every_override_is_declared_and_every_declared_one_is_there() -> None:
     found = set()
     for ours in our_classes():
         for base in ours.__mro__[1:]:
-            if not base.__module__.startswith("sglang.") or base.__name__.endswith(made_for_it):
-                continue
-            for name, value in vars(ours).items():
-                if inspect.isfunction(value) and name in vars(base):
-                    found.add((f"{base.__module__}.{base.__name__}.{name}", ours.__name__))
-    declared = {(override.target, override.by) for override in OVERRIDES}
-    assert declared <= {(target, by) for target, by in found}
-    # A method may be inherited from several of SGLang's classes: one of them is declared.
-    methods = {(target.rsplit(".", 1)[1], by) for target, by in declared}
-    assert {(target.rsplit(".", 1)[1], by) for target, by in found} == methods
+            if base.__module__.startswith("sglang.") and not base.__name__.endswith(made_for_it):
+                found |= {
+                    (name, ours.__name__)
+                    for name, value in vars(ours).items()
+                    if inspect.isfunction(value) and name in vars(base) and name != "__subclasshook__"
+                }
+    assert found == {(override.target.rsplit(".", 1)[1], override.by) for override in OVERRIDES}
 
 
 def test_every_attribute_that_the_port_sets_on_sglangs_objects_is_declared() -> None:
@@ -112,7 +109,7 @@ def test_every_attribute_that_the_port_sets_on_sglangs_objects_is_declared() -> 
         for node in ast.walk(ast.parse(file.read_text())):
             targets: list[Any] = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             for target in targets:
-                elements = target.elts if isinstance(target, ast.Tuple) else [target]
+                elements: list[Any] = target.elts if isinstance(target, ast.Tuple) else [target]
                 for element in elements:
                     if isinstance(element, ast.Attribute):
                         root = element.value
@@ -126,7 +123,7 @@ def test_every_attribute_that_the_port_sets_on_sglangs_objects_is_declared() -> 
 
 
 # Set on objects that are ours, through a name that does not say so.
-KNOWN_AS_OURS = {"only_last_block", "launcher", "is_of_server"}
+KNOWN_AS_OURS = {"only_last_block", "launcher", "is_of_server", "scheduler_record"}
 
 
 def test_only_the_port_the_cpu_platform_and_the_routes_know_sglang() -> None:
