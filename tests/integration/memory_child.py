@@ -339,7 +339,7 @@ def unusual(folder: Path) -> dict[str, Any]:
         "waiting": len(engine.live.policy.waiting),
     }
 
-    embedding = start(folder, "llama-embedding", is_embedding=True)
+    embedding = start(folder, "llama-embedding", config={"hybrid_prefill": "auto"}, is_embedding=True)
     expected = tiny_models.last_hidden_state(folder / "llama-embedding", again)
     for name, durable in (("embedding", 2000), ("embedding_evicting", 128)):
         embedding.set_durable(durable)

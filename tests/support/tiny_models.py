@@ -80,6 +80,7 @@ PLAIN_FAMILIES: dict[str, dict[str, Any]] = {
         "n_head": 4,
         "n_layer": 4,
         "n_positions": 4096,
+        "num_key_value_heads": 4,
         "tie_word_embeddings": True,
     },
 }
