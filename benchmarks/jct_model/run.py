@@ -109,7 +109,7 @@ def measure_packed(server: engines.Running, model: str, n_bursts: int) -> list[d
             [*prefix, 1000 + index, *shapes.token_ids(rng, rng.randint(*BURST_OWN_TOKENS))]
             for index in range(rng.randint(*BURST_REQUESTS))
         ]
-        body = {"input_ids": prompts, "allowed_token_ids": [100, 200]}
+        body: dict[str, Any] = {"input_ids": prompts, "allowed_token_ids": [100, 200]}
         reply = requests.post(f"{server.url}/generate", json=body, timeout=600)
         if reply.status_code != 200:
             raise report.InvalidRunError(f"a request failed with {reply.status_code}: {reply.text[:300]}")
