@@ -30,6 +30,7 @@ SETTINGS = tuple(
 LOADS = (None, 1.0, 2.0)  # of what the first setting serves at once; None: all at once
 ARRIVALS: dict[str, traffic.Arrivals] = {"WL1": "single", "WL1 in bursts": "burst"}
 TURNS = 5
+USERS, QUICK_USERS, POSTS = 10, 3, 30
 
 
 def main() -> int:
@@ -37,12 +38,12 @@ def main() -> int:
     conditions: dict[str, Any] = {**report.conditions(), "commands": {}, "x_requests_per_s": {}}
     records: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
-    n_users = wl1.QUICK_USERS if arguments.quick else wl1.USERS
+    n_users = QUICK_USERS if arguments.quick else USERS
     turns, settings, loads = (1, SETTINGS[:2], LOADS[:2]) if arguments.quick else (TURNS, SETTINGS, LOADS)
 
     @functools.cache
     def requests_of(workload: str, rate: float | None) -> list[client.Due]:
-        return traffic.post_recommendation(rate, ARRIVALS[workload], wl1.SCALE, n_users=n_users, n_posts=wl1.POSTS)
+        return traffic.post_recommendation(rate, ARRIVALS[workload], wl1.SCALE, n_users=n_users, n_posts=POSTS)
 
     with Servers(wl1.SERVED, len(SETTINGS)) as servers:
 

@@ -109,12 +109,8 @@ def measure_packed(server: engines.Running, model: str, n_bursts: int) -> list[d
             [*prefix, 1000 + index, *shapes.token_ids(rng, rng.randint(*BURST_OWN_TOKENS))]
             for index in range(rng.randint(*BURST_REQUESTS))
         ]
-        body: dict[str, Any] = {"input_ids": prompts, "allowed_token_ids": [100, 200]}
-        reply = requests.post(f"{server.url}/generate", json=body, timeout=600)
-        if reply.status_code != 200:
-            raise report.InvalidRunError(f"a request failed with {reply.status_code}: {reply.text[:300]}")
         steps: dict[float, list[dict[str, Any]]] = {}
-        for output in reply.json():
+        for output in generate(server, prompts):
             steps.setdefault(output["meta_info"]["forward_entry_time"], []).append(output["meta_info"]["label_scores"])
         for step in steps.values():
             if len(step) == 1:
@@ -128,12 +124,17 @@ def measure_packed(server: engines.Running, model: str, n_bursts: int) -> list[d
 
 
 def ask(server: engines.Running, prompt: list[int]) -> dict[str, Any]:
-    body = {"input_ids": prompt, "allowed_token_ids": [100, 200]}
+    scores: dict[str, Any] = generate(server, prompt)["meta_info"]["label_scores"]
+    return scores
+
+
+def generate(server: engines.Running, prompts: list[int] | list[list[int]]) -> Any:
+    """Returns the output, or a list of them for a list of prompts."""
+    body = {"input_ids": prompts, "allowed_token_ids": [100, 200]}
     reply = requests.post(f"{server.url}/generate", json=body, timeout=600)
     if reply.status_code != 200:
         raise report.InvalidRunError(f"a request failed with {reply.status_code}: {reply.text[:300]}")
-    scores: dict[str, Any] = reply.json()["meta_info"]["label_scores"]
-    return scores
+    return reply.json()
 
 
 def figures_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -148,7 +149,7 @@ def figures_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         name: {
             "pearson_r": statistics.correlation(predicted, actual),
-            "median_error": statistics.median(abs(p / a - 1) for p, a in zip(predicted, actual, strict=True)),
+            "median_error": median_error(predicted, actual),
             "wrong_pairs": wrong_pairs(predicted, actual),
         }
         for name, predicted in predictions.items()
@@ -157,8 +158,13 @@ def figures_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def figures_of_packed(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Rates the predictions of steps that several requests shared."""
-    errors = [abs(row["predicted_jct_ms"] / row["actual_ms"] - 1) for row in rows]
-    return {"steps": len(rows), "median_error": statistics.median(errors)}
+    predicted, actual = ([row[name] for row in rows] for name in ("predicted_jct_ms", "actual_ms"))
+    return {"steps": len(rows), "median_error": median_error(predicted, actual)}
+
+
+def median_error(predicted: list[float], actual: list[float]) -> float:
+    """Takes the median of the errors, each relative to what it took."""
+    return statistics.median(abs(p / a - 1) for p, a in zip(predicted, actual, strict=True))
 
 
 def wrong_pairs(predicted: list[float], actual: list[float]) -> float:

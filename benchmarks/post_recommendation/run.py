@@ -25,7 +25,7 @@ from benchmarks.harness.compare import SATURATION, Comparison, Rate, Run
 from benchmarks.harness.turns import FIRST_TURN, MANY, Contest, Served, of_reference
 
 MODEL, SCALE = (shapes.DEVICE_MODEL, 1) if shapes.HAS_CUDA else ("llama-small", 10)
-# The paper's 20 users of 50 posts; a device is lent for minutes.
+# The paper's 20 users of 50 posts; BENCH_USERS names fewer where GPU time is short.
 USERS, QUICK_USERS = int(os.environ.get("BENCH_USERS", "20")), 3
 POSTS = 50
 KV_TOKENS = 2 * (17_000 + 150) // SCALE  # of two users

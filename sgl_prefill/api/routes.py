@@ -131,6 +131,7 @@ def install(app: FastAPI, config: PrefillConfig) -> None:
                 f"SGLang's route {route.method} {route.path} is not where this package replaces it ({route.reason})"
             )
         app.router.routes.remove(found[0])
+    n_stock = len(app.router.routes)
     ours = PrefillRoutes(app, config, stock)
     only_json = [Depends(http_server.validate_json_request)]
     app.post("/v1/completions", dependencies=only_json)(ours.completions)
@@ -138,7 +139,7 @@ def install(app: FastAPI, config: PrefillConfig) -> None:
     app.api_route("/generate", methods=["POST", "PUT"])(ours.generate)
     app.api_route("/v1/rerank", methods=["POST", "PUT"], dependencies=only_json)(ours.rerank)
     # First, since each request is compared with one route after the other, and once more for the metrics.
-    app.router.routes.sort(key=lambda route: getattr(getattr(route, "endpoint", None), "__self__", None) is not ours)
+    app.router.routes[:] = [*app.router.routes[n_stock:], *app.router.routes[:n_stock]]
     app.add_exception_handler(BadRequestError, _answer_bad_request)
     app.add_middleware(HttpShield, max_body_bytes=config.max_body_bytes)
     for route in ROUTES:

@@ -33,7 +33,7 @@ def right(first_token: int) -> list[float]:
 
 
 def wrong(first_token: int) -> list[float]:
-    return [-1.0 - first_token / 10_000, -2.3]
+    return [-1.0 - first_token / 10_000, -2.7]
 
 
 class FakeEngines:
