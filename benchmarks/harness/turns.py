@@ -16,6 +16,7 @@ import psutil
 
 from benchmarks import report, shapes
 from benchmarks.harness import engines
+from sgl_prefill import demo_model
 from sgl_prefill.errors import ServerStartError
 
 # A server of a small model has two to three GiB in its processes; one is not started where that would fill the machine.
@@ -68,6 +69,10 @@ class Servers:
         for name in list(self._running):
             self.stop(name)
         self._stack.close()
+
+    @property
+    def model_folder(self) -> Path:
+        return demo_model.ensure() if self._served.model is None else self._folder / "model"
 
     def of(self, engine: engines.Engine) -> engines.Running:
         """Raises what `engines.running` raises."""
