@@ -174,8 +174,8 @@ class PrefillConfig:
             ]
         if self.scheduling == STOCK and self.pack_step_tokens != 0:
             return [
-                "--pack-step-tokens is for --scheduling calibrated-srjf: SGLang's own scheduler fills a step by itself,"
-                " so leave it out"
+                "--pack-step-tokens is not for --scheduling stock, since SGLang's own scheduler fills a step by itself:"
+                " leave it out"
             ]
         return []
 

@@ -53,7 +53,7 @@ def start(
 
     `environment` is added to this process's; `on_wait` is called with the seconds so far while waiting.
     """
-    port = _free_port()
+    port = free_port()
     command = [python, "-m", module, "--host", "127.0.0.1", "--port", str(port), *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -118,7 +118,7 @@ def _is_healthy(url: str) -> bool:
         return False
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.jct import FittedJct
+from sgl_prefill.errors import ConfigurationError
 
 # A machine that computes 20,000 tokens a second, for those who have not started a server yet.
 EXAMPLE_PROFILE = FittedJct(step_ms=5.0, miss_token_ms=0.05, pair_ms=5e-7, cached_token_ms=1e-4)
@@ -60,12 +61,12 @@ def main(argv: list[str] | None = None) -> int:
         from sgl_prefill.planner import workloads
 
         arrivals = _arrivals(arguments)
-    except (ValueError, OSError) as error:
+        config = PrefillConfig.from_namespace(arguments, ENGINE_OPTIONS)
+    except (ValueError, OSError, ConfigurationError) as error:
         print(f"sgl_prefill: {error}", file=sys.stderr)
         return 2
     from sgl_prefill.planner.simulate import Setting
 
-    config = PrefillConfig.from_namespace(arguments, ENGINE_OPTIONS)
     ours = Setting.of(config)
     settings = [Setting(name, pack_step_tokens=config.pack_step_tokens) for name in ("fifo", "srjf")]
     settings += [ours._replace(fairness_lambda=value) for value in lambdas]

@@ -1,4 +1,4 @@
-"""Label scoring (DESIGN 3.5; PrefillOnly, section 2.3): the probabilities of a few allowed answers in one prefill.
+"""Label scoring (PrefillOnly, section 2.3): the probabilities of a few allowed answers in one prefill.
 
 A scoring request runs with `max_new_tokens=0` and `token_ids_logprob`, SGLang's prefill-only path: no sampling, one
 log-softmax row. Everything here works on prompts that SGLang's own routes have rendered.

@@ -9,7 +9,7 @@ import math
 import re
 import uuid
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import fastapi
 import msgspec
@@ -19,7 +19,7 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
-from sgl_prefill.config import PrefillConfig
+from sgl_prefill.config import STOCK, PrefillConfig
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.port import deadlines
 
@@ -47,6 +47,13 @@ PER_PROMPT_FIELDS = (
 )
 
 
+class GivenRid(NamedTuple):
+    """What a client calls a request."""
+
+    asked: str  # of all prompts of a batch
+    shown: str  # with its answer
+
+
 class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     """Refuses generation unless it is allowed, prompts over the limit, and values that would stop the scheduler."""
 
@@ -54,7 +61,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         super().__init__(server_args, port_args)
         self.prefill_config = config
         self.scheduler_record: dict[str, Any] | None = None  # the scheduler's activation record, once it has started
-        self._given_rids: dict[str, str] = {}  # of requests in flight, by the id that SGLang knows
+        self._given_rids: dict[str, GivenRid] = {}  # of requests in flight, by the id that SGLang knows
 
     async def generate_request(
         self, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None = None
@@ -86,11 +93,13 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         is_probe = request is not None and request.url.path.startswith("/health")
         if obj.rid is None or is_probe or getattr(obj, "session_params", None) is not None:
             return []
-        given = obj.rid
-        if isinstance(given, str):
+        if isinstance(asked := obj.rid, str):
             n_prompts = count_prompts(obj)
             is_one = n_prompts is None or n_prompts == 1
-            given = [given] if is_one else [f"{given}_{index}" for index in range(n_prompts or 0)]
+            shown = [asked] if is_one else [f"{asked}_{index}" for index in range(n_prompts or 0)]
+            given = [GivenRid(asked, one) for one in shown]
+        else:
+            given = [GivenRid(one, one) for one in asked]
         hidden = {uuid.uuid4().hex: one for one in given}
         self._given_rids |= hidden
         is_single = isinstance(obj.rid, str) and len(hidden) == 1 and count_prompts(obj) is None
@@ -101,11 +110,11 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         """Puts the client's id back into an answer; of several answers to one prompt SGLang appends to it."""
         meta = output.get("meta_info", {})
         if (given := self._given_rids.get(str(meta.get("id"))[:HIDDEN_RID_CHARACTERS])) is not None:
-            meta["id"] = given + meta["id"][HIDDEN_RID_CHARACTERS:]
+            meta["id"] = given.shown + meta["id"][HIDDEN_RID_CHARACTERS:]
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        """Ends the requests with exactly this id of a client's, or with this id of our own."""
-        hidden = [inside for inside, given in self._given_rids.items() if given == rid]
+        """Ends the requests with exactly this id of a client's, of a batch or of one of its prompts, or of our own."""
+        hidden = [inside for inside, given in self._given_rids.items() if rid in given]
         for one in hidden or [rid]:
             super().abort_request(one, abort_all)
 
@@ -174,8 +183,17 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 raise BadRequestError(f"sampling_params is {params!r}: it must be an object, or a list of objects")
             asked = {**(self.preferred_sampling_params or {}), **params}
             check_sampling_options(asked, self.model_config.vocab_size, self.tokenizer)
+            self._check_deadline_is_known(asked)
             max_new_tokens = asked.get("max_new_tokens", SamplingParams().max_new_tokens)
             self._check_generation_length(max_new_tokens, was_given="max_new_tokens" in asked)
+
+    def _check_deadline_is_known(self, options: dict[str, Any]) -> None:
+        deadline_ms = (options.get("custom_params") or {}).get(deadlines.PARAMETER)
+        if deadline_ms is not None and self.prefill_config.scheduling == STOCK:
+            raise BadRequestError(
+                f"deadline_ms is {deadline_ms}, and this server runs SGLang's own scheduler, which knows no deadlines:"
+                " leave it out, or start the server without --scheduling stock"
+            )
 
     def _check_generation_length(self, asked: int | None, was_given: bool) -> None:
         if not self.prefill_config.allow_generation and (asked is None or asked > 1):

@@ -51,11 +51,6 @@ class LazyHeap(Generic[Item]):
     def key_of(self, item: Item) -> Any:
         return self._entries[item][0]
 
-    def before(self, item: Item) -> list[Item]:
-        """Items with smaller keys, in no order. Costs O(n)."""
-        mine = self._entries[item]
-        return [other for other, entry in self._entries.items() if entry < mine]
-
     def in_order(self) -> Iterator[Item]:
         """Items from the smallest key on, without removing them; costs O(log n) for each that is taken."""
         taken = []

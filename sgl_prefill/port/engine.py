@@ -38,7 +38,6 @@ class Engine(StockEngine):  # type: ignore[misc]
         server_args = self.server_args_class(**kwargs)
         preflight.check_server_args(config, server_args, listens=False)
         activation.activate(config, "http")
-        self.prefill_config = config
         environment = prefork.ParentEnvironment(signal.SIGQUIT)
         self.init_tokenizer_manager_func = functools.partial(processes.init_tokenizer_manager, config)
         self.run_scheduler_process_func = functools.partial(processes.run_scheduler_process, config, environment)
@@ -60,7 +59,11 @@ class Engine(StockEngine):  # type: ignore[misc]
         is_text = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], str))
         obj = GenerateReqInput(text=prompts) if is_text else GenerateReqInput(input_ids=prompts)
         answers = AllowedAnswers(allowed_tokens, allowed_token_ids)
-        return self.loop.run_until_complete(LabelScorer(self.tokenizer_manager).score(obj, answers))  # type: ignore[no-any-return]
+        return self.loop.run_until_complete(self._label_scorer.score(obj, answers))  # type: ignore[no-any-return]
+
+    @functools.cached_property
+    def _label_scorer(self) -> LabelScorer:
+        return LabelScorer(self.tokenizer_manager)
 
 
 def sglang_defaults(config: PrefillConfig) -> dict[str, Any]:

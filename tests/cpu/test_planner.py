@@ -10,7 +10,7 @@ import pytest
 
 from sgl_prefill import plan
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.core.jct import FittedJct, cache_miss_tokens
+from sgl_prefill.core.jct import FittedJct
 from sgl_prefill.planner import workloads
 from sgl_prefill.planner.simulate import Setting, replay
 from sgl_prefill.planner.workloads import Arrival
@@ -154,6 +154,11 @@ def test_the_command_prints_a_row_for_each_setting(tmp_path: Path, capsys: pytes
         ("", [], "holds no request"),
         ('{"arrival_s": 1, "prefix_id": "a", "prefix_tokens": 1, "tail_tokens": 1}', ["--lambda", "nan"], "--lambda"),
         ('{"arrival_s": 1, "prefix_id": "a", "prefix_tokens": 1, "tail_tokens": 1}', ["--rate", "-1"], "--rate"),
+        (
+            '{"arrival_s": 1, "prefix_id": "a", "prefix_tokens": 1, "tail_tokens": 1}',
+            ["--max-queue-s", "-1"],
+            "--max-queue-s",
+        ),
     ],
 )
 def test_nonsense_is_refused_with_its_place(
@@ -168,4 +173,3 @@ def test_nonsense_is_refused_with_its_place(
 def test_percentiles() -> None:
     values = [float(n) for n in range(1, 101)]
     assert (plan.percentile(values, 50), plan.percentile(values, 99), plan.percentile([7.0], 99)) == (50.0, 99.0, 7.0)
-    assert cache_miss_tokens(5, 5) == 0.0

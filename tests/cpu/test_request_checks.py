@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sgl_prefill.api.tokenizer_manager import check_lists_against_prompts, check_sampling_options
+from sgl_prefill.api.tokenizer_manager import (
+    PrefillTokenizerManager,
+    check_lists_against_prompts,
+    check_sampling_options,
+)
+from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError
 
 VOCABULARY_SIZE = 100
@@ -78,3 +83,15 @@ def test_lists_that_fit_pass() -> None:
     """A batch of two with two keys; one value for all; label ids are a list for one prompt too."""
     check_lists_against_prompts(GenerateReqInput(text=["a", "b"], extra_key=["x", "y"], rid="r"))
     check_lists_against_prompts(GenerateReqInput(input_ids=[1, 2], token_ids_logprob=[5, 6], rid="r"))
+
+
+def test_a_deadline_is_refused_where_nobody_keeps_it() -> None:
+    """SGLang's own scheduler does not look at it: a late answer would come as if in time."""
+    manager = PrefillTokenizerManager.__new__(PrefillTokenizerManager)
+    options = {"custom_params": {"deadline_ms": 50}}
+    manager.prefill_config = PrefillConfig()
+    manager._check_deadline_is_known(options)
+    manager.prefill_config = PrefillConfig(scheduling="stock")
+    manager._check_deadline_is_known({})
+    with pytest.raises(BadRequestError, match=r"deadline_ms is 50, .* leave it out, or start the server without"):
+        manager._check_deadline_is_known(options)

@@ -186,7 +186,6 @@ def faults(folder: Path) -> dict[str, Any]:
     result: dict[str, Any] = {}
     engine = start(folder, "llama", config={"max_input_length": 900, "allow_generation": True}, max_total_tokens=400)
     rng = random.Random(2)
-    result["limit"] = engine.scheduler.max_req_input_len
     result["exact"] = engine.ask(prompt(rng, 900)).finish_reason
     result["one_over"] = engine.ask(prompt(rng, 901)).finish_reason
     result["memory"] = engine.state.record()["memory"]
@@ -328,7 +327,8 @@ def unusual(folder: Path) -> dict[str, Any]:
 
     engine = start(folder, "llama", config={"jct_model": "fitted"})
     jct_ms = engine.live.predictor.model(100, 0) if engine.live.predictor is not None else 0.0
-    rids = [engine.submit(prompt(rng, 100), deadline_ms=20 * jct_ms) for _ in range(300)]
+    prompts = [prompt(rng, 100) for _ in range(300)]  # made before the deadlines begin
+    rids = [engine.submit(one, deadline_ms=20 * jct_ms) for one in prompts]
     engine.step()
     refused = sum(rid in engine.refusals for rid in rids)
     engine.run_all()

@@ -186,7 +186,7 @@ def test_the_ids_of_clients_are_returned_as_given_and_end_nobody_elses_request(s
             for n, prompt in enumerate(long)
         ]
         while not any(one.done() for one in asked):
-            for rid in ("job-1", "job", "j"):
+            for rid in ("job-1", "job", "j", "job-"):
                 server.post("/abort_request", {"rid": rid})
         assert [one.result().status_code for one in asked] == [200] * len(long)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from sgl_prefill.local_server import free_port
 from tests.integration.conftest import running
 
 
@@ -71,7 +72,15 @@ def test_weights_that_are_not_there_end_the_start_with_a_status(tiny_model: Path
 
 
 def start_in_vain(model: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "sgl_prefill.launch_server", "--model-path", str(model), "--port", "29878"]
+    command = [
+        sys.executable,
+        "-m",
+        "sgl_prefill.launch_server",
+        "--model-path",
+        str(model),
+        "--port",
+        str(free_port()),
+    ]
     done = subprocess.run(
         [*command, "--load-format", "dummy", *flags], capture_output=True, text=True, timeout=300, check=False
     )
@@ -107,7 +116,15 @@ def test_a_hook_that_does_not_take_ends_the_start_with_its_message(tiny_model: P
     )
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: intruder\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nintruder = intruder:register\n")
-    command = [sys.executable, "-m", "sgl_prefill.launch_server", "--model-path", str(tiny_model), "--port", "29878"]
+    command = [
+        sys.executable,
+        "-m",
+        "sgl_prefill.launch_server",
+        "--model-path",
+        str(tiny_model),
+        "--port",
+        str(free_port()),
+    ]
     environment = {**psutil.Process().environ(), "PYTHONPATH": str(intruder)}
     done = subprocess.run(
         [*command, "--load-format", "dummy"], env=environment, capture_output=True, text=True, timeout=200, check=False

@@ -1,4 +1,4 @@
-"""Numerics in the two strengths of DESIGN section 4, through the offline engine and the server."""
+"""Numerics, exact in float32 and close in bfloat16, through the offline engine and the server."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def test_a_request_whose_deadline_passes_in_the_queue_gets_504(server: Server) -
     """It arrives while a long request runs, which the prediction of 60 ms of work of its own cannot know."""
     requests.post(server.url + "/flush_cache", timeout=60)
     n_started = metric(server, "wait_seconds_count")
-    with send(server, prompt_of(3000, salt=51)) as blocking:
+    with send(server, prompt_of(7900, salt=51)) as blocking:
         while metric(server, "wait_seconds_count") == n_started:
             assert server.process.poll() is None
         reply = server.post("/generate", {"input_ids": prompt_of(40, salt=52), **LABELS, "deadline_ms": 400})
