@@ -29,7 +29,9 @@ def _auto_or_int(text: str) -> int | None:
 
 
 def _option(default: Any, help: str, **extra: Any) -> Any:
-    """`default`: the value where none is given; `paper`: the one that --paper stands for; `none`: how None is written."""
+    """Declares an option. `default`: the value where none is given; `paper`: the one that --paper stands for; `none`: how
+    None is written.
+    """
     return dataclasses.field(default=NOT_GIVEN, metadata={"default": default, "help": help, **extra})
 
 
@@ -185,14 +187,14 @@ class PrefillConfig:
 
     @classmethod
     def add_cli_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """One flag a field, named like it with dashes; booleans are switches. What is not given is not in the namespace."""
+        """Adds one flag a field, named like it with dashes; booleans are switches. What is not given is not in the namespace."""
         group = parser.add_argument_group("sgl_prefill")
         for field in dataclasses.fields(cls):
             cls.add_cli_argument(group, field.name)
 
     @classmethod
     def add_cli_argument(cls, parser: argparse._ActionsContainer, name: str) -> None:
-        """The flag of one field."""
+        """Adds the flag of one field."""
         (field,) = [field for field in dataclasses.fields(cls) if field.name == name]
         default, text = field.metadata["default"], field.metadata["help"]
         if isinstance(default, bool):

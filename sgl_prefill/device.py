@@ -26,7 +26,7 @@ class AliasedMemory(Protocol):
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
-        """uint8, one a buffer."""
+        """Returns the buffers as tensors, uint8."""
         ...
 
     def commit_own(self, n_bytes: int) -> None: ...
@@ -54,7 +54,7 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def aliased_memory(self, n_buffers: int, own_bytes: int, shared_bytes: int) -> AliasedMemory:
-        """`n_buffers` buffers with tails in common. Raises AliasedMemoryError."""
+        """Makes `n_buffers` buffers with tails in common. Raises AliasedMemoryError."""
 
     @abc.abstractmethod
     def synchronize(self) -> None:
@@ -158,7 +158,7 @@ class Accelerator(Device):
 
 
 def device_of(name: str) -> Device:
-    """name: as torch writes it, "cpu" or "cuda:0"."""
+    """Makes the object of a device. name: as torch writes it, "cpu" or "cuda:0"."""
     return Host(name) if torch.device(name).type == "cpu" else Accelerator(name)
 
 
@@ -168,7 +168,7 @@ def this_device() -> Device:
 
 
 def _processor() -> str:
-    """The name by which the processor calls itself, with what it can do."""
+    """Returns the name by which the processor calls itself, with what it can do."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -35,7 +35,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str], *, listens: bool = True) -> tuple[PrefillConfig, Any]:
-    """Our options and SGLang's resolved arguments (ServerArgs). Raises SglPrefillError for everything that cannot be started.
+    """Returns our options and SGLang's resolved arguments (ServerArgs). Raises SglPrefillError for everything that cannot
+    be started.
 
     What can be seen without SGLang is checked first, since its import takes 20 seconds on two cores. `listens`: a port
     will be opened, and must be free.
@@ -72,7 +73,7 @@ def _our_parser() -> argparse.ArgumentParser:
 
 
 def _model_flags(argv: list[str]) -> list[str]:
-    """The demo model where the user names none."""
+    """Names the demo model where the user names none."""
     from sgl_prefill import preflight
 
     if preflight.value_of(argv, "--model-path", "--model", "--config") is not None:

@@ -49,7 +49,7 @@ def start(
     environment: Mapping[str, str] | None = None,
     on_wait: Callable[[float], None] = lambda elapsed_s: None,
 ) -> LocalServer:
-    """`python -m module --port FREE flags`, healthy. Raises ServerStartError.
+    """Starts `python -m module --port FREE flags` and waits until it is healthy. Raises ServerStartError.
 
     `environment` is added to this process's; `on_wait` is called with the seconds so far while waiting.
     """
@@ -74,7 +74,7 @@ def start(
 
 @contextmanager
 def running(module: str, flags: Sequence[str], log: Path, **options: object) -> Iterator[LocalServer]:
-    """`start` for a `with` statement."""
+    """Does `start` for a `with` statement."""
     server = start(module, flags, log, **options)  # type: ignore[arg-type]
     try:
         yield server

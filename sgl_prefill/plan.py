@@ -53,7 +53,7 @@ HEADER = ["setting", "tokens saved %", "hits %", "requests/s", "mean s", "P50 s"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit status: 0, or 2 with one message on stderr."""
+    """Returns the exit status: 0, or 2 with one message on stderr."""
     arguments = _parser().parse_args(argv)
     try:
         profile = _profile(arguments.profile)
@@ -119,12 +119,12 @@ def summarize(arrivals: list[Any], setting: Any, profile: FittedJct, arguments: 
 
 
 def percentile(sorted_values: Sequence[float], percent: float) -> float:
-    """The smallest value that `percent` of all values do not exceed."""
+    """Returns the smallest value that `percent` of all values do not exceed."""
     return sorted_values[max(math.ceil(len(sorted_values) * percent / 100) - 1, 0)]
 
 
 def plot(summaries: list[Summary], path: Path) -> None:
-    """Latency CDF of each setting (the paper's Fig. 11)."""
+    """Draws the latency CDF of each setting (the paper's Fig. 11)."""
     try:
         import matplotlib
     except ImportError as error:

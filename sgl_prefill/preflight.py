@@ -102,7 +102,7 @@ def _those_on(config: PrefillConfig, need: Required) -> list[Feature]:
 
 
 def required_flags(config: PrefillConfig) -> list[str]:
-    """The needs that differ from SGLang's defaults, as command line; put first, so that a user's own flag shows up."""
+    """Returns the needs that differ from SGLang's defaults, as command line; put first, so that a user's own flag shows up."""
     flags = []
     for need in required_for(config):
         if need.value is True:
@@ -177,7 +177,7 @@ def check_argv(config: PrefillConfig, argv: list[str], *, listens: bool = True) 
 
 
 def value_of(argv: list[str], *flags: str) -> str | None:
-    """The last value given to one of these flags: "" for a switch, None where it is not given."""
+    """Returns the last value given to one of these flags: "" for a switch, None where it is not given."""
     found = None
     for word, following in zip(argv, [*argv[1:], "--"], strict=True):
         name, equals, value = word.partition("=")

@@ -56,7 +56,7 @@ class ScoredPrompt(NamedTuple):
         return self.labels[self.distribution.best]
 
     def to_json(self) -> dict[str, Any]:
-        """The reply's `label_scores` object."""
+        """Returns the reply's `label_scores` object."""
         meta = self.meta_info
         actual_s = meta["prefill_finished_time"] - meta["forward_entry_time"]
         queue_s = meta["forward_entry_time"] - meta["api_server_dispatch_finish_ts"]
@@ -96,7 +96,7 @@ class LabelScorer:
         raw_request: fastapi.Request | None = None,
         deadline_ms: float | None = None,
     ) -> list[ScoredPrompt]:
-        """One result a prompt, in order. `obj` names the prompts (and adapter, priority, images) and is changed.
+        """Returns one result a prompt, in order. `obj` names the prompts (and adapter, priority, images) and is changed.
 
         `deadline_ms`: of each prompt, see `port.deadlines`; a late one raises fastapi.HTTPException (429 or 504).
 
@@ -116,8 +116,9 @@ class LabelScorer:
         return [_scored(of_prompt, output) for of_prompt, output in zip(labels, outputs, strict=True)]
 
     async def _resolve(self, answers: AllowedAnswers, prompts: list[str] | list[list[int]]) -> list[list[Label]]:
-        """The labels after each prompt. Prompts of one template share their end, and so do requests: each end is looked up
-        once, in another thread, while the event loop goes on."""
+        """Returns the labels after each prompt. Prompts of one template share their end, and so do requests: each end is
+        looked up once, in another thread, while the event loop goes on.
+        """
         if answers.token_ids is not None:
             check_distinct(answers.token_ids, "allowed_token_ids")
             check_ids_in_vocabulary(answers.token_ids, self._manager.model_config.vocab_size, "allowed_token_ids")
@@ -182,7 +183,7 @@ class LabelScorer:
 
 
 def _decode(tokenizer: Any, token_ids: list[int]) -> str:
-    """Nothing where the server runs without a tokenizer."""
+    """Decodes, to nothing where the server runs without a tokenizer."""
     if tokenizer is None:
         return ""
     text: str = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -190,7 +191,7 @@ def _decode(tokenizer: Any, token_ids: list[int]) -> str:
 
 
 def _prompts_of(obj: GenerateReqInput) -> list[str] | list[list[int]]:
-    """The prompts as a list. Raises BadRequestError where one is empty, naming its place."""
+    """Returns the prompts as a list. Raises BadRequestError where one is empty, naming its place."""
     given = obj.text if obj.text is not None else obj.input_ids
     if given is None:
         raise BadRequestError("label scoring needs a prompt as text or as token ids")

@@ -142,7 +142,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
 
     @property
     def _packs_weights(self) -> bool:
-        """Whether the model runs on weights that were packed at the start, in the place of SGLang's own layers."""
+        """Tells whether the model runs on weights that were packed at the start, in the place of SGLang's own layers."""
         return (self.scheduler_record or {}).get("packed_weights") is not None
 
     def _check_embeddings(self, obj: GenerateReqInput) -> None:

@@ -83,7 +83,7 @@ class Calibration:
             job.n_shared_tokens = min(leader.n_shared_tokens, job.most_cached_tokens)
 
     def _count_sharers(self) -> None:
-        """The leader of each group speaks for all: what it would compute, the others will find."""
+        """Recounts; the leader of each group speaks for all: what it would compute, the others will find."""
         for leader, n_members in self._index.take_changed_groups():
             n_sharers = n_members - 1
             if leader.is_follower or leader.n_sharers != n_sharers:

@@ -13,12 +13,14 @@ class JctModel(Protocol):
     """Predicted cost of one request, in any unit in which smaller means sooner done."""
 
     def __call__(self, n_input_tokens: int, n_cached_tokens: int) -> float:
-        """Cost of a prompt of `n_input_tokens`, `n_cached_tokens` of which the prefix cache holds. Must be pure."""
+        """Returns the cost of a prompt of `n_input_tokens`, `n_cached_tokens` of which the prefix cache holds. Must be pure."""
         ...
 
 
 def cache_miss_tokens(n_input_tokens: int, n_cached_tokens: int) -> float:
-    """The paper's default proxy, in tokens: what the prefix cache does not hold (Pearson 0.987 with the true JCT there)."""
+    """Returns the paper's default proxy, in tokens: what the prefix cache does not hold (Pearson 0.987 with the true JCT
+    there).
+    """
     assert 0 <= n_cached_tokens <= n_input_tokens, (n_cached_tokens, n_input_tokens)
     return float(n_input_tokens - n_cached_tokens)
 
@@ -99,7 +101,7 @@ def _features(requests: Sequence[tuple[int, int]]) -> list[float]:
 
 
 def fit(observations: Sequence[Observation]) -> FittedJct:
-    """Least squares of the relative error, so that a hit of 5 ms counts as much as a miss of 5 s.
+    """Fits by least squares of the relative error, so that a hit of 5 ms counts as much as a miss of 5 s.
 
     A coefficient that came out negative (noise) is set to 0 and the others are fitted anew. What a request costs is told from
     what a step costs by steps of several requests alone. Where there are none, or where the noise in them would leave a step
@@ -152,7 +154,7 @@ class Drift:
         return float(self._factors @ work)
 
     def observe(self, work: Work, actual_ms: float) -> None:
-        """One step has taken so long. Times of 0 say nothing."""
+        """Hears that one step has taken so long. Times of 0 say nothing."""
         predicted_ms = self.ms(work)
         if predicted_ms <= 0 or actual_ms <= 0:
             return

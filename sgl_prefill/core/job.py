@@ -36,5 +36,5 @@ class Job:
 
     @property
     def n_miss_tokens(self) -> int:
-        """The tokens that a step computes for this job, were it to run now."""
+        """Returns the tokens that a step computes for this job, were it to run now."""
         return len(self.tokens) - self.n_cached_tokens

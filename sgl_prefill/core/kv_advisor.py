@@ -34,7 +34,7 @@ class KVAdvisor:
         return available_beside_wanted(n_cached, self._shared_tokens(job), n_available, self._wanted_evictable_tokens())
 
     def _shared_tokens(self, job: Job) -> int:
-        """Length of the longest prefix that a job shares with another that waits; its own cached part at least."""
+        """Returns the length of the longest prefix that a job shares with another that waits; its own cached part at least."""
         n_shared = self._index.match_of(job).n_tokens
         for other in self._index.group_of(job):
             # Who differs at the end of what is shared so far cannot share more.
@@ -44,7 +44,7 @@ class KVAdvisor:
         return n_shared
 
     def _wanted_evictable_tokens(self) -> int:
-        """Cached tokens that waiting jobs would use and that eviction could take. Costs O(places)."""
+        """Counts the cached tokens that waiting jobs would use and that eviction could take. Costs O(places)."""
         seen: set[Any] = set()
         n_tokens = 0
         for node in self._index.wanted_nodes():

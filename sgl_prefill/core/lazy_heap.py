@@ -43,7 +43,7 @@ class LazyHeap(Generic[Item]):
         self._entries.pop(item, None)
 
     def first(self) -> Item | None:
-        """The item with the smallest key, which stays."""
+        """Returns the item with the smallest key, which stays."""
         while self._heap and not self._is_valid(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None

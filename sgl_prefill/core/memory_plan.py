@@ -96,7 +96,7 @@ def table(plan: MemoryPlan) -> list[tuple[str, float, float | None]]:
 
 
 def shown(plan: MemoryPlan) -> dict[str, Any]:
-    """The plan for /server_info."""
+    """Returns the plan for /server_info."""
     return {
         "max_input_tokens": plan.max_input_tokens,
         "largest_input_tokens": plan.largest_input_tokens,
@@ -106,7 +106,7 @@ def shown(plan: MemoryPlan) -> dict[str, Any]:
 
 
 def as_text(plan: MemoryPlan) -> str:
-    """The plan for the log."""
+    """Returns the plan for the log."""
     lines = [
         f"  {what:<42} {mib:10.1f} MiB" + (f" {each:12.0f} bytes a token" if each is not None else "")
         for what, mib, each in table(plan)

@@ -76,7 +76,7 @@ class OrderedSums(Generic[Item]):
             self._sums[index] = tuple(map(operator.sub, self._sums[index], entry.weights)) if block else self._zeros
 
     def first(self) -> Item | None:
-        """The item with the smallest key."""
+        """Returns the item with the smallest key."""
         return self._blocks[0][0].item if self._entries else None
 
     def __iter__(self) -> Iterator[Item]:

@@ -21,7 +21,7 @@ class Match(NamedTuple):
 
     @property
     def next_page(self) -> Hashable | None:
-        """Two jobs with the same one share at least that page, which nobody has cached yet."""
+        """Names the next page of a job: two jobs with the same one share at least that page, which nobody has cached yet."""
         return None if self.next_key is None else (self.node, self.n_tokens, self.next_key)
 
 

@@ -12,7 +12,7 @@ Dtype = Literal["bfloat16", "float32"]
 
 
 def has_accelerator() -> bool:
-    """Whether this machine has any device that SGLang's own platforms would use."""
+    """Tells whether this machine has any device that SGLang's own platforms would use."""
     if torch.cuda.is_available() or torch.xpu.is_available() or torch.backends.mps.is_available():
         return True
     return bool(hasattr(torch, "npu") and torch.npu.is_available())
@@ -25,7 +25,7 @@ def fast_dtype() -> Dtype:
 
 
 def activate() -> str | None:
-    """Entry point of `sglang.srt.platforms`: the class to load, or None to leave the choice to SGLang."""
+    """Serves as entry point of `sglang.srt.platforms`: the class to load, or None to leave the choice to SGLang."""
     if has_accelerator() or os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
         return None
     return "sgl_prefill.cpu.platform.TorchCpuPlatform"

@@ -27,7 +27,7 @@ _product: Any = torch.ops.mkldnn._linear_pointwise.default
 
 
 def define_operations() -> None:
-    """The operations that stand in a recorded graph. They have no kernel: `lower` takes them out again. Idempotent."""
+    """Defines the operations that stand in a recorded graph. They have no kernel: `lower` takes them out again. Idempotent."""
     global _library
     if _library is not None:
         return
@@ -50,7 +50,7 @@ def define_operations() -> None:
 def recorded_as_operations(
     body: torch.nn.Module, dtype: torch.dtype, longest_tokens: int | None = None
 ) -> Iterator[None]:
-    """Within it, layers of `body` that a kernel computes run as one operation each.
+    """Lets layers of `body` that a kernel computes run as one operation each.
 
     longest_tokens: of any request, None: no longer than the rotary tables. A table that is shorter stays SGLang's to read,
     which checks each position, as the kernel does not.
@@ -145,7 +145,7 @@ def _rotary_stand_in(rotary: Any) -> Callable[..., Any]:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """[rows, columns] of [..., columns], the numbers of a row side by side, as the kernels read them."""
+    """Views [..., columns] as [rows, columns], the numbers of a row side by side, as the kernels read them."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
@@ -311,8 +311,9 @@ def _join_gates(module: fx.GraphModule, products: dict[fx.Node, Linear]) -> None
 
 
 def _is_only_read_by(node: fx.Node, x: Any) -> bool:
-    """Whether a value may be overwritten: a kernel or a product has made it for this node alone, or made what was split into it
-    and parts that do not overlap."""
+    """Tells whether a value may be overwritten: a kernel or a product has made it for this node alone, or made what was
+    split into it and parts that do not overlap.
+    """
     if not isinstance(x, fx.Node) or list(x.users) != [node]:
         return False
     maker = x

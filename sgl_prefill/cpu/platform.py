@@ -47,7 +47,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         return "cpu"
 
     def init_backend(self) -> None:
-        """Called by SGLang in each model process before its model runner exists."""
+        """Is called by SGLang in each model process before its model runner exists."""
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
         from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
         from sglang.srt.layers.utils.multi_platform import MultiPlatformOp

@@ -19,7 +19,7 @@ class LayerIO(Protocol):
         ...
 
     def attend(self, layer_id: int, query: torch.Tensor, output: torch.Tensor, *, only_last_rows: bool = False) -> None:
-        """Attention of all of the batch's tokens, K and V being in the pool. query, output: [tokens, ...].
+        """Computes the attention of all of the batch's tokens, K and V being in the pool. query, output: [tokens, ...].
 
         only_last_rows: of the last token of each request alone, [requests, ...].
         """
@@ -42,13 +42,15 @@ class HybridBody:
 
     @property
     def retained_bytes_per_token(self) -> int:
-        """The bytes of a token in the full-length buffers; K and V of one layer and the batch's own indices come on top."""
+        """Returns the bytes of a token in the full-length buffers; K and V of one layer and the batch's own indices come on
+        top.
+        """
         return sum(spec.row_bytes for spec in self.split.buffers)
 
     def run(
         self, token_rows: dict[str, torch.Tensor], io: LayerIO, last_rows: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Hidden states after the body, [tokens, hidden size].
+        """Returns the hidden states after the body, [tokens, hidden size].
 
         token_rows: the inputs named in `trace.TOKEN_INPUTS`. last_rows: int64 [requests], the last token of each request, where
         nobody reads the hidden states of others: behind the last layer's K and V only these are computed, and the other
@@ -159,7 +161,7 @@ class HybridBody:
         end: int,
         io: LayerIO,
     ) -> Sequence[torch.Tensor]:
-        """The results of the rows [start, end), whose K and V, the last two, go into the pool."""
+        """Returns the results of the rows [start, end), whose K and V, the last two, go into the pool."""
         is_whole = end - start == token_rows["input_ids"].shape[0]
 
         def value_of(argument: Argument) -> Any:

@@ -106,7 +106,7 @@ class _Cut:
         self.readers = self._find_readers()
 
     def resolve(self, node: fx.Node) -> fx.Node:
-        """The value behind a node: an attention's output buffer is the attention."""
+        """Returns the value behind a node: an attention's output buffer is the attention."""
         return self._stands_for.get(node, node)
 
     @staticmethod
@@ -152,7 +152,7 @@ class _Cut:
         return piece_of
 
     def _find_readers(self) -> dict[fx.Node, list[int]]:
-        """Step at which each crossing value is read: 2 i for piece i, 2 i + 1 for the attention behind it."""
+        """Finds the step at which each crossing value is read: 2 i for piece i, 2 i + 1 for the attention behind it."""
         readers: dict[fx.Node, list[int]] = {}
         for node in self.graph.nodes:
             if node in self.attentions:
@@ -167,7 +167,7 @@ class _Cut:
         return readers
 
     def row_spec(self, node: fx.Node) -> BufferSpec:
-        """Shape of one token's row. Raises UntraceableModelError where the value has no row a token."""
+        """Returns the shape of one token's row. Raises UntraceableModelError where the value has no row a token."""
         empty = {attention: output for output, attention in self._stands_for.items()}
         value = empty.get(node, node).meta.get("example_value")
         symbols = self.traced.token_symbols

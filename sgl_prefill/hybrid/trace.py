@@ -148,7 +148,7 @@ def _refuse_sequence_mixing(graph: fx.Graph, mixing: Collection[str]) -> None:
 
 
 def op_name(node: fx.Node) -> str:
-    """`namespace.name` of a registered operation, without its overload; the target's name otherwise."""
+    """Returns `namespace.name` of a registered operation, without its overload; the target's name otherwise."""
     if isinstance(node.target, torch._ops.OpOverload):
         return str(node.target._schema.name).replace("::", ".")
     return str(node.target)

@@ -59,7 +59,7 @@ class AliasedCudaMemory:
         self._committed_bytes = target
 
     def close(self) -> None:
-        """Idempotent. A driver that is shutting down may refuse; its memory goes with the process."""
+        """Gives all memory back; idempotent. A driver that is shutting down may refuse; its memory goes with the process."""
         with contextlib.suppress(AliasedMemoryError):
             for address, n_bytes in self._mapped:
                 self._call("cuMemUnmap", address, n_bytes)

@@ -57,7 +57,7 @@ def activate(config: PrefillConfig, process: str) -> EngineState:
 
 
 def registered(hook: Hook) -> Callable[..., Any]:
-    """The function that SGLang calls for a hook; the same object each time."""
+    """Returns the function that SGLang calls for a hook; the same object each time."""
     return _with_state(hook.function) if hook.takes_state else hook.function
 
 
@@ -89,7 +89,7 @@ def _problems_of(hook: Hook) -> list[str]:
 
 
 def is_wrapped_by(function: Any, hook: Any) -> bool:
-    """Whether `hook` sits in the closure of one of the wrappers around `function`."""
+    """Tells whether `hook` sits in the closure of one of the wrappers around `function`."""
     while function is not None:
         cells = getattr(function, "__closure__", None) or ()
         if any(cell.cell_contents is hook for cell in cells):

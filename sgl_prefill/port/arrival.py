@@ -22,6 +22,8 @@ def after_getstate(result: dict[str, Any], time_stats: Any) -> dict[str, Any]:
 
 
 def arrival_s(req: Req) -> float:
-    """On the scheduler's `time.perf_counter` clock. Requests that came by another way count from the queue's door."""
+    """Says when a request came, on the scheduler's `time.perf_counter` clock. Requests that came by another way count from
+    the queue's door.
+    """
     stats = req.time_stats
     return float(getattr(stats, FIELD) or stats.wait_queue_entry_time)

@@ -17,12 +17,12 @@ STATUSES = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.GATEWAY_TIMEOUT)
 
 
 def custom_params(deadline_ms: float | None, given: dict[str, Any] | None = None) -> dict[str, Any] | None:
-    """`custom_params` of SGLang's sampling parameters that carry a deadline to the scheduler, besides those given."""
+    """Returns the `custom_params` of SGLang's sampling parameters that carry a deadline to the scheduler, besides those given."""
     return given if deadline_ms is None else {**(given or {}), PARAMETER: deadline_ms}
 
 
 def deadline_ms_of(req: Req) -> float | None:
-    """Counted from the request's arrival."""
+    """Returns a request's deadline, counted from its arrival."""
     parameters: Any = req.sampling_params.custom_params
     return None if not parameters else parameters.get(PARAMETER)
 

@@ -52,7 +52,7 @@ class Engine(StockEngine):  # type: ignore[misc]
         allowed_tokens: list[str] | None = None,
         allowed_token_ids: list[int] | None = None,
     ) -> list[ScoredPrompt]:
-        """The distribution over the allowed answers after each prompt, in the order of the prompts.
+        """Returns the distribution over the allowed answers after each prompt, in the order of the prompts.
 
         Raises BadRequestError or LabelError for what can never be answered.
         """
@@ -67,6 +67,6 @@ class Engine(StockEngine):  # type: ignore[misc]
 
 
 def sglang_defaults(config: PrefillConfig) -> dict[str, Any]:
-    """SGLang's arguments that this configuration needs, and those that suit this machine."""
+    """Returns SGLang's arguments that this configuration needs, and those that suit this machine."""
     needs = {need.field: need.value for need in preflight.required_for(config)}
     return {**needs, **preflight.default_settings(config)}

@@ -30,7 +30,7 @@ def installed_sglang_version() -> str:
 
 
 def fingerprint(target: str) -> str:
-    """SHA-256 of the source of a function or class; "missing" where the installed SGLang has no such thing.
+    """Returns the SHA-256 of the source of a function or class; "missing" where the installed SGLang has no such thing.
 
     A hooked function still answers with SGLang's source, since `inspect` follows `__wrapped__`.
     """
@@ -42,7 +42,7 @@ def fingerprint(target: str) -> str:
 
 
 def differing(targets: Iterable[str]) -> list[str]:
-    """One line for each target whose source is not the recorded one."""
+    """Returns one line for each target whose source is not the recorded one."""
     known: dict[str, str] = json.loads(FINGERPRINT_FILE.read_text())
     lines = []
     for target in targets:

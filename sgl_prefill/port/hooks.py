@@ -353,7 +353,7 @@ RELIED_UPON: tuple[Relied, ...] = (
 
 
 def hooks_for(config: PrefillConfig, process: str) -> tuple[Hook, ...]:
-    """The hooks that these options ask for in this process, in application order."""
+    """Returns the hooks that these options ask for in this process, in application order."""
     wanted = {
         "always": True,
         "scheduling": config.scheduling != "stock",
@@ -366,7 +366,7 @@ def hooks_for(config: PrefillConfig, process: str) -> tuple[Hook, ...]:
 
 
 def fingerprinted_targets() -> tuple[str, ...]:
-    """Every dotted path whose source must be the one that we read."""
+    """Lists every dotted path whose source must be the one that we read."""
     targets = [
         *(hook.target for hook in HOOKS),
         *(override.target for override in OVERRIDES),

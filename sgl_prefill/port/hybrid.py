@@ -50,8 +50,9 @@ def after_init_attention_backends(state: EngineState, result: None, model_runner
 
 
 def use_small_logprob_chunks() -> None:
-    """On a host, the log-probabilities of a long tail (`logprob_start_len`) in so few rows at a time that their logits are
-    small beside a chunk: 32 rows of a vocabulary of 49,152 take 19 MiB, SGLang's 2,048 would take 1.2 GiB."""
+    """Computes, on a host, the log-probabilities of a long tail (`logprob_start_len`) in so few rows at a time that their
+    logits are small beside a chunk: 32 rows of a vocabulary of 49,152 take 19 MiB, SGLang's 2,048 would take 1.2 GiB.
+    """
     from sglang.srt.environ import envs
 
     if this_device().is_host:
@@ -60,7 +61,7 @@ def use_small_logprob_chunks() -> None:
 
 
 def body_of(model_runner: ModelRunner) -> torch.nn.Module:
-    """Embedding to final norm. Raises UntraceableModelError where hybrid prefilling cannot serve it."""
+    """Finds what goes from embedding to final norm. Raises UntraceableModelError where hybrid prefilling cannot serve it."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.model_loader.utils import resolve_language_model
@@ -118,7 +119,7 @@ def _build(model_runner: ModelRunner, body: torch.nn.Module) -> HybridBody:
 
 @contextmanager
 def sglang_traces(forward_batch: ForwardBatch) -> Iterator[None]:
-    """SGLang's own switches for tracing: attention and experts become opaque operations, and no kernel is picked by size."""
+    """Sets SGLang's own switches for tracing: attention and experts become opaque operations, and no kernel is picked by size."""
     from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
         context_manager,
         set_tc_piecewise_forward_context,
@@ -137,7 +138,7 @@ def sglang_traces(forward_batch: ForwardBatch) -> Iterator[None]:
 
 
 def sequence_mixing_ops() -> frozenset[str]:
-    """Linear attention, Mamba, sparse attention: SGLang lists them as operations of their own."""
+    """Finds linear attention, Mamba, sparse attention: SGLang lists them as operations of their own."""
     from sglang.srt.compilation.compilation_config import SPLIT_OPS
 
     return frozenset(SPLIT_OPS) - {ATTENTION_OP} - TOKEN_WISE_SPLIT_OPS
@@ -164,7 +165,7 @@ class ExpertContext:
 
 
 def _is_captured() -> bool:
-    """Whether SGLang records or replays a CUDA graph: the hybrid pass is not for graphs, its attention is planned anew."""
+    """Tells whether SGLang records or replays a CUDA graph: the hybrid pass is not for graphs, its attention is planned anew."""
     from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import is_in_breakable_cuda_graph
     from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import is_in_tc_piecewise_cuda_graph
     from sglang.srt.model_executor.runner_utils.capture_mode import get_is_capture_mode
@@ -209,8 +210,9 @@ def _route(body: torch.nn.Module, hybrid: HybridBody, context: ExpertContext, *,
 
 
 def _last_rows(forward_batch: ForwardBatch) -> torch.Tensor | None:
-    """The last row of each request of an extend, None where hidden states of other rows are read too: log-probabilities of the
-    input, or hidden states that go back to the client."""
+    """Returns the last row of each request of an extend, None where hidden states of other rows are read too:
+    log-probabilities of the input, or hidden states that go back to the client.
+    """
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     if forward_batch.forward_mode != ForwardMode.EXTEND or forward_batch.capture_hidden_mode.need_capture():
@@ -267,7 +269,7 @@ class BatchIO:
             output.view(result.shape).copy_(result)
 
     def _own_rows(self, pool: torch.Tensor) -> torch.Tensor:
-        """K or V of the batch's tokens: a view where their slots are consecutive, as scratch slots are; else a copy."""
+        """Returns K or V of the batch's tokens: a view where their slots are consecutive, as scratch slots are; else a copy."""
         run = self._consecutive
         return pool[run] if run is not None else pool.index_select(0, self._slots)
 
@@ -286,10 +288,10 @@ def _in_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def prefill_backend(backend: Any) -> Any:
-    """SGLang wraps two names in one object that picks by the kind of forward pass."""
+    """Looks into an object of SGLang's that wraps two names in one object that picks by the kind of forward pass."""
     return getattr(backend, "prefill_backend", backend)
 
 
 def _attends_in_place(backend: Any) -> bool:
-    """Whether the attention backend is ours, which may write its output over the queries."""
+    """Tells whether the attention backend is ours, which may write its output over the queries."""
     return hasattr(prefill_backend(backend), "attend_into")

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 
 def use_live_inputs() -> None:
-    """SGLang copies each batch into static buffers as long as the KV pool; with this switch of its own it does not.
+    """Turns off that SGLang copies each batch into static buffers as long as the KV pool; with this switch of its own it
+    does not.
 
     The copies keep a batch's tensors alive for CUDA graphs and for the overlap loop, and we run extends without either.
     """
@@ -99,7 +100,7 @@ def around_build_allocator(
 
 
 def decodes(req: Req) -> bool:
-    """Whether the request goes on after its prefill, and so needs all of its KV."""
+    """Tells whether the request goes on after its prefill, and so needs all of its KV."""
     return bool(req.sampling_params.max_new_tokens > 1)
 
 

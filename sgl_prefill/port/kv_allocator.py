@@ -28,7 +28,7 @@ class SuffixKVAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
 
     @contextmanager
     def serving(self, plans: Sequence[KVPlan]) -> Iterator[None]:
-        """The next allocation is for these requests, in this order. Their durable slots must be free already."""
+        """Lets the next allocation be for these requests, in this order. Their durable slots must be free already."""
         assert self.n_scratch_lent == 0, "another forward pass still holds scratch"
         n_scratch = sum(ceil_to(plan.n_scratch, self.page_size) for plan in plans)
         assert n_scratch <= self.scratch_tokens, (plans, self.scratch_tokens)
@@ -39,12 +39,12 @@ class SuffixKVAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
             self._plans = None
 
     def give_back_scratch(self, plan: KVPlan) -> None:
-        """A request's forward pass has been computed."""
+        """Hears that a request's forward pass has been computed."""
         self.n_scratch_lent -= ceil_to(plan.n_scratch, self.page_size)
         assert self.n_scratch_lent >= 0
 
     def available_size(self) -> int:
-        """Durable tokens; while serving plans, enough for them, so that SGLang evicts nothing on its own account."""
+        """Counts durable tokens; while serving plans, enough for them, so that SGLang evicts nothing on its own account."""
         free: int = super().available_size()
         return free if self._plans is None else free + self.scratch_tokens
 

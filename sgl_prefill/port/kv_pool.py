@@ -33,8 +33,9 @@ class SuffixKVPool(MHATokenToKVPool):  # type: ignore[misc]
     """
 
     def __init__(self, durable_tokens: int, scratch_tokens: int, **options: Any) -> None:
-        """`durable_tokens` is an upper limit: only what `commit` names gets memory. Both are rounded up to what the
-        mapping granularity asks for."""
+        """Makes the pool. `durable_tokens` is an upper limit: only what `commit` names gets memory. Both are rounded up to
+        what the mapping granularity asks for.
+        """
         page_size: int = options["page_size"]
         unit = _slots_per_granule(options)
         self.durable_tokens = ceil_to(durable_tokens + page_size, unit) - page_size
@@ -63,7 +64,7 @@ class SuffixKVPool(MHATokenToKVPool):  # type: ignore[misc]
             memory.close()
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
-        """(K, V): physical memory, scratch counted once."""
+        """Returns (K, V): physical memory, scratch counted once."""
         slots = self.page_size + self.durable_tokens
         key, value = ((self.layer_num * slots + self.scratch_tokens) * row_bytes for row_bytes in self._row_bytes())
         return key, value

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def server_args_of(flags: list[str]) -> ServerArgs:
-    """SGLang's own parser and resolution of a command line."""
+    """Does SGLang's own parsing and resolution of a command line."""
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 

@@ -34,7 +34,7 @@ def begin() -> None:
 
 
 def fork_from_here(server_args: ServerArgs) -> None:
-    """SGLang has chosen to spawn its processes; where ours is there, they are forked from it.
+    """Replaces what SGLang has chosen: to spawn its processes; where ours is there, they are forked from it.
 
     Not where SGLang starts processes of its own functions (data parallelism, several detokenizers): only ours adopt the
     environment.

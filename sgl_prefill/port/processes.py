@@ -39,7 +39,7 @@ REPORTED_FAILURE = signal.SIGUSR2
 def run_scheduler_process(
     config: PrefillConfig, environment: ParentEnvironment, server_args: ServerArgs, *args: Any, **kwargs: Any
 ) -> None:
-    """SGLang's scheduler process with our hooks in place.
+    """Runs SGLang's scheduler process with our hooks in place.
 
     Used as `functools.partial(run_scheduler_process, config, ParentEnvironment(signal))`.
     """
@@ -81,7 +81,7 @@ def around_scheduler_init(
 
 
 def end_with_launcher(error: SglPrefillError, launcher: Launcher) -> None:
-    """Nothing is served: the message goes to stderr, and the launcher ends all processes."""
+    """Ends a start in which nothing is served: the message goes to stderr, and the launcher ends all processes."""
     print(f"sgl_prefill: cannot start\n{error}", file=sys.stderr, flush=True)
     launcher.report_failure()
     # A pipe that closes before the signal arrives would be taken for the reason.
@@ -109,7 +109,7 @@ def _end_all(message: str, status: int) -> None:
 
 
 def init_tokenizer_manager(config: PrefillConfig, server_args: ServerArgs, port_args: PortArgs) -> Any:
-    """(tokenizer manager, template manager), ours and SGLang's."""
+    """Returns (tokenizer manager, template manager), ours and SGLang's."""
     from sglang.srt.entrypoints.engine import init_tokenizer_manager as stock
 
     from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
@@ -118,7 +118,7 @@ def init_tokenizer_manager(config: PrefillConfig, server_args: ServerArgs, port_
 
 
 def execute_warmup(server_args: ServerArgs) -> bool:
-    """One prefill-only request through HTTP, where SGLang would generate 8 tokens; then the server reports healthy.
+    """Sends one prefill-only request through HTTP, where SGLang would generate 8 tokens; then the server reports healthy.
 
     Runs in a thread of the HTTP process once uvicorn is about to start. On failure ends the server, as SGLang does.
     """

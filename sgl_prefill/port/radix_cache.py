@@ -148,7 +148,7 @@ class RadixTree:
 
 
 def create(context: TreeCacheBuildContext) -> WatchedRadixCache:
-    """Factory for SGLang's registry of radix caches. A disabled cache keeps nothing, but it too must not free scratch."""
+    """Makes a cache for SGLang's registry of radix caches. A disabled cache keeps nothing, but it too must not free scratch."""
     return WatchedRadixCache(context.params)
 
 

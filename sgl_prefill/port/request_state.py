@@ -23,7 +23,7 @@ class RequestState:
 
 
 def of(req: Req) -> RequestState:
-    """Made where it is asked for first."""
+    """Returns a request's state, made where it is asked for first."""
     state: RequestState | None = getattr(req, ATTRIBUTE, None)
     if state is None:
         state = RequestState()

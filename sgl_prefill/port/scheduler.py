@@ -63,7 +63,7 @@ class SchedulerPort:
         return [self._reqs[job] for job in jobs]
 
     def forget(self, jobs: Iterable[Job]) -> None:
-        """They wait no longer."""
+        """Takes out requests that wait no longer."""
         for job in jobs:
             request_state.of(self._reqs.pop(job)).job = None
 

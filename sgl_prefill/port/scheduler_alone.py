@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def build(config: PrefillConfig, server_args: ServerArgs) -> tuple[EngineState, Any]:
-    """(what the start has found out, SGLang's scheduler): loads the model and runs everything of the start.
+    """Returns (what the start has found out, SGLang's scheduler): loads the model and runs everything of the start.
 
     Raises what the start of a server raises.
     """

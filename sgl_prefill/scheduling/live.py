@@ -48,12 +48,12 @@ class LiveScheduling:
 
     @property
     def listener(self) -> TreeListener:
-        """What the prefix cache reports to."""
+        """Is what the prefix cache reports to."""
         return _Metered(self.calibration, self.cost)
 
     @property
     def advisor(self) -> KVAdvisor:
-        """What the KV side asks."""
+        """Is what the KV side asks."""
         return self.calibration.advisor
 
     def arrive(self, job: Job) -> None:
@@ -66,7 +66,7 @@ class LiveScheduling:
         self.n_pending_tokens -= job.n_input_tokens
 
     def decide(self, now_s: float) -> Decision:
-        """Who runs next; who is refused waits no longer."""
+        """Says who runs next; who is refused waits no longer."""
         decision = self.policy.decide(now_s)
         for job in decision.refuse:
             self.leave(job)

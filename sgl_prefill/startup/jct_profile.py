@@ -50,7 +50,7 @@ def fitted_model(model: LoadedModel, longest_tokens: int) -> FittedJct:
 
 
 def measure(model: LoadedModel, longest_tokens: int) -> list[Observation]:
-    """The grid's points and the steps of several requests that fit the longest input, each the faster of two runs."""
+    """Returns the grid's points and the steps of several requests that fit the longest input, each the faster of two runs."""
     observations: list[Observation] = []
     started = time.perf_counter()
 

@@ -18,11 +18,13 @@ class MadeUpStep(Protocol):
     """Requests without clients that run in one forward pass."""
 
     def run(self) -> torch.Tensor:
-        """Float32: logits of each prompt's last token, [prompts, vocabulary]; or embeddings, [prompts, dimensions]."""
+        """Runs prompts. Returns, in float32, logits of each prompt's last token, [prompts, vocabulary]; or embeddings,
+        [prompts, dimensions].
+        """
         ...
 
     def slots(self, index: int) -> torch.Tensor:
-        """KV slots of a prompt that has run, in position order, int64."""
+        """Returns the KV slots of a prompt that has run, in position order, int64."""
         ...
 
     def release(self) -> None:
@@ -43,7 +45,7 @@ class LoadedModel(Protocol):
 
     @property
     def hybrid(self) -> HybridBody | None:
-        """None where SGLang's own layers serve."""
+        """Is None where SGLang's own layers serve."""
         ...
 
     @property
@@ -53,7 +55,7 @@ class LoadedModel(Protocol):
 
     @property
     def most_durable_tokens(self) -> int:
-        """KV slots that the pool could have at most."""
+        """Counts the KV slots that the pool could have at most."""
         ...
 
     @property
@@ -66,7 +68,7 @@ class LoadedModel(Protocol):
         ...
 
     def kv_bytes_per_token(self) -> tuple[int, int]:
-        """(of one layer, of all layers)."""
+        """Returns the bytes (of one layer, of all layers)."""
         ...
 
     def n_places(self) -> int:
@@ -78,23 +80,23 @@ class LoadedModel(Protocol):
         ...
 
     def last_slots(self, n_tokens: int) -> torch.Tensor:
-        """Consecutive KV slots that no request of the rest of the longest input will be given."""
+        """Returns consecutive KV slots that no request of the rest of the longest input will be given."""
         ...
 
     def forget_slots(self) -> None:
-        """All of them are free again."""
+        """Hears that all of them are free again."""
         ...
 
     def only_durable(self, n_tokens: int) -> AbstractContextManager[None]:
-        """So many durable slots while the block runs, where inputs may lie in scratch."""
+        """Leaves so many durable slots while the block runs, where inputs may lie in scratch."""
         ...
 
     def poison_scratch(self, n_tokens: int) -> None:
-        """Whoever reads scratch that it has not written gets NaN."""
+        """Fills scratch: whoever reads scratch that it has not written gets NaN."""
         ...
 
     def only_last_block(self) -> AbstractContextManager[None]:
-        """On a host: attention computes only what decides its memory while the block runs."""
+        """Lets, on a host, attention compute only what decides its memory while the block runs."""
         ...
 
     def outside_a_batch(self) -> AbstractContextManager[None]:
@@ -107,7 +109,7 @@ class LoadedModel(Protocol):
         ...
 
     def slack_bytes(self) -> int:
-        """Memory for activations that SGLang leaves free beside the KV budget."""
+        """Returns the memory for activations that SGLang leaves free beside the KV budget."""
         ...
 
     def smallest_of_all_ranks(self, numbers: Sequence[int]) -> list[int]:

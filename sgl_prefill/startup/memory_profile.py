@@ -83,7 +83,7 @@ def _measure_on_host(model: LoadedModel, longest_tokens: int) -> Activations:
 def _measure_on_device(
     model: LoadedModel, wanted_tokens: int | None, limit_tokens: int, budget_bytes: int
 ) -> Activations:
-    """The longest input that is wanted or may fit, and one of half its length, in full."""
+    """Returns the longest input that is wanted or may fit, and one of half its length, in full."""
     one_layer, _ = model.kv_bytes_per_token()
     first = min(limit_tokens, DEVICE_FIRST_TOKENS)
     _run(model, first)  # pays for what stays: kernels, workspaces
@@ -103,7 +103,7 @@ def _measure_on_device(
 
 
 def _fit(model: LoadedModel, n_long: int, measure: Callable[[LoadedModel, int], int]) -> Activations:
-    """The line through the peaks at this length and half of it; where noise makes the slope negative, all is fixed."""
+    """Returns the line through the peaks at this length and half of it; where noise makes the slope negative, all is fixed."""
     n_short = max(n_long // 2, 1)
     short_bytes, long_bytes = measure(model, n_short), measure(model, n_long)
     per_token = max(long_bytes - short_bytes, 0) / max(n_long - n_short, 1)
@@ -119,13 +119,13 @@ def _run(model: LoadedModel, n_tokens: int) -> None:
 
 
 def _tensor_bytes(model: LoadedModel, n_tokens: int) -> int:
-    """On a host: peak of the tensors that one input allocates."""
+    """Measures, on a host, the peak of the tensors that one input allocates."""
     with model.only_last_block():
         return tensor_memory.peak_bytes(lambda: _run(model, n_tokens))
 
 
 def _peak_bytes(model: LoadedModel, n_tokens: int) -> int:
-    """Peak memory of one input above the idle process."""
+    """Measures the peak memory of one input above the idle process."""
     return model.device.peak_bytes(lambda: _run(model, n_tokens))
 
 
@@ -142,7 +142,7 @@ def _memory_decides_only(model: LoadedModel) -> Iterator[None]:
 
 
 def memory_use(model: LoadedModel, activations: Activations, budget_bytes: int) -> MemoryUse:
-    """All that the plan needs to know."""
+    """Returns all that the plan needs to know."""
     one_layer, all_layers = model.kv_bytes_per_token()
     return MemoryUse(
         weights_bytes=model.weights_bytes(),

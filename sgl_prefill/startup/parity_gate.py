@@ -42,7 +42,7 @@ def answer(model: LoadedModel) -> torch.Tensor:
 
 
 def run(model: LoadedModel, reference: torch.Tensor) -> dict[str, float]:
-    """The largest difference of each pair that this engine has. Raises ParityError above the tolerance."""
+    """Returns the largest difference of each pair that this engine has. Raises ParityError above the tolerance."""
     started = time.perf_counter()
     differences = dict(_pairs(model, reference))
     tolerance = TOLERANCE.get(model.dtype, TOLERANCE[torch.bfloat16])
@@ -98,7 +98,7 @@ def _difference(reference: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _room_for_two(model: LoadedModel, n_tokens: int) -> AbstractContextManager[None]:
-    """Durable slots for two prompts of so many tokens, in whole pages."""
+    """Counts durable slots for two prompts of so many tokens, in whole pages."""
     return model.only_durable(2 * (n_tokens + model.page_size))
 
 

@@ -50,7 +50,7 @@ def prepare(state: EngineState, model: LoadedModel) -> None:
 
 
 def _plan(model: LoadedModel, config: PrefillConfig, kv_bytes: int) -> MemoryPlan:
-    """kv_bytes: beyond the weights, for KV; on a host for activations too."""
+    """Divides the memory. kv_bytes: beyond the weights, for KV; on a host for activations too."""
     if not model.is_evicting and not model.device.is_host:
         return _sglangs_own(model, config, kv_bytes)
     limit = input_limit(model.context_tokens)
@@ -87,7 +87,9 @@ def _plan(model: LoadedModel, config: PrefillConfig, kv_bytes: int) -> MemoryPla
 
 
 def _sglangs_own(model: LoadedModel, config: PrefillConfig, kv_bytes: int) -> MemoryPlan:
-    """On a device whose pool keeps the whole KV, SGLang has divided the memory and backed the pool: that stays."""
+    """Tells the plan that SGLang has made: on a device whose pool keeps the whole KV, SGLang has divided the memory and
+    backed the pool: that stays.
+    """
     limit = min(input_limit(model.context_tokens), model.most_durable_tokens - ANSWER_MARGIN_TOKENS)
     wanted = config.max_input_length or limit
     if wanted > limit:
@@ -100,7 +102,7 @@ def _sglangs_own(model: LoadedModel, config: PrefillConfig, kv_bytes: int) -> Me
 
 
 def _agreed(plan: MemoryPlan, model: LoadedModel) -> MemoryPlan:
-    """The smallest of each number over all ranks."""
+    """Returns the smallest of each number over all ranks."""
     longest, largest, durable = model.smallest_of_all_ranks(
         [plan.max_input_tokens, plan.largest_input_tokens, plan.durable_tokens]
     )
@@ -108,5 +110,5 @@ def _agreed(plan: MemoryPlan, model: LoadedModel) -> MemoryPlan:
 
 
 def input_limit(context_length: int) -> int:
-    """Longest input that the context length allows."""
+    """Returns the longest input that the context length allows."""
     return int(context_length) - ANSWER_MARGIN_TOKENS

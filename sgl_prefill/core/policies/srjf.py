@@ -124,7 +124,7 @@ class Srjf(CalibratedSrjf):
         return self.settings.cost(job.n_input_tokens, 0)
 
     def prefix_computed(self, jobs: Sequence[Job]) -> None:
-        """Not looked at either."""
+        """Does nothing: what the prefix cache holds is not looked at."""
 
 
 def cost_alone(jct: JctModel, job: Job) -> float:

@@ -86,7 +86,7 @@ def compile_library(target: Path = LIBRARY) -> tuple[str, ...]:
 
 
 def _compiler() -> list[str]:
-    """The command: CXX may bring arguments or a wrapper ("ccache g++")."""
+    """Returns the command: CXX may bring arguments or a wrapper ("ccache g++")."""
     named = shlex.split(os.environ.get("CXX", ""))
     found = named or [name for name in COMPILERS if shutil.which(name)][:1]
     if not found:
@@ -136,7 +136,7 @@ def _first_error(text: str) -> str:
 
 
 def is_current() -> bool:
-    """Whether the library is there and made from these sources."""
+    """Tells whether the library is there and made from these sources."""
     return LIBRARY.exists() and digest().encode() in LIBRARY.read_bytes()
 
 

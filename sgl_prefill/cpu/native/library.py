@@ -39,7 +39,7 @@ class Native(NamedTuple):
 
 @functools.cache
 def native() -> Native:
-    """The kernels of this process, found and checked once. Raises ConfigurationError for a build that is not there."""
+    """Returns the kernels of this process, found and checked once. Raises ConfigurationError for a build that is not there."""
     found = find(os.environ.get(VARIABLE, "auto"))
     if found.kernels is None:
         logger.warning("PyTorch's own kernels serve, several times slower than the native ones: %s", found.reason)
@@ -47,7 +47,7 @@ def native() -> Native:
 
 
 def find(choice: str) -> Native:
-    """`choice`: auto, off, or the name of a build. Raises ConfigurationError where a named one does not run here."""
+    """Finds them. `choice`: auto, off, or the name of a build. Raises ConfigurationError where a named one does not run here."""
     if choice == "off":
         return Native(None, f"{VARIABLE} is off")
     try:
@@ -114,7 +114,7 @@ def self_test(kernels: Kernels) -> str | None:
 
 
 def _attention_error(kernels: Kernels, random: Any) -> float:
-    """Two requests of 9 and 40 new tokens behind 70 shared positions; slots in disorder, NaN in those that are not used."""
+    """Tries two requests of 9 and 40 new tokens behind 70 shared positions; slots in disorder, NaN in those that are not used."""
     n_shared, n_new, heads, kv_heads, dim = 70, (9, 40), 6, 2, 64
     n_slots = n_shared + sum(n_new)
     slots = torch.randperm(n_slots + 8, generator=torch.Generator().manual_seed(1)).to(torch.int32)
