@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import fastapi
 
@@ -35,6 +35,11 @@ if TYPE_CHECKING:
 
 # A label after an end of a prompt takes some 30 microseconds: this is a second of one core.
 MOST_RESOLUTIONS = 30_000
+MOST_LABEL_CHARACTERS = 1_000
+
+T = TypeVar("T")
+_End = str | tuple[int, ...]  # of a prompt
+_Key = tuple[tuple[str, ...], _End]
 
 
 class AllowedAnswers(NamedTuple):
@@ -85,7 +90,7 @@ class LabelScorer:
         self._manager = tokenizer_manager
         # A copy that one thread alone uses: the event loop goes on meanwhile, with SGLang's, which is not safe for two.
         self._tokenizer = copy.deepcopy(tokenizer_manager.tokenizer)
-        self._known: dict[tuple[tuple[str, ...], str], list[Label]] = {}  # after which ends what was looked up
+        self._known: dict[_Key, list[Label]] = {}  # after which ends what was looked up
         self._n_known = 0  # labels
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="labels")
 
@@ -122,27 +127,35 @@ class LabelScorer:
         if answers.token_ids is not None:
             check_distinct(answers.token_ids, "allowed_token_ids")
             check_ids_in_vocabulary(answers.token_ids, self._manager.model_config.vocab_size, "allowed_token_ids")
-            same = [Label(_decode(self._manager.tokenizer, [token_id]), token_id) for token_id in answers.token_ids]
+            same = await self._in_thread(self._labels_of, answers.token_ids)
             return [same] * len(prompts)
         assert answers.tokens is not None
         check_distinct(answers.tokens, "allowed_tokens")
         texts = tuple(answers.tokens)
-        ends = [self._end_of(prompt) for prompt in prompts]
-        missing = [end for end in dict.fromkeys(ends) if (texts, end) not in self._known]
+        if (longest := max(map(len, texts))) > MOST_LABEL_CHARACTERS:
+            raise BadRequestError(
+                f"allowed_tokens holds a label of {longest} characters, and {MOST_LABEL_CHARACTERS} are the limit: a label is"
+                " one token"
+            )
+        ends = [_end_of(prompt) for prompt in prompts]
+        known = {(texts, end) for end in ends} & self._known.keys()
+        missing = [end for end in dict.fromkeys(ends) if (texts, end) not in known]
         if (n := len(missing) * len(texts)) > MOST_RESOLUTIONS:
             raise BadRequestError(
                 f"{len(texts)} allowed_tokens after {len(missing)} different ends of prompts are {n} labels to look up, and"
                 f" {MOST_RESOLUTIONS} are the limit: give allowed_token_ids, or fewer prompts in one request"
             )
-        found = {(texts, end): self._known[texts, end] for end in dict.fromkeys(ends) if end not in missing}
+        found = {key: self._known[key] for key in known}
         if missing:
-            loop = asyncio.get_running_loop()
-            new = await loop.run_in_executor(self._thread, self._resolve_all, texts, missing)
+            new = await self._in_thread(self._resolve_all, texts, missing)
             self._remember(new)
             found |= new
         return [found[texts, end] for end in ends]
 
-    def _remember(self, found: dict[tuple[tuple[str, ...], str], list[Label]]) -> None:
+    async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+    def _remember(self, found: dict[_Key, list[Label]]) -> None:
         """Forgets the oldest where there is too much; another request may have looked up the same meanwhile."""
         for key, labels in found.items():
             if key not in self._known:
@@ -151,8 +164,14 @@ class LabelScorer:
         while self._n_known > MOST_RESOLUTIONS:
             self._n_known -= len(self._known.pop(next(iter(self._known))))
 
-    def _resolve_all(self, texts: tuple[str, ...], ends: list[str]) -> dict[tuple[tuple[str, ...], str], list[Label]]:
-        return {(texts, end): self._resolve_after(texts, end) for end in ends}
+    def _resolve_all(self, texts: tuple[str, ...], ends: list[_End]) -> dict[_Key, list[Label]]:
+        return {
+            (texts, end): self._resolve_after(texts, end if isinstance(end, str) else self._decode(list(end)))
+            for end in ends
+        }
+
+    def _labels_of(self, token_ids: list[int]) -> list[Label]:
+        return [Label(self._decode([token_id]), token_id) for token_id in token_ids]
 
     def _resolve_after(self, texts: Sequence[str], prompt_end: str) -> list[Label]:
         labels = [Label(text, resolve_in_context(text, prompt_end, self._encode, self._decode)) for text in texts]
@@ -166,11 +185,6 @@ class LabelScorer:
             by_id[label.token_id] = label.text
         return labels
 
-    def _end_of(self, prompt: str | list[int]) -> str:
-        if isinstance(prompt, str):
-            return prompt[-CONTEXT_CHARACTERS:]
-        return _decode(self._manager.tokenizer, prompt[-CONTEXT_TOKENS:])
-
     def _encode(self, text: str) -> list[int]:
         if self._tokenizer is None:
             raise BadRequestError(
@@ -179,15 +193,15 @@ class LabelScorer:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _decode(self, token_ids: list[int]) -> str:
-        return _decode(self._tokenizer, token_ids)
+        """Decodes, to nothing where the server runs without a tokenizer."""
+        if self._tokenizer is None:
+            return ""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
 
 
-def _decode(tokenizer: Any, token_ids: list[int]) -> str:
-    """Decodes, to nothing where the server runs without a tokenizer."""
-    if tokenizer is None:
-        return ""
-    text: str = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return text
+def _end_of(prompt: str | list[int]) -> _End:
+    return prompt[-CONTEXT_CHARACTERS:] if isinstance(prompt, str) else tuple(prompt[-CONTEXT_TOKENS:])
 
 
 def _prompts_of(obj: GenerateReqInput) -> list[str] | list[list[int]]:

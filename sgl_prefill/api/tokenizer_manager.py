@@ -62,6 +62,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self.prefill_config = config
         self.scheduler_record: dict[str, Any] | None = None  # the scheduler's activation record, once it has started
         self._given_rids: dict[str, GivenRid] = {}  # of requests in flight, by the id that SGLang knows
+        self._hidden_rids: dict[str, dict[str, None]] = {}  # those ids by what clients call them
 
     async def generate_request(
         self, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None = None
@@ -73,8 +74,8 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             check_lists_against_prompts(obj)
             self._check_internal_fields(obj)
             self._check_embeddings(obj)
-            self._check_sampling_params(obj)
             self._check_logprob_options(obj)
+        self._check_sampling_params(obj)
         hidden = self._hide_rids(obj, request)
         try:
             async for output in super().generate_request(obj, request):
@@ -83,7 +84,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 yield output
         finally:
             for rid in hidden:
-                self._given_rids.pop(rid, None)
+                self._forget_rid(rid)
 
     def _hide_rids(self, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None) -> list[str]:
         """Give the request ids of its own inside; clients' may be alike, and SGLang aborts all that begin with one.
@@ -102,9 +103,19 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             given = [GivenRid(one, one) for one in asked]
         hidden = {uuid.uuid4().hex: one for one in given}
         self._given_rids |= hidden
+        for inside, one in hidden.items():
+            for name in set(one):
+                self._hidden_rids.setdefault(name, {})[inside] = None
         is_single = isinstance(obj.rid, str) and len(hidden) == 1 and count_prompts(obj) is None
         obj.rid = next(iter(hidden)) if is_single else list(hidden)
         return list(hidden)
+
+    def _forget_rid(self, inside: str) -> None:
+        for name in set(self._given_rids.pop(inside)):
+            of_name = self._hidden_rids[name]
+            del of_name[inside]
+            if not of_name:
+                del self._hidden_rids[name]
 
     def _show_rid(self, output: dict[str, Any]) -> None:
         """Puts the client's id back into an answer; of several answers to one prompt SGLang appends to it."""
@@ -114,8 +125,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         """Ends the requests with exactly this id of a client's, of a batch or of one of its prompts, or of our own."""
-        hidden = [inside for inside, given in self._given_rids.items() if rid in given]
-        for one in hidden or [rid]:
+        for one in list(self._hidden_rids.get(rid, [rid])):
             super().abort_request(one, abort_all)
 
     async def _handle_abort_finish_reason(
@@ -176,7 +186,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             " start another with the new ones, or this one with --hybrid-prefill off"
         )
 
-    def _check_sampling_params(self, obj: GenerateReqInput) -> None:
+    def _check_sampling_params(self, obj: GenerateReqInput | EmbeddingReqInput) -> None:
         given = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params or {}]
         for params in given:
             if not isinstance(params, dict):
@@ -184,8 +194,9 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             asked = {**(self.preferred_sampling_params or {}), **params}
             check_sampling_options(asked, self.model_config.vocab_size, self.tokenizer)
             self._check_deadline_is_known(asked)
-            max_new_tokens = asked.get("max_new_tokens", SamplingParams().max_new_tokens)
-            self._check_generation_length(max_new_tokens, was_given="max_new_tokens" in asked)
+            if isinstance(obj, GenerateReqInput):
+                max_new_tokens = asked.get("max_new_tokens", SamplingParams().max_new_tokens)
+                self._check_generation_length(max_new_tokens, was_given="max_new_tokens" in asked)
 
     def _check_deadline_is_known(self, options: dict[str, Any]) -> None:
         deadline_ms = (options.get("custom_params") or {}).get(deadlines.PARAMETER)

@@ -6,6 +6,7 @@ tree changes below its match (`match_index`); the order that follows is the same
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from sgl_prefill.core.job import Job
@@ -18,11 +19,12 @@ from sgl_prefill.core.prefix_tree import Match, PrefixTree
 class Calibration:
     """Stands between a prefix cache, whose listener it is, and a policy, which it tells of every job that has changed."""
 
-    def __init__(self, tree: PrefixTree, policy: Policy) -> None:
+    def __init__(self, tree: PrefixTree, policy: Policy, cost: AbstractContextManager[Any] | None = None) -> None:
+        """cost: is entered for what the advisor computes."""
         self.policy = policy
         self._tree = tree
         self._index = MatchIndex()
-        self.advisor = KVAdvisor(tree, self._index)
+        self.advisor = KVAdvisor(tree, self._index, cost or nullcontext())
 
     def add(self, job: Job) -> None:
         """Takes in a job that begins to wait."""
@@ -51,7 +53,8 @@ class Calibration:
 
     def split(self, upper: Any, lower: Any) -> None:
         """Hears that a node was split in two: nobody's match is longer or shorter than before."""
-        self._index.split(lower, upper, self._tree.end_tokens(upper))
+        for job in self._index.split(lower, upper, self._tree.end_tokens(upper)):
+            self.policy.recalibrated(job)
 
     def leaf_removed(self, leaf: Any) -> None:
         """Hears that a leaf was evicted: what matched it now matches its parent alone."""

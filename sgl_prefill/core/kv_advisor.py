@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 from sgl_prefill.core.job import Job
@@ -13,8 +14,8 @@ from sgl_prefill.core.prefix_tree import PrefixTree
 class KVAdvisor:
     """Knows which cached prefixes waiting jobs will use. Whether they do is for the cache to act on."""
 
-    def __init__(self, tree: PrefixTree, index: MatchIndex) -> None:
-        self._tree, self._index = tree, index
+    def __init__(self, tree: PrefixTree, index: MatchIndex, cost: AbstractContextManager[Any]) -> None:
+        self._tree, self._index, self._cost = tree, index, cost
 
     def is_wanted(self, leaf: Any) -> bool:
         """Says whether a waiting job would use this leaf of the tree."""
@@ -31,11 +32,16 @@ class KVAdvisor:
         n_available = n_free + self._tree.evictable_tokens()
         if n_missing <= n_free:
             return n_available
-        return available_beside_wanted(n_cached, self._shared_tokens(job), n_available, self._wanted_evictable_tokens())
+        with self._cost:
+            n_shared, n_wanted = self._shared_tokens(job), self._wanted_evictable_tokens()
+        return available_beside_wanted(n_cached, n_shared, n_available, n_wanted)
 
     def _shared_tokens(self, job: Job) -> int:
         """Returns the length of the longest prefix that a job shares with another that waits; its own cached part at least."""
-        n_shared = self._index.match_of(job).n_tokens
+        match = self._index.match_of(job)
+        n_shared = match.n_tokens
+        if match.next_key is None:  # it has no further page to share; others that end here may be of another namespace
+            return n_shared
         for other in self._index.group_of(job):
             # Who differs at the end of what is shared so far cannot share more.
             is_longer = other.tokens[n_shared : n_shared + 1] == job.tokens[n_shared : n_shared + 1]

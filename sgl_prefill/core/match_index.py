@@ -88,14 +88,17 @@ class MatchIndex:
         """Returns the jobs that the new child of `parent` under `key` continues: the caller matches them on from there."""
         return list(self._groups.get(parent, {}).get((None, key), ()))
 
-    def split(self, lower: Hashable, upper: Hashable, n_tokens: int) -> None:
+    def split(self, lower: Hashable, upper: Hashable, n_tokens: int) -> list[Job]:
         """Follows a split: `upper` took the part of `lower` that ends `n_tokens` from the root. No match gets longer or
-        shorter."""
+        shorter. Returns the jobs that have another `next_page` now."""
+        moved = []
         for (inside_tokens, _), group in list(self._groups.get(lower, {}).items()):
             if inside_tokens is not None and inside_tokens <= n_tokens:
                 for job in list(group):
                     match = self._matches[job]
                     self.place(job, match._replace(node=upper, is_inside=inside_tokens < n_tokens))
+                    moved.append(job)
+        return moved
 
     def at_node(self, node: Hashable) -> list[Job]:
         """Returns the jobs whose match ends at or inside a node."""

@@ -105,16 +105,17 @@ class Policy:
         return None
 
     def decide(self, now_s: float) -> Decision:
-        """Refuse what comes too late, and choose among the others."""
+        """Refuses what comes too late, and chooses among the others. Who is refused delays nobody else's forecast."""
         refuse = self._deadlines.take_expired(now_s)
+        for job in refuse:
+            self.remove(job)
         for job in self._deadlines.take_new():
             assert job.deadline_ms is not None
-            if job not in refuse and (forecast := self.forecast(job)) is not None:
+            if (forecast := self.forecast(job)) is not None:
                 finish_ms = 1000 * (now_s - job.arrival_s) + forecast.ms
                 if finish_ms > job.deadline_ms:
                     refuse[job] = Refusal.unreachable(job.deadline_ms, finish_ms, forecast.n_before)
-        for job in refuse:
-            self.remove(job)
+                    self.remove(job)
         return Decision(self.choose(now_s), refuse)
 
     def oldest(self) -> Job | None:

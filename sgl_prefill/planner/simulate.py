@@ -102,9 +102,13 @@ def replay(
             arrival_of[job] = next_one
             calibration.add(job)
             next_one = next(coming, None)
-        run = policy.decide(now_s).run
+        run, refuse = policy.decide(now_s)
+        for job in refuse:  # by a policy of one's own: arrivals of a trace have no deadline
+            calibration.remove(job)
+            del arrival_of[job]
         if not run:
-            assert next_one is not None
+            if next_one is None:
+                break
             now_s = next_one.arrival_s
             continue
         plans = cache.begin(run)

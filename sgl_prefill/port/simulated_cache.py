@@ -35,11 +35,13 @@ class SimulatedCache:
         assert self._cache.advisor is not None
         plans: list[KVPlan] = []
         n_promised = 0
+        cached: list[int] = []
         for job in jobs:
             match = self._cache.match_prefix(MatchPrefixParams(key=_key(job, job.most_cached_tokens)))
-            n_cached = len(match.device_indices)
+            cached.append(len(match.device_indices))
             self._cache.inc_lock_ref(match.last_device_node)
             self._locked.append(match.last_device_node)
+        for job, n_cached in zip(jobs, cached, strict=True):
             n_free = self._slots.n_free - n_promised
             n_missing = job.n_input_tokens - n_cached
             plan = plan_kv(job.n_input_tokens, n_cached, self._cache.advisor.room_for(job, n_cached, n_missing, n_free))

@@ -38,13 +38,14 @@ class LiveScheduling:
 
     def __init__(self, tree: PrefixTree, policy: Policy, metrics: PolicyMetrics | None = None) -> None:
         self.policy = policy
-        self.calibration = Calibration(tree, policy)
-        self.predictor = policy.settings.predictor
         self.cost = CostMeter()
+        self.calibration = Calibration(tree, policy, self.cost)
+        self.predictor = policy.settings.predictor
         self.last_step_s = 0.0  # what the policy itself took of it
         self.n_pending_tokens = 0  # of all inputs that wait
         self._metrics = metrics
         self._running: Work | None = None  # the step as the model sees it
+        self._shows_waiting = False  # the metrics do
 
     @property
     def listener(self) -> TreeListener:
@@ -70,8 +71,11 @@ class LiveScheduling:
         decision = self.policy.decide(now_s)
         for job in decision.refuse:
             self.leave(job)
-        if self._metrics is not None and decision.run:
-            self._metrics.set_starvation(self.policy, decision.run, now_s)
+        if self._metrics is not None:
+            if decision.run:
+                self._metrics.set_starvation(self.policy, decision.run, now_s)
+            elif self._shows_waiting:
+                self.show_queue(now_s)
         return decision
 
     def start(self, jobs: Sequence[Job], now_s: float) -> float | None:
@@ -87,6 +91,12 @@ class LiveScheduling:
             self.leave(job)
         return predicted_ms
 
+    def show_queue(self, now_s: float) -> None:
+        """Brings the gauges of the queue up to date; nobody runs while all that is left is refused or cancelled."""
+        if self._metrics is not None:
+            self._metrics.set_queue(self.policy, now_s)
+            self._shows_waiting = bool(self.policy.waiting)
+
     def observe(self, actual_ms: float | None, facts: Sequence[Facts]) -> None:
         """Learns from a step that has ended. actual_ms: of its forward pass, None where it failed; facts: of the requests
         that it answered."""
@@ -99,7 +109,7 @@ class LiveScheduling:
             for of_request in facts:
                 self._metrics.count_request(of_request)
             with self.cost:
-                self._metrics.set_queue(self.policy, time.perf_counter())
+                self.show_queue(time.perf_counter())
         self.last_step_s = self.cost.take_s()
         if self._metrics is not None:
             self._metrics.observe_policy_time(self.last_step_s)

@@ -52,10 +52,38 @@ def test_one_request_a_step_has_a_step_for_each() -> None:
 
 def test_a_forecast_counts_two_steps_where_a_request_waits_for_anothers_prefix() -> None:
     """50 tokens and 5 more of another that shares them would fit one step, but the second finds them cached after it."""
-    first, second = job(50), job(55)
-    second.is_follower, second.n_shared_tokens = True, 50
-    first.n_sharers, first.n_shared_tokens = 1, 50
+    first, second = sharing(50, 55)
     assert forecast(policy_of(first, second), second) == (2 * 105 + 50 + 5, 1)
+
+
+def test_of_those_that_share_a_prefix_the_first_in_the_order_is_forecast_to_compute_it() -> None:
+    """The leader, which came first, has 400 tokens of its own and runs last: the other had been forecast 5 tokens of 55."""
+    leader, other, later = sharing(450, 55, 57)
+    policy = policy_of(leader, other, later)
+    assert forecast(policy, other) == (105 + 55, 0)
+    assert forecast(policy, later) == (2 * 105 + 55 + 7, 1)
+    policy.remove(other)
+    assert forecast(policy, later) == (105 + 57, 0)
+    assert forecast(policy, leader) == (2 * 100 + 2 * 5 + 57 + 400, 1)
+
+
+def sharing(*lengths: int) -> list[Job]:
+    """Jobs that wait for one prefix of 50 tokens, as calibration marks them."""
+    leader, *others = jobs = [job(n_tokens, next_page="shared") for n_tokens in lengths]
+    leader.n_sharers = len(others)
+    for one in jobs:
+        one.n_shared_tokens = 50
+        one.is_follower = one is not leader
+    return jobs
+
+
+def test_who_is_refused_delays_nobody() -> None:
+    """Three that cannot be in time, two of them because their time has passed, stand before one that can."""
+    late = [job(300, 0.0, deadline_ms=1000.0) for _ in range(2)]
+    hopeless, possible = job(310, 10.0, deadline_ms=200.0), job(320, 10.0, deadline_ms=500.0)
+    decision = policy_of(*late, hopeless, possible).decide(10.0)
+    assert [refusal.status for refusal in decision.refuse.values()] == [504, 504, 429]
+    assert decision.run == [possible]
 
 
 def test_a_forecast_of_many_is_the_sum_of_what_lies_before() -> None:

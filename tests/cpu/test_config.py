@@ -16,6 +16,9 @@ from sgl_prefill import preflight
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.cpu import lm_head
 from sgl_prefill.errors import ConfigurationError
+from sgl_prefill.local_server import free_port
+
+FREE_PORT = str(free_port())
 
 
 def parsed(*words: str) -> PrefillConfig:
@@ -73,7 +76,7 @@ def test_a_policy_with_a_number_that_orders_nothing_is_refused(option: str, valu
 def test_steps_are_packed_unless_one_request_a_step_is_asked_for() -> None:
     """None is `auto`. Only one request a step needs the flag of SGLang that holds a step to one."""
     assert parsed().pack_step_tokens is None
-    argv = ["--prefill-max-requests", "8", "--port", "0"]
+    argv = ["--prefill-max-requests", "8", "--port", FREE_PORT]
     assert preflight.check_argv(PrefillConfig(), argv) == []
     assert "--prefill-max-requests" not in preflight.required_flags(PrefillConfig())
     (problem,) = preflight.check_argv(PrefillConfig(pack_step_tokens=0), argv)
@@ -148,7 +151,7 @@ def test_each_contradiction_of_the_papers_engine_is_named() -> None:
 
 def test_a_flag_of_sglangs_against_the_papers_engine_is_refused_with_a_remedy_that_works() -> None:
     """`--pack-step-tokens auto` alone would be refused beside --paper."""
-    (problem,) = preflight.check_argv(PrefillConfig(paper=True), ["--prefill-max-requests", "8", "--port", "0"])
+    (problem,) = preflight.check_argv(PrefillConfig(paper=True), ["--prefill-max-requests", "8", "--port", FREE_PORT])
     assert problem.endswith("or start with --pack-step-tokens auto and without --paper")
 
 
@@ -175,7 +178,7 @@ def test_the_help_shows_every_default_and_what_the_paper_means() -> None:
 
 def test_contradicting_flags_are_all_named_with_the_remedy() -> None:
     """Seen in the bare command line, before SGLang's slow import."""
-    argv = ["--chunked-prefill-size", "512", "--schedule-policy=lpm", "--enable-mixed-chunk", "--port", "0"]
+    argv = ["--chunked-prefill-size", "512", "--schedule-policy=lpm", "--enable-mixed-chunk", "--port", FREE_PORT]
     problems = preflight.check_argv(PrefillConfig(), argv)
     assert [problem.split()[0] for problem in problems] == [
         "--chunked-prefill-size",
@@ -197,7 +200,7 @@ def test_flags_that_agree_are_no_contradiction() -> None:
         "--prefill-max-requests",
         "1",
         "--port",
-        "0",
+        FREE_PORT,
     ]
     assert preflight.check_argv(PrefillConfig(pack_step_tokens=0), argv) == []
 
@@ -214,11 +217,14 @@ def test_a_taken_port_is_named() -> None:
 
 def test_a_model_path_that_holds_no_model_is_named(tmp_path: Path) -> None:
     """A missing folder, and a folder without a model; a hub name is left to SGLang."""
-    assert "does not exist" in preflight.check_argv(PrefillConfig(), ["--model-path", "/no/such", "--port", "0"])[0]
     assert (
-        "without config.json" in preflight.check_argv(PrefillConfig(), [f"--model-path={tmp_path}", "--port", "0"])[0]
+        "does not exist" in preflight.check_argv(PrefillConfig(), ["--model-path", "/no/such", "--port", FREE_PORT])[0]
     )
-    assert preflight.check_argv(PrefillConfig(), ["--model", "org/name", "--port", "0"]) == []
+    assert (
+        "without config.json"
+        in preflight.check_argv(PrefillConfig(), [f"--model-path={tmp_path}", "--port", FREE_PORT])[0]
+    )
+    assert preflight.check_argv(PrefillConfig(), ["--model", "org/name", "--port", FREE_PORT]) == []
 
 
 @pytest.mark.parametrize(
@@ -277,7 +283,7 @@ def test_a_processor_that_is_slow_in_bfloat16_serves_in_float32(
 )
 def test_a_refused_start_exits_with_2_and_one_message(flags: list[str], expected: str) -> None:
     """On stderr, without a traceback."""
-    command = [sys.executable, "-m", "sgl_prefill.launch_server", "--port", "0", *flags]
+    command = [sys.executable, "-m", "sgl_prefill.launch_server", "--port", FREE_PORT, *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert expected in done.stderr

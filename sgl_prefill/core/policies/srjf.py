@@ -10,12 +10,14 @@ the cache holds does (`calibration`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Hashable, Iterator, Sequence
 
 from sgl_prefill.core.jct import JctModel
 from sgl_prefill.core.job import Job
+from sgl_prefill.core.lazy_heap import LazyHeap
 from sgl_prefill.core.ordered_sums import OrderedSums
-from sgl_prefill.core.packing import fill_steps
+from sgl_prefill.core.packing import LOOK_AT, fill_steps
 from sgl_prefill.core.policy import Forecast, Policy, PolicySettings
 
 
@@ -26,6 +28,9 @@ class CalibratedSrjf(Policy):
         super().__init__(settings)
         # Weights: tokens that the job takes of a step, milliseconds of its tokens, 1 where it waits for another's prefix.
         self._by_score: OrderedSums[Job] = OrderedSums(n_weights=3)
+        # Of those that wait for one page the first in the order computes it: the others are forecast to find it.
+        self._by_page: dict[Hashable, LazyHeap[Job]] = {}
+        self._page_of: dict[Job, Hashable] = {}
         self._credit_from_s: dict[Job, float] = {}  # from when a job's waiting counts, where that is before its arrival
 
     def add(self, job: Job) -> None:
@@ -34,6 +39,7 @@ class CalibratedSrjf(Policy):
 
     def remove(self, job: Job) -> None:
         super().remove(job)
+        self._leave_page(job)
         self._by_score.discard(job)
         self._credit_from_s.pop(job, None)
 
@@ -84,18 +90,44 @@ class CalibratedSrjf(Policy):
         )
 
     def _place(self, job: Job) -> None:
-        score = self.cost(job) + self.settings.fairness_lambda * self.since_s(job)
-        n_cached = max(job.n_cached_tokens, job.n_shared_tokens) if job.is_follower else job.n_cached_tokens
+        key = (job.rank, self.cost(job) + self.settings.fairness_lambda * self.since_s(job))
+        if self._page_of.get(job) != job.next_page:
+            self._leave_page(job)
+        if job.next_page is None:
+            self._put(job, key, is_first=True)
+            return
+        self._page_of[job] = job.next_page
+        waiting = self._by_page.setdefault(job.next_page, LazyHeap())
+        before = waiting.first()
+        waiting.put(job, key)
+        for one in {job, before, waiting.first()} - {None}:
+            self._put(one, waiting.key_of(one), is_first=one is waiting.first())
+
+    def _leave_page(self, job: Job) -> None:
+        page = self._page_of.pop(job, None)
+        if page is None:
+            return
+        waiting = self._by_page[page]
+        was_first = waiting.first() is job
+        waiting.discard(job)
+        first = waiting.first()
+        if first is None:
+            del self._by_page[page]
+        elif was_first:
+            self._put(first, waiting.key_of(first), is_first=True)
+
+    def _put(self, job: Job, key: tuple[float, float], is_first: bool) -> None:
+        n_cached = job.n_cached_tokens if is_first else max(job.n_cached_tokens, job.n_shared_tokens)
         n_step_tokens = self.settings.step.tokens_of(job.n_input_tokens - n_cached)
         predictor = self.settings.predictor
         tokens_ms = 0.0 if predictor is None else predictor.model.tokens_ms(job.n_input_tokens, n_cached)
-        self._by_score.put(job, (job.rank, score), (n_step_tokens, tokens_ms, float(job.is_follower)))
+        self._by_score.put(job, key, (n_step_tokens, tokens_ms, float(not is_first)))
 
     def forecast(self, job: Job) -> Forecast | None:
-        """Costs O(log waiting jobs), and one look at each of those that would share the last step.
+        """Costs some microseconds for each block of the order, and one look at each of those that would share the last step.
 
-        A prefix that several wait for is counted once, with its leader; so is each step, with all who share it: later jobs
-        fill the last.
+        A prefix that several wait for is counted once, with the first of them in the order; so is each step, with all who
+        share it: later jobs fill the last.
         """
         predictor, size = self.settings.predictor, self.settings.step
         if predictor is None:
@@ -108,7 +140,9 @@ class CalibratedSrjf(Policy):
         if n_following and steps.n_steps == 1:
             steps = steps._replace(n_steps=2)  # nobody shares a step with the one whose prefix it waits for
         room_tokens, room_requests = steps.room_tokens, steps.room_requests
-        for other in self._by_score.after(job):
+        for other in itertools.islice(self._by_score.after(job), LOOK_AT):
+            if other.next_page is not None and other.next_page == job.next_page:
+                continue  # it finds that page cached in a later step
             n_here, ms_here, _ = self._by_score.weights_of(other)
             if room_requests == 0 or n_here > room_tokens:
                 break
