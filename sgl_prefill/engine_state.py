@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from sgl_prefill.port.prefork import Launcher
     from sgl_prefill.port.scheduler import SchedulerPort
 
+# Of the dictionary that the scheduler process sends to the HTTP process once it has started.
 RECORD_KEY = "sgl_prefill"
+PACKS_WEIGHTS_KEY = "sgl_prefill_packs_weights"
 
 
 @dataclasses.dataclass

@@ -60,7 +60,8 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     def __init__(self, server_args: ServerArgs, port_args: PortArgs, *, config: PrefillConfig) -> None:
         super().__init__(server_args, port_args)
         self.prefill_config = config
-        self.scheduler_record: dict[str, Any] | None = None  # the scheduler's activation record, once it has started
+        # Whether the model runs on weights that were packed at the start, in the place of SGLang's own layers.
+        self.packs_weights = False
         self._given_rids: dict[str, GivenRid] = {}  # of requests in flight, by the id that SGLang knows
         self._hidden_rids: dict[str, dict[str, None]] = {}  # those ids by what clients call them
 
@@ -150,13 +151,8 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         if obj.multi_item_delimiter_indices is not None and not self.server_args.enable_mis:
             raise BadRequestError("multi_item_delimiter_indices needs a server started with --enable-mis")
 
-    @property
-    def _packs_weights(self) -> bool:
-        """Tells whether the model runs on weights that were packed at the start, in the place of SGLang's own layers."""
-        return (self.scheduler_record or {}).get("packed_weights") is not None
-
     def _check_embeddings(self, obj: GenerateReqInput) -> None:
-        if self._packs_weights and (obj.input_embeds is not None or obj.positional_embed_overrides is not None):
+        if self.packs_weights and (obj.input_embeds is not None or obj.positional_embed_overrides is not None):
             raise BadRequestError(
                 "input_embeds and embed overrides need SGLang's own layers, and this server computes prompts of token ids"
                 " with packed weights: start it with --hybrid-prefill off"
@@ -179,7 +175,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
 
     @property
     def _refusal(self) -> tuple[bool, str] | None:
-        if not self._packs_weights:
+        if not self.packs_weights:
             return None
         return False, (
             "this server's weights were packed for the processor when it started and cannot be replaced:"

@@ -300,6 +300,11 @@ POKES: tuple[Poke, ...] = (
     Poke("sglang.srt.model_executor.model_runner.ModelRunner", "max_total_num_tokens", "the plan's durable slots"),
     Poke("sglang.srt.mem_cache.radix_cache.RadixCache", "eviction_strategy", "what waiting jobs will use goes last"),
     Poke("sglang.srt.model_executor.forward_batch_info.ForwardBatch", "_attn_output", "FlashAttention writes there"),
+    Poke(
+        "sglang.srt.observability.req_time_stats.SchedulerReqTimeStats",
+        reply_facts.FIELD,
+        "what the reply shows: they alone travel from the scheduler to the HTTP process with every request",
+    ),
     Poke("torch.nn.Module", "forward", "the model's body runs chunk by chunk"),
     Poke(
         "sglang.srt.managers.scheduler_components.metrics_reporter.PrefillStats", "num_pending_tokens", "all that wait"
@@ -327,6 +332,16 @@ RELIED_UPON: tuple[Relied, ...] = (
     ),
     Relied("sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len", "the policy counts cached tokens like it"),
     Relied("sglang.srt.mem_cache.radix_cache.RadixCache._match_prefix_helper", "the read-only probe walks like it"),
+    Relied("sglang.srt.mem_cache.radix_cache.RadixKey.match", "the read-only probe compares tokens with it"),
+    Relied("sglang.srt.mem_cache.radix_cache.RadixKey.child_key", "jobs are filed under it"),
+    Relied("sglang.srt.mem_cache.radix_cache.RadixCache.evict", "takes leaves in the order of `eviction_strategy`"),
+    Relied("sglang.srt.managers.schedule_policy.PrefillAdder.rem_total_tokens.fget", "reads what we set"),
+    Relied("sglang.srt.managers.schedule_policy.PrefillAdder.cur_rem_tokens.fget", "reads what we set"),
+    Relied("sglang.srt.managers.io_struct.GenerateReqInput.regenerate_rid", "appends to a request's id"),
+    Relied("sglang.srt.managers.scheduler.Scheduler.abort_request", "takes waiting requests out by their ids"),
+    Relied("sglang.srt.managers.scheduler.configure_scheduler_process", "ends a scheduler with its launcher"),
+    Relied("sglang.srt.entrypoints.engine._wait_for_scheduler_ready", "says that a scheduler has ended"),
+    Relied("sglang.srt.entrypoints.engine._scheduler_died_error", "says that a scheduler has ended"),
     Relied("sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_output", "label scores in meta_info"),
     Relied(
         "sglang.srt.observability.req_time_stats.ReqTimeStatsBase.new_from_obj",

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 
+# What SGLang says where the scheduler is gone before it is ready.
+ENDED_AT_START = ("died during initialization", "Initialization failed")
+
+
 def server_args_of(flags: list[str]) -> ServerArgs:
     """Does SGLang's own parsing and resolution of a command line."""
     from sglang.srt.plugins import load_plugins
@@ -42,8 +46,11 @@ def serve(config: PrefillConfig, server_args: ServerArgs) -> None:
             run_detokenizer_process_func=functools.partial(processes.run_detokenizer_process, config, environment),
             execute_warmup_func=processes.execute_warmup,
         )
-    except EOFError as error:
-        raise ProcessError("a process of the server ended while it started, for the reason above") from error
+    except (EOFError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(words in str(error) for words in ENDED_AT_START):
+            raise
+        why = f": {error}" if str(error) else ", for the reason above"
+        raise ProcessError(f"a process of the server ended while it started{why}") from error
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

@@ -13,8 +13,6 @@ import os
 import signal
 from typing import TYPE_CHECKING, NamedTuple
 
-from sgl_prefill.device import this_device
-
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
@@ -26,6 +24,8 @@ _begun = False
 def begin() -> None:
     """Start the process. Call it before SGLang is imported, and after what its imports shall find in os.environ is set."""
     global _begun
+    from sgl_prefill.device import this_device  # imports torch, which the process that starts here must not wait for
+
     if not this_device().is_host or _begun:
         return
     multiprocessing.set_forkserver_preload([PRELOADED])
@@ -66,9 +66,14 @@ class ParentEnvironment:
         return ParentEnvironment, (self._failure_signal, dict(os.environ), os.getpid())
 
     def adopt(self) -> Launcher:
-        """Takes it over in the started process."""
+        """Takes it over in the started process, which ends where nobody waits for it any more."""
         assert self._variables is not None
         assert self._launcher_pid is not None
+        end_with_parent()
+        try:
+            os.kill(self._launcher_pid, 0)
+        except ProcessLookupError:
+            os._exit(1)
         for name in os.environ.keys() - self._variables.keys():
             del os.environ[name]
         os.environ.update(self._variables)

@@ -90,7 +90,7 @@ def test_stock_scheduling_is_not_packed_by_us_and_refuses_to_be_told_so() -> Non
     assert PrefillConfig(scheduling="stock").pack_step_tokens == 0
     assert parsed("--scheduling", "stock", "--pack-step-tokens", "0") == PrefillConfig(scheduling="stock")
     for value in (None, 300):
-        with pytest.raises(ConfigurationError, match="--scheduling calibrated-srjf"):
+        with pytest.raises(ConfigurationError, match="--pack-step-tokens is not for --scheduling stock"):
             PrefillConfig(scheduling="stock", pack_step_tokens=value)
 
 

@@ -100,8 +100,10 @@ class CalibratedSrjf(Policy):
         waiting = self._by_page.setdefault(job.next_page, LazyHeap())
         before = waiting.first()
         waiting.put(job, key)
-        for one in {job, before, waiting.first()} - {None}:
-            self._put(one, waiting.key_of(one), is_first=one is waiting.first())
+        first = waiting.first()
+        for one in dict.fromkeys((job, before, first)):
+            if one is not None:
+                self._put(one, waiting.key_of(one), is_first=one is first)
 
     def _leave_page(self, job: Job) -> None:
         page = self._page_of.pop(job, None)
