@@ -116,19 +116,28 @@ def default_settings(config: PrefillConfig) -> dict[str, Any]:
     """Returns what suits this machine where the user says nothing, by names of ServerArgs."""
     fraction = memory_fraction(config)
     packs = config.scheduling != STOCK and config.pack_step_tokens != 0
+    most_requests = most_requests_of_step(config) if packs else None
+    limit = {} if most_requests is None else {"prefill_max_requests": most_requests}
     if fraction is None:
-        return {"prefill_max_requests": DEVICE_MAX_REQUESTS} if packs else {}
+        return limit
     # An idle scheduler that polls without rest takes a core from the tokenizer and the clients on a small machine.
-    settings: dict[str, Any] = {"mem_fraction_static": round(fraction, 4), "sleep_on_idle": True}
+    settings: dict[str, Any] = {"mem_fraction_static": round(fraction, 4), "sleep_on_idle": True, **limit}
     if fast_dtype() == "float32":
         logger.warning(
             "this processor is many times slower in bfloat16 than in float32: --dtype is float32 if not given"
         )
         settings["dtype"] = "float32"
-    if packs and config.logits_dtype == "float32":
-        # A label must not depend on its company: all rows of a packed step get the same logits as a lone one.
-        settings["prefill_max_requests"] = lm_head.MAX_ROWS
     return settings
+
+
+def most_requests_of_step(config: PrefillConfig) -> int | None:
+    """Returns how many requests share a step at most where the user says nothing; None: as SGLang limits them.
+
+    On a host all rows of a packed step get the same logits as a lone one: a label must not depend on its company.
+    """
+    if not this_device().is_host:
+        return DEVICE_MAX_REQUESTS
+    return lm_head.MAX_ROWS if config.logits_dtype == "float32" else None
 
 
 def default_flags(config: PrefillConfig) -> list[str]:

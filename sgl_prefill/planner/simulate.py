@@ -7,10 +7,12 @@ pages, as in an engine with pages of that size.
 from __future__ import annotations
 
 import itertools
+import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from sgl_prefill import preflight
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.calibration import Calibration
 from sgl_prefill.core.jct import FittedJct
@@ -43,6 +45,7 @@ class Setting(NamedTuple):
             config.sharers == "count",
             config.pack_step_tokens,
             config.jct_model,
+            preflight.most_requests_of_step(config) or sys.maxsize,
         )
 
     @property
