@@ -70,14 +70,15 @@ def token_ids(rng: random.Random, n_tokens: int) -> list[int]:
     return [rng.randrange(1000, 49_000) for _ in range(n_tokens)]
 
 
-def write_weights(folder: Path) -> None:
+def write_weights(folder: Path, initializer_range: float = INITIALIZER_RANGE) -> None:
     """Random weights that make answers differ: with SGLang's dummy ones all labels are equally likely, right or wrong.
 
-    Large enough that attention is not a plain average, so that an answer shows whose prefix it was computed with.
+    Large enough that attention is not a plain average, so that an answer shows whose prefix it was computed with. The more
+    layers, the smaller: in bfloat16 rounding grows with both.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings = {**json.loads((folder / "config.json").read_text()), "initializer_range": INITIALIZER_RANGE}
+    settings = {**json.loads((folder / "config.json").read_text()), "initializer_range": initializer_range}
     torch.manual_seed(0)
     made: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     made.save_pretrained(folder)

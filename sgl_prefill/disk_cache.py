@@ -41,15 +41,21 @@ def load(kind: str, depends_on: Mapping[str, Any], fields: Mapping[str, type]) -
 
 
 def store(kind: str, depends_on: Mapping[str, Any], value: dict[str, Any]) -> None:
-    """Writes the value whole or not at all, also where two engines start together. A directory that cannot be written costs
-    a measurement at
-    the next start, and a line in the log."""
+    """Writes the value whole or not at all, also where two engines start together.
+
+    A directory that cannot be written costs a measurement at the next start, and a line in the log.
+    """
     path = _path(kind, depends_on)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as part:
-            part.write(json.dumps(value))
-        os.replace(part.name, path)
+            try:
+                part.write(json.dumps(value))
+                part.flush()
+                os.replace(part.name, path)
+            except OSError:
+                os.unlink(part.name)
+                raise
     except OSError as error:
         logger.warning("the %s cannot be kept in %s (%s)", kind, path, error)
 

@@ -35,9 +35,9 @@ def reference(model: LoadedModel) -> torch.Tensor:
 
 
 def answer(model: LoadedModel) -> torch.Tensor:
-    """Asks the engine as it stands: what it answers to the gate's prompt: log-probabilities, or the embedding of a model
-    without a
-    vocabulary to answer from."""
+    """Asks the engine as it stands for its answer to the gate's prompt: log-probabilities, or the embedding of a model without
+    a vocabulary to answer from.
+    """
     return _answer(model, model.step([_token_ids(model)]))
 
 

@@ -169,9 +169,10 @@ def cost_alone(jct: JctModel, job: Job) -> float:
 
 
 def cost_per_job(jct: JctModel, job: Job) -> float:
-    """Returns what a job costs, and what its sharers cost once it has run, a job (past the paper, which counts the first
-    alone): of two
-    new users with equal profiles, the one whose profile serves more waiting jobs goes first.
+    """Returns what a job and, once it has run, its sharers cost together, over their number.
+
+    Past the paper, which counts the first alone: of two new users with equal profiles, the one whose profile serves more
+    waiting jobs goes first.
     """
     cost = cost_alone(jct, job)
     if job.n_sharers == 0:
