@@ -27,6 +27,7 @@ def cache_miss_tokens(n_input_tokens: int, n_cached_tokens: int) -> float:
 
 # Of a step's time, where it is full.
 FIXED_SHARE = 0.1
+LEAST_FULL_PRICE_TOKENS = 64
 
 
 class Observation(NamedTuple):
@@ -81,11 +82,12 @@ class FittedJct(NamedTuple):
         """Returns the computed tokens from which on one more costs its full price: a step's fixed cost is a tenth of its
         time there.
 
-        None where a token costs nothing, so that no step is ever full.
+        None where a token costs nothing, so that no step is ever full. Not less than LEAST_FULL_PRICE_TOKENS: a machine that
+        was busy while it was measured must not end up with one request a step.
         """
         if self.miss_token_ms == 0:
             return None
-        return math.ceil(self.step_ms / self.miss_token_ms * (1 / FIXED_SHARE - 1))
+        return max(math.ceil(self.step_ms / self.miss_token_ms * (1 / FIXED_SHARE - 1)), LEAST_FULL_PRICE_TOKENS)
 
 
 def _token_features(n_input_tokens: int, n_cached_tokens: int) -> tuple[float, float, float]:

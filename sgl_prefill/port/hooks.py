@@ -2,7 +2,8 @@
 routes, and what we rely on. `activation` applies and verifies the hooks; the source of all of it is fingerprinted.
 
 Besides these, SGLang's own parameters carry our parts: `launch_server(init_tokenizer_manager_func,
-run_scheduler_process_func, run_detokenizer_process_func, execute_warmup_func)`, the platform and the attention-backend registries.
+run_scheduler_process_func, run_detokenizer_process_func, execute_warmup_func)`, the platform and the attention-backend
+registries.
 """
 
 from __future__ import annotations

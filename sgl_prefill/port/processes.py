@@ -103,6 +103,7 @@ def after_set_envs_and_config(state: EngineState, result: None, server_args: Ser
 def _end_all(message: str, status: int) -> None:
     from sglang.srt.utils import kill_process_tree
 
+    logging.disable()  # SGLang's lines about it would stand behind the reason
     kill_process_tree(os.getpid(), include_parent=False)
     print(message, end="", file=sys.stderr, flush=True)
     os._exit(status)

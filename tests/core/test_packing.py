@@ -79,6 +79,7 @@ def test_the_full_price_begins_where_a_steps_fixed_cost_is_a_tenth_of_its_time()
     assert n_tokens == 810
     assert model(n_tokens, 0) == 90.0
     assert FittedJct(9.0, 0.0, 0.0, 0.0).full_price_tokens() is None
+    assert FittedJct(0.1, 0.2, 0.0, 0.0).full_price_tokens() == 64, "a profile of a busy machine does not end packing"
 
 
 def test_steps_are_filled_and_a_long_request_has_one_to_itself() -> None:

@@ -19,6 +19,7 @@ import torch
 
 from sgl_prefill import tensor_memory
 from sgl_prefill.config import PrefillConfig
+from sgl_prefill.core.jct import FittedJct
 from sgl_prefill.errors import SglPrefillError
 from sgl_prefill.port.loaded_model import SglangModel
 from sgl_prefill.startup import memory_profile, parity_gate
@@ -31,11 +32,15 @@ DURABLE = 300
 PLAIN = 10**9  # a chunk that no prompt exceeds
 
 
+# What a start would measure, were these tests to depend on what else the machine does.
+MACHINE = FittedJct(step_ms=5.0, miss_token_ms=0.05, pair_ms=1e-6, cached_token_ms=1e-4, request_ms=0.1)
+
+
 def start(folder: Path, family: str, *, config: dict[str, Any] | None = None, **options: Any) -> InProcessScheduler:
     defaults: dict[str, Any] = {"hybrid_prefill": "on", "hybrid_chunk_tokens": CHUNK, "memory_budget_gb": 1}
     server = {"dtype": "float32", "max_total_tokens": 2000, **options}
     model = tiny_models.write(folder / family, family)
-    return InProcessScheduler(PrefillConfig(**{**defaults, **(config or {})}), model, **server)
+    return InProcessScheduler(PrefillConfig(**{**defaults, **(config or {})}), model, jct_ms=MACHINE, **server)
 
 
 def prompt(rng: random.Random, n_tokens: int) -> list[int]:

@@ -48,7 +48,7 @@ def test_a_scheduler_that_cannot_start_ends_with_one_message_last(tiny_model: Pa
     """An input that does not fit the memory is found after the model is loaded; no traceback, and no process left."""
     flags = [
         "--memory-budget-gb",
-        "0.3",
+        "0.1",
         "--max-input-length",
         "8000",
         "--hybrid-prefill",
