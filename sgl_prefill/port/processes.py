@@ -134,7 +134,9 @@ def execute_warmup(server_args: ServerArgs) -> bool:
     try:
         session = _session(server_args)
         _wait_until_listening(session, server_args.url())
-        body = {**prompt, "sampling_params": {"max_new_tokens": 0, "temperature": 0}}
+        # With labels, so that what looks them up is ready before the first request.
+        labels = {"allowed_token_ids": [10, 11]} if manager.is_generation else {}
+        body = {**prompt, **labels, "sampling_params": {"max_new_tokens": 0, "temperature": 0}}
         reply = session.post(server_args.url() + route, json=body, timeout=WARM_UP_TIMEOUT_S)
         reply.raise_for_status()
         # From now on full garbage collections pass over what has been loaded; each would stop all requests for that long.
