@@ -113,6 +113,15 @@ class AnyHistory(RuleBasedStateMachine):
             assert leader.n_sharers == len(group) - 1
             assert all(job.n_shared_tokens <= job.n_input_tokens for job in group)
 
+    @invariant()
+    def the_kv_side_may_ask_about_anybody(self) -> None:
+        """Also about jobs shorter than a page, which stand at the root together, whatever their namespace."""
+        if not hasattr(self, "policy"):
+            return
+        for job in self.waiting:
+            room = self.calibration.advisor.room_for(job, job.n_cached_tokens, n_missing=100, n_free=0)
+            assert 0 <= room <= self.tree.evictable_size()
+
 
 AnyHistory.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestCalibration = AnyHistory.TestCase

@@ -80,14 +80,29 @@ def test_the_structure_lists_every_module() -> None:
         assert f"| `{path}` | {sentence} |" in rows, path
 
 
+# What a workload says of itself, or of the machine.
+OF_THE_WORKLOAD = {"max-input-length", "memory-budget-gb"}
+OTHER_SETTING = re.compile(
+    r"--(" + "|".join(field.name.replace("_", "-") for field in dataclasses.fields(PrefillConfig)) + r")\b"
+)
+
+
 def test_ours_is_what_a_user_gets() -> None:
-    """No flag at all, and `--paper` alone: neither the harness nor a page calls another setting so."""
+    """No flag at all, and `--paper` alone: neither the harness, nor a page, nor a result calls another setting so."""
     assert (engines.OURS.flags, engines.PAPER.flags) == ((), ("--paper",))
-    for page in (README, OPTIONS, (ROOT / "sgl_prefill" / "STRUCTURE.md").read_text()):
-        assert not re.search(r"\bours,? (packed|one a step)", page)
     for file in ROOT.glob("benchmarks/**/*.py"):
         for call in re.findall(r"engines?\.ours\(\"([^\"]*)\"", file.read_text()):
             assert call not in ("ours", "ours, --paper"), file
+    for page in [ROOT / "README.md", *ROOT.glob("benchmarks/**/*.md")]:
+        for sentence in re.split(r"(?<=[.:;])\s", page.read_text()):
+            if re.search(r"\bours\b(?!,)", sentence, re.I):
+                others = set(OTHER_SETTING.findall(sentence)) - {"paper"}
+                assert not others, f"{page}: {sentence}"
+    for result in ROOT.glob("benchmarks/*/result.json"):
+        commands = json.loads(result.read_text())["conditions"].get("commands", {})
+        for name, flags in (("ours", set()), ("ours, --paper", {"paper"})):
+            if name in commands:
+                assert set(OTHER_SETTING.findall(commands[name])) - OF_THE_WORKLOAD == flags, result
 
 
 def test_the_changelog_starts_with_the_version_of_the_package() -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
 from sgl_prefill.api.tokenizer_manager import (
     PrefillTokenizerManager,
@@ -95,3 +95,14 @@ def test_a_deadline_is_refused_where_nobody_keeps_it() -> None:
     manager._check_deadline_is_known({})
     with pytest.raises(BadRequestError, match=r"deadline_ms is 50, .* leave it out, or start the server without"):
         manager._check_deadline_is_known(options)
+
+
+def test_options_of_an_embedding_request_are_checked_too() -> None:
+    """A deadline that is no number had ended the scheduler."""
+    manager = PrefillTokenizerManager.__new__(PrefillTokenizerManager)
+    manager.prefill_config, manager.preferred_sampling_params = PrefillConfig(), None
+    manager.model_config, manager.tokenizer = SimpleNamespace(vocab_size=VOCABULARY_SIZE), TOKENIZER
+    manager._check_sampling_params(EmbeddingReqInput(text="x"))
+    wrong = EmbeddingReqInput(text="x", sampling_params={"custom_params": {"deadline_ms": "soon"}})
+    with pytest.raises(BadRequestError, match="deadline_ms is 'soon'"):
+        manager._check_sampling_params(wrong)
