@@ -72,7 +72,7 @@ def test_a_model_that_stock_cannot_serve_at_all_has_no_ratio() -> None:
     output = ["activations of 100 tokens      1.0 MiB      4112 bytes a token", "longest input in tokens: 100"]
     ours = {
         "model": "llama-3.1-8b-quarter",
-        "engine": "ours, both",
+        "engine": mil.PRODUCT,
         "longest_input_tokens": 900,
         "how": {"mil_output": output},
     }
