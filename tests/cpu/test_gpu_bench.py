@@ -72,7 +72,7 @@ def test_a_model_that_stock_cannot_serve_at_all_has_no_ratio() -> None:
     output = ["activations of 100 tokens      1.0 MiB      4112 bytes a token", "longest input in tokens: 100"]
     ours = {
         "model": "llama-3.1-8b-quarter",
-        "engine": "ours, both",
+        "engine": mil.PRODUCT,
         "longest_input_tokens": 900,
         "how": {"mil_output": output},
     }
@@ -92,7 +92,7 @@ def test_a_model_that_stock_cannot_serve_at_all_has_no_ratio() -> None:
 def test_the_longest_input_counts_where_it_was_answered_and_right() -> None:
     output = ["activations of 100 tokens      1.0 MiB      4112 bytes a token", "longest input in tokens: 100"]
     row = {"model": "llama-3.1-8b-quarter", "engine": mil.PRODUCT, "longest_input_tokens": 900}
-    row |= {"how": {"mil_output": output}, "served": {"answered": True, "difference": 0.5}}
+    row |= {"how": {"mil_output": output}, "served": {"answered": True, "difference": 2 * mil.MAX_LOGPROB_DIFFERENCE}}
     targets = {target.name: target.met for target in mil.targets_of([row])}
     assert targets["llama-3.1-8b-quarter: the longest input is answered to its end (1: yes)"]
     assert not targets["llama-3.1-8b-quarter: its log-probabilities, largest difference from stock in one pass"]
