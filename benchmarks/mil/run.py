@@ -267,8 +267,8 @@ def next_length(tries: list[dict[str, Any]]) -> int:
     """On the line through the last two tries, rounded down."""
     before, last = tries[-2:]
     per_token = (last["peak_mib"] - before["peak_mib"]) / (last["tokens"] - before["tokens"])
-    if per_token <= 0:
-        raise report.InvalidRunError(f"more tokens took less memory: {tries}")
+    if per_token <= 0:  # lengths so near that noise decides: the line through none and the last
+        per_token = last["peak_mib"] / last["tokens"]
     wanted = last["tokens"] + (mib(BUDGET_BYTES) - last["peak_mib"]) / per_token
     return int(min(max(wanted, last["tokens"] / LARGEST_STEP), last["tokens"] * LARGEST_STEP))
 

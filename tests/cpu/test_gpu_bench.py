@@ -98,3 +98,9 @@ def test_the_longest_input_counts_where_it_was_answered_and_right() -> None:
     assert not targets["llama-3.1-8b-quarter: its log-probabilities, largest difference from stock in one pass"]
     with pytest.raises(report.InvalidRunError, match="the answer is"):
         mil.logprobs_of({"output_token_ids_logprobs": [[[float("nan"), 100, None]]]})
+
+
+def test_two_lengths_that_noise_has_swapped_end_no_search() -> None:
+    """A shorter prompt took more memory than a longer one: the search goes on in proportion to the last."""
+    tries = [{"tokens": 2180, "peak_mib": 250.0}, {"tokens": 2000, "peak_mib": 320.0}]
+    assert mil.next_length(tries) == 1600
