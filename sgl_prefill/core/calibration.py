@@ -29,8 +29,8 @@ class Calibration:
     def add(self, job: Job) -> None:
         """Takes in a job that begins to wait."""
         self._file(job, self._tree.match(job))
-        self.policy.add(job)
         self._count_sharers()
+        self.policy.add(job)
 
     def remove(self, job: Job) -> None:
         """Takes out a job that runs, or has left."""
@@ -47,8 +47,9 @@ class Calibration:
         start = (parent, self._tree.end_tokens(parent))
         for job in concerned:
             self._file(job, self._tree.match(job, start))
-            self.policy.recalibrated(job)
         self.policy.prefix_computed(concerned)
+        for job in reversed(concerned):  # the first of them leads the others: it leaves last
+            self.policy.recalibrated(job)
         self._count_sharers()
 
     def split(self, upper: Any, lower: Any) -> None:

@@ -98,7 +98,7 @@ class Policy:
         refused before."""
 
     def prefix_computed(self, jobs: Sequence[Job]) -> None:
-        """Hears that the page that all of these waited for is in the cache now."""
+        """Hears that the page that all of these waited for is in the cache now; of each, `recalibrated` follows."""
 
     def forecast(self, job: Job) -> Forecast | None:
         """Predicts when a waiting job will be done, were nobody to arrive any more; None where this policy cannot say."""

@@ -4,9 +4,11 @@ the durable part of a request.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
@@ -102,30 +104,25 @@ class RadixTree:
         return int(self._cache.page_size)
 
     def match(self, job: Job, start: tuple[TreeNode, int] | None = None) -> Match:
-        """Finds what `match_prefix` would report. Costs O(what is matched) comparisons at memcmp speed. A disabled cache holds
-        nothing."""
-        cache = self._cache
+        """Finds what `match_prefix` would report. A disabled cache holds nothing."""
+        cache, page_size = self._cache, self.page_size
         node, n_matched = start or (cache.root_node, 0)
         if cache.disable:
             return Match(node, 0, None, is_inside=False)
-        page_size = cache.page_size
-        key = RadixKey(job.tokens[n_matched:] if n_matched else job.tokens, job.namespace).page_aligned(page_size)
-        while len(key) > 0:
-            child_key = key.child_key(page_size)
+        n_tokens = len(job.tokens) // page_size * page_size
+        is_inside = False
+        while n_matched < n_tokens:
+            page = RadixKey(job.tokens[n_matched : n_matched + page_size], job.namespace).child_key(page_size)
             # `.get`, never `[]`: a node's children are a defaultdict, which would grow a child on lookup.
-            child = node.children.get(child_key)
+            child = None if is_inside else node.children.get(page)
             if child is None:
-                return Match(node, n_matched, child_key, is_inside=False)
-            n_here = child.key.match(key, page_size=page_size)
-            n_matched += n_here
-            key, node = key[n_here:], child
-            if n_here < len(child.key):
-                return Match(node, n_matched, key.child_key(page_size) if len(key) > 0 else None, is_inside=True)
-        return Match(node, n_matched, None, is_inside=False)
+                return Match(node, n_matched, page, is_inside)
+            n_here = _count_equal(job.tokens, child.key.raw_token_ids(), n_matched) // page_size * page_size
+            node, n_matched, is_inside = child, n_matched + n_here, n_here < len(child.key)
+        return Match(node, n_matched, None, is_inside)
 
     def count_shared_tokens(self, one: Job, other: Job) -> int:
-        key = RadixKey(one.tokens, one.namespace)
-        return int(key.match(RadixKey(other.tokens, other.namespace), self._cache.page_size))
+        return _count_equal(one.tokens, other.tokens) // self.page_size * self.page_size
 
     def parent(self, node: TreeNode) -> TreeNode | None:
         return node.parent
@@ -145,6 +142,18 @@ class RadixTree:
         if node is None:
             return int(self._cache.evictable_size())
         return len(node.key) if node.lock_ref == 0 else 0
+
+
+def _count_equal(one: array[int], other: array[int], start: int = 0) -> int:
+    """Counts the tokens with which `other` begins as `one` goes on from `start`. Copies neither: prompts are long."""
+    n_tokens = min(len(one) - start, len(other))
+    if n_tokens == 0:
+        return 0
+    differs = (
+        np.frombuffer(one, one.typecode)[start : start + n_tokens] != np.frombuffer(other, other.typecode)[:n_tokens]
+    )
+    first = int(differs.argmax())
+    return first if differs[first] else n_tokens
 
 
 def create(context: TreeCacheBuildContext) -> WatchedRadixCache:

@@ -128,15 +128,20 @@ def test_who_waited_for_one_prefix_together_keeps_its_place_once_that_is_compute
     def policy_of(*, counts_sharers: bool) -> CalibratedSrjf:
         return srjf(old, other, young, fairness_lambda=10.0, max_queue_s=5.0, counts_sharers=counts_sharers)
 
+    def computed(policy: CalibratedSrjf, *jobs: Job) -> None:
+        policy.prefix_computed(jobs)
+        for one in jobs:
+            policy.recalibrated(one)
+
     alone = policy_of(counts_sharers=False)
-    alone.prefix_computed([old, young])
+    computed(alone, old, young)
     assert list(alone.in_order(4.0)) == [old, other, young]
     policy = policy_of(counts_sharers=True)
     assert list(policy.in_order(4.0)) == [old, other, young]
-    policy.prefix_computed([old, young])
+    computed(policy, old, young)
     assert list(policy.in_order(4.0)) == [old, young, other]
     policy.remove(old)
-    policy.prefix_computed([young])
+    computed(policy, young)
     assert list(policy.in_order(4.0)) == [young, other]
     assert next_of(policy, 7.5) is other
 

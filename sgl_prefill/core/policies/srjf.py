@@ -55,9 +55,7 @@ class CalibratedSrjf(Policy):
         """
         if self.settings.counts_sharers:
             since_s = min(self.since_s(job) for job in jobs)
-            for job in jobs:
-                self._credit_from_s[job] = since_s
-                self.recalibrated(job)
+            self._credit_from_s.update(dict.fromkeys(jobs, since_s))
 
     def choose(self, now_s: float) -> list[Job]:
         return self.fill_step(self.in_order(now_s))
@@ -101,7 +99,7 @@ class CalibratedSrjf(Policy):
         before = waiting.first()
         waiting.put(job, key)
         first = waiting.first()
-        for one in dict.fromkeys((job, before, first)):
+        for one in (job,) if first is before else dict.fromkeys((job, before, first)):
             if one is not None:
                 self._put(one, waiting.key_of(one), is_first=one is first)
 
