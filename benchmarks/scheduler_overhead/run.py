@@ -133,7 +133,7 @@ def measure(
 
     for index in range(n_waiting):
         submit(prefixes[index % len(prefixes)])
-    costs_ms = []
+    costs_ms, served = [], []
     engine.step()  # takes in all that waits
     ms_a_request = 1000 * engine.live.last_step_s / n_waiting
     for index in range(WARM_UP_STEPS + n_steps):
@@ -147,6 +147,7 @@ def measure(
         engine.step()
         if index >= WARM_UP_STEPS:
             costs_ms.append(1000 * engine.live.last_step_s)
+            served.append(n_waiting - len(engine.scheduler.waiting_queue))
     for req in list(engine.scheduler.waiting_queue):
         engine.scheduler.waiting_queue.remove(req)
     engine.step()  # the policy forgets them
@@ -159,6 +160,7 @@ def measure(
         "p99_ms": statistics.quantiles(costs_ms, n=100)[98],
         "longest_ms": max(costs_ms),
         "burst_step_ms": costs_ms[n_steps // 2],
+        "served_a_step": statistics.mean(served),
         "ms_a_request_on_arrival": ms_a_request,
     }
 
