@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 Item = TypeVar("Item", bound=Hashable)
 
-MOST_IN_BLOCK = 256
+MOST_IN_BLOCK = 128
 
 
 class _Entry(NamedTuple):
@@ -35,6 +35,9 @@ class OrderedSums(Generic[Item]):
         self._entries: dict[Item, _Entry] = {}
         self._blocks: list[list[_Entry]] = [[]]
         self._sums: list[tuple[float, ...]] = [self._zeros]
+        self._sums_before: list[tuple[float, ...]] | None = (
+            None  # of each block, what all before it add up to; None: not known
+        )
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -52,6 +55,7 @@ class OrderedSums(Generic[Item]):
             self.discard(item)
         entry = _Entry(key, next(self._numbers) if old is None else old.number, item, weights)
         self._entries[item] = entry
+        self._sums_before = None
         index = self._block_of(entry)
         block = self._blocks[index]
         bisect.insort(block, entry)
@@ -60,13 +64,14 @@ class OrderedSums(Generic[Item]):
             self._blocks[index : index + 1] = [block[:half], block[half:]]
             self._sums[index : index + 1] = [self._sum(block[:half]), self._sum(block[half:])]
         else:
-            self._sums[index] = tuple(map(operator.add, self._sums[index], weights))
+            self._sums[index] = _added(self._sums[index], weights)
 
     def discard(self, item: Item) -> None:
         """Remove an item, if it is there."""
         entry = self._entries.pop(item, None)
         if entry is None:
             return
+        self._sums_before = None
         index = self._block_of(entry)
         block = self._blocks[index]
         del block[bisect.bisect_left(block, entry)]
@@ -91,8 +96,11 @@ class OrderedSums(Generic[Item]):
         entry = self._entries[item]
         index = self._block_of(entry)
         ahead = self._blocks[index][: bisect.bisect_left(self._blocks[index], entry)]
-        sums = [*self._sums[:index], self._sum(ahead)]
-        return sum(map(len, self._blocks[:index])) + len(ahead), tuple(map(sum, zip(*sums, strict=True)))
+        if self._sums_before is None:  # asked of several items between two changes
+            of_blocks = ((len(block), *sums) for block, sums in zip(self._blocks, self._sums, strict=True))
+            self._sums_before = list(itertools.accumulate(of_blocks, _added, initial=(0, *self._zeros)))
+        n_items, *sums = _added(self._sums_before[index], (len(ahead), *self._sum(ahead)))
+        return int(n_items), tuple(sums)
 
     def after(self, item: Item) -> Iterator[Item]:
         """Yields those with larger keys, in order. Nothing may change meanwhile."""
@@ -110,6 +118,10 @@ class OrderedSums(Generic[Item]):
 
     def _sum(self, block: list[_Entry]) -> tuple[float, ...]:
         return tuple(map(sum, zip(*(entry.weights for entry in block), strict=True))) if block else self._zeros
+
+
+def _added(one: tuple[float, ...], other: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(map(operator.add, one, other))
 
 
 def _first_entry(block: list[_Entry]) -> _Entry:
