@@ -106,7 +106,9 @@ async def _run(url: str, dues: Sequence[Due], name: str) -> list[Outcome]:
     bodies = [_body(due) for due in dues]
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     n_done = 0
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+    # A connection that idles for longer than servers keep theirs (5 s) may end just as a request is sent on it.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         started = time.perf_counter()
 
         async def one(due: Due, body: bytes) -> Outcome:
