@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,44 +34,60 @@ WARM_UP_STEPS, STEPS = 60, 300
 BURST = 2_000  # arrivals with deadlines between two steps
 DEADLINE_MS = 1e9  # far away: the forecast is made, and nobody is refused
 VOCABULARY = 512
+STEP_SIZES: dict[str, dict[str, Any]] = {"ours": {}, "one request a step": {"pack_step_tokens": 0}}
 
 
 def main() -> int:
     arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
     conditions = report.conditions()
     counts, steps, tokens = (WAITING, STEPS, PROMPT_TOKENS) if not arguments.quick else ((50, 150), 40, 1_000)
+    rows, targets = [], []
+    for step, options in STEP_SIZES.items():
+        of_step = measure_all(options, counts, steps, tokens, burst=50 if arguments.quick else BURST)
+        rows += [{"step": step, **row} for row in of_step]
+        targets += targets_of(step, of_step)
+    rivals = [measure_rival(python, policy, n, tokens) for python, policy in rivals_here() for n in counts]
+    report.finish({"conditions": conditions, "rows": rows, "rivals": rivals}, targets, arguments.json)
+    return 0
+
+
+def measure_all(
+    options: dict[str, Any], counts: Sequence[int], n_steps: int, n_tokens: int, burst: int
+) -> list[dict[str, Any]]:
+    """Measures one engine: each count, then the largest with deadlines, then a burst beside it."""
+    settings: list[tuple[int, float | None, int]] = [(n_waiting, None, 0) for n_waiting in counts]
+    settings += [(counts[-1], DEADLINE_MS, 0), (counts[-1], DEADLINE_MS, burst)]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        engine = start(Path(folder), tokens)
-        settings: list[tuple[int, float | None, int]] = [(n_waiting, None, 0) for n_waiting in counts]
-        settings += [(counts[-1], DEADLINE_MS, 0), (counts[-1], DEADLINE_MS, 50 if arguments.quick else BURST)]
-        for n_waiting, deadline_ms, burst in settings:
-            rows.append(measure(engine, n_waiting, steps, tokens, deadline_ms, burst))
-            print(rows[-1], file=sys.stderr)
-    rivals = [measure_rival(python, policy, n, tokens) for python, policy in rivals_here() for n in counts]
-    fewest, most, with_deadlines, with_burst = rows[0], rows[len(counts) - 1], rows[-2], rows[-1]
-    targets = [
-        report.Target.at_most(f"policy cost of a step at {most['waiting']} waiting, p50, ms", most["p50_ms"], 1.0),
-        report.Target.at_most(f"policy cost of a step at {most['waiting']} waiting, p99, ms", most["p99_ms"], 5.0),
-        report.Target.at_most(
-            f"p50 at {most['waiting']} waiting / at {fewest['waiting']}", most["p50_ms"] / fewest["p50_ms"], 2.0
-        ),
+        engine = start(Path(folder), n_tokens, options)
+        for n_waiting, deadline_ms, n_burst in settings:
+            rows.append(measure(engine, n_waiting, n_steps, n_tokens, deadline_ms, n_burst))
+            print(options, rows[-1], file=sys.stderr)
+    return rows
+
+
+def targets_of(step: str, rows: Sequence[dict[str, Any]]) -> list[report.Target]:
+    fewest, most, with_deadlines, with_burst = rows[0], rows[-3], rows[-2], rows[-1]
+    ratio = most["p50_ms"] / fewest["p50_ms"]
+    return [
         *(
-            report.Target.at_most(f"policy cost of a step, {what}, {percentile}, ms", row[f"{percentile}_ms"], limit)
+            report.Target.at_most(
+                f"{step}: policy cost of a step, {what}, {percentile}, ms", row[f"{percentile}_ms"], limit
+            )
             for what, row in (
-                (f"{with_deadlines['waiting']} waiting with deadlines", with_deadlines),
+                (f"{most['waiting']} waiting", most),
+                (f"{most['waiting']} waiting with deadlines", with_deadlines),
                 (f"a burst of {with_burst['burst']} arrivals with deadlines", with_burst),
             )
             for percentile, limit in (("p50", 1.0), ("p99", 5.0))
         ),
+        report.Target.at_most(f"{step}: p50 at {most['waiting']} waiting / at {fewest['waiting']}", ratio, 2.0),
         report.Target.at_most(
-            f"policy cost of the step that takes in {with_burst['burst']} arrivals with deadlines, ms",
+            f"{step}: policy cost of the step that takes in {with_burst['burst']} arrivals with deadlines, ms",
             with_burst["burst_step_ms"],
             1000.0,
         ),
     ]
-    report.finish({"conditions": conditions, "rows": rows, "rivals": rivals}, targets, arguments.json)
-    return 0
 
 
 def rivals_here() -> list[tuple[str, str]]:
@@ -98,7 +115,7 @@ def measure_rival(python: str, policy: str, n_waiting: int, prompt_tokens: int) 
     return row
 
 
-def start(folder: Path, prompt_tokens: int) -> InProcessScheduler:
+def start(folder: Path, prompt_tokens: int, options: dict[str, Any]) -> InProcessScheduler:
     small = {"num_hidden_layers": 1, "max_position_embeddings": 2 * prompt_tokens, "vocab_size": VOCABULARY}
     model = tiny_models.write(folder / "model", "llama", **small)
     config = PrefillConfig(
@@ -106,6 +123,7 @@ def start(folder: Path, prompt_tokens: int) -> InProcessScheduler:
         memory_budget_gb=2,
         max_input_length=prompt_tokens + TAIL_TOKENS,
         skip_parity_gate=True,
+        **options,
     )
     return InProcessScheduler(config, model, dtype="float32", max_total_tokens=(CACHED_USERS + 1) * prompt_tokens)
 

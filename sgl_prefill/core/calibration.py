@@ -48,7 +48,7 @@ class Calibration:
         for job in concerned:
             self._file(job, self._tree.match(job, start))
         self.policy.prefix_computed(concerned)
-        for job in reversed(concerned):  # the first of them leads the others: it leaves last
+        for job in concerned:
             self.policy.recalibrated(job)
         self._count_sharers()
 

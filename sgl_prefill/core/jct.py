@@ -148,27 +148,37 @@ class Drift:
     SMALLEST_FACTOR = 0.05
 
     def __init__(self) -> None:
-        self._factors = np.ones(2)
-        self._covariance = np.eye(2) * self.DOUBT**2
+        # Of steps and of tokens. Plain numbers: of arrays so small every operation costs more than all of this.
+        self._factors = (1.0, 1.0)
+        self._variances = (self.DOUBT**2, self.DOUBT**2)
+        self._covariance = 0.0
 
     def ms(self, work: Work) -> float:
         """Returns what the model predicts, corrected."""
-        return float(self._factors @ work)
+        return self._factors[0] * work.steps_ms + self._factors[1] * work.tokens_ms
 
     def observe(self, work: Work, actual_ms: float) -> None:
         """Hears that one step has taken so long. Times of 0 say nothing."""
         predicted_ms = self.ms(work)
         if predicted_ms <= 0 or actual_ms <= 0:
             return
-        shares = np.array(work) / predicted_ms
+        shares = work.steps_ms / predicted_ms, work.tokens_ms / predicted_ms
         error = min(max(actual_ms / predicted_ms, 1 / self.LARGEST_RATIO), self.LARGEST_RATIO) - 1
-        spread = self._covariance @ shares
-        gain = spread / (shares @ spread + self.NOISE**2)
-        self._factors = np.maximum(self._factors + gain * error, self.SMALLEST_FACTOR)
-        covariance = self._covariance - np.outer(gain, spread) + np.eye(2) * self.WANDER**2
+        spread = (
+            self._variances[0] * shares[0] + self._covariance * shares[1],
+            self._covariance * shares[0] + self._variances[1] * shares[1],
+        )
+        of_error = shares[0] * spread[0] + shares[1] * spread[1] + self.NOISE**2
+        gain = spread[0] / of_error, spread[1] / of_error
+        self._factors = (
+            max(self._factors[0] + gain[0] * error, self.SMALLEST_FACTOR),
+            max(self._factors[1] + gain[1] * error, self.SMALLEST_FACTOR),
+        )
+        variances = [self._variances[i] - gain[i] * spread[i] + self.WANDER**2 for i in range(2)]
         # Scaling rows and columns alike keeps it a covariance.
-        scale = np.minimum(self.DOUBT / np.sqrt(covariance.diagonal()), 1.0)
-        self._covariance = covariance * np.outer(scale, scale)
+        scale = [min(self.DOUBT / math.sqrt(variance), 1.0) for variance in variances]
+        self._variances = variances[0] * scale[0] ** 2, variances[1] * scale[1] ** 2
+        self._covariance = (self._covariance - gain[0] * spread[1]) * scale[0] * scale[1]
 
 
 class Predictor:

@@ -25,6 +25,9 @@ class LazyHeap(Generic[Item]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __contains__(self, item: Item) -> bool:
+        return item in self._entries
+
     def put(self, item: Item, key: Any) -> None:
         """Add an item, or change its key. Keys must compare with each other."""
         old = self._entries.get(item)

@@ -31,21 +31,26 @@ class CalibratedSrjf(Policy):
         # Of those that wait for one page the first in the order computes it: the others are forecast to find it.
         self._by_page: dict[Hashable, LazyHeap[Job]] = {}
         self._page_of: dict[Job, Hashable] = {}
+        self._first_of_page: dict[Hashable, Job] = {}
+        # What has changed since the order was last looked at.
+        self._moved: dict[Job, None] = {}
+        self._changed_pages: dict[Hashable, None] = {}
         self._credit_from_s: dict[Job, float] = {}  # from when a job's waiting counts, where that is before its arrival
 
     def add(self, job: Job) -> None:
         super().add(job)
-        self._place(job)
+        self._moved[job] = None
 
     def remove(self, job: Job) -> None:
         super().remove(job)
+        self._moved.pop(job, None)
         self._leave_page(job)
         self._by_score.discard(job)
         self._credit_from_s.pop(job, None)
 
     def recalibrated(self, job: Job) -> None:
         if job in self.waiting:
-            self._place(job)
+            self._moved[job] = None
 
     def prefix_computed(self, jobs: Sequence[Job]) -> None:
         """Lets the waiting of these count from when the first of them came, where sharers count.
@@ -62,6 +67,7 @@ class CalibratedSrjf(Policy):
 
     def in_order(self, now_s: float) -> Iterator[Job]:
         """Yields the job that is overdue, if there is one, and the others by their scores. Nothing may change meanwhile."""
+        self._settle()
         overdue = self._overdue(now_s)
         if overdue is not None:
             yield overdue
@@ -87,34 +93,39 @@ class CalibratedSrjf(Policy):
             else cost_alone(self.settings.cost, job)
         )
 
-    def _place(self, job: Job) -> None:
-        key = (job.rank, self.cost(job) + self.settings.fairness_lambda * self.since_s(job))
-        if self._page_of.get(job) != job.next_page:
-            self._leave_page(job)
-        if job.next_page is None:
-            self._put(job, key, is_first=True)
-            return
-        self._page_of[job] = job.next_page
-        waiting = self._by_page.setdefault(job.next_page, LazyHeap())
-        before = waiting.first()
-        waiting.put(job, key)
-        first = waiting.first()
-        for one in (job,) if first is before else dict.fromkeys((job, before, first)):
-            if one is not None:
-                self._put(one, waiting.key_of(one), is_first=one is first)
+    def _settle(self) -> None:
+        """Brings the order up to date with all that has changed since it was last looked at: each job moves once."""
+        keys = {
+            job: (job.rank, self.cost(job) + self.settings.fairness_lambda * self.since_s(job)) for job in self._moved
+        }
+        self._moved.clear()
+        for job, key in keys.items():
+            if self._page_of.get(job) != job.next_page:
+                self._leave_page(job)
+            if job.next_page is not None:
+                self._page_of[job] = job.next_page
+                self._by_page.setdefault(job.next_page, LazyHeap()).put(job, key)
+                self._changed_pages[job.next_page] = None
+        for page in self._changed_pages:
+            waiting, before = self._by_page[page], self._first_of_page.pop(page, None)
+            first = waiting.first()
+            if first is None:
+                del self._by_page[page]
+                continue
+            self._first_of_page[page] = first
+            if first is not before:
+                keys.setdefault(first, waiting.key_of(first))
+                if before is not None and before in waiting:
+                    keys.setdefault(before, waiting.key_of(before))
+        self._changed_pages.clear()
+        for job, key in keys.items():
+            self._put(job, key, is_first=job.next_page is None or self._first_of_page[job.next_page] is job)
 
     def _leave_page(self, job: Job) -> None:
         page = self._page_of.pop(job, None)
-        if page is None:
-            return
-        waiting = self._by_page[page]
-        was_first = waiting.first() is job
-        waiting.discard(job)
-        first = waiting.first()
-        if first is None:
-            del self._by_page[page]
-        elif was_first:
-            self._put(first, waiting.key_of(first), is_first=True)
+        if page is not None:
+            self._by_page[page].discard(job)
+            self._changed_pages[page] = None
 
     def _put(self, job: Job, key: tuple[float, float], is_first: bool) -> None:
         n_cached = job.n_cached_tokens if is_first else max(job.n_cached_tokens, job.n_shared_tokens)
@@ -132,6 +143,7 @@ class CalibratedSrjf(Policy):
         predictor, size = self.settings.predictor, self.settings.step
         if predictor is None:
             return None
+        self._settle()
         n_before, (n_tokens, tokens_ms, n_following) = self._by_score.before(job)
         own = self._by_score.weights_of(job)
         n_tokens, tokens_ms, n_following = n_tokens + own[0], tokens_ms + own[1], n_following + own[2]
