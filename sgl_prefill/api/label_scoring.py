@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
@@ -33,13 +34,16 @@ if TYPE_CHECKING:
 
     from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
 
-# A label after an end of a prompt takes some 30 microseconds: this is a second of one core.
+# To look up a label after an end of a prompt takes some 30 microseconds: this is a second of one core. Others' are looked up in
+# between, after each slice.
 MOST_RESOLUTIONS = 30_000
+SLICE = 500
+# Labels of all prompts of a request: each is a line of its answer, which the event loop writes.
+MOST_SCORES = 50_000
 MOST_LABEL_CHARACTERS = 1_000
 
 T = TypeVar("T")
 _End = str | tuple[int, ...]  # of a prompt
-_Key = tuple[tuple[str, ...], _End]
 
 
 class AllowedAnswers(NamedTuple):
@@ -90,7 +94,9 @@ class LabelScorer:
         self._manager = tokenizer_manager
         # A copy that one thread alone uses: the event loop goes on meanwhile, with SGLang's, which is not safe for two.
         self._tokenizer = copy.deepcopy(tokenizer_manager.tokenizer)
-        self._known: dict[_Key, list[Label]] = {}  # after which ends what was looked up
+        self._known: dict[
+            tuple[str, ...], dict[_End, list[Label]]
+        ] = {}  # what was looked up, by labels and ends of prompts
         self._n_known = 0  # labels
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="labels")
 
@@ -124,66 +130,52 @@ class LabelScorer:
         """Returns the labels after each prompt. Prompts of one template share their end, and so do requests: each end is
         looked up once, in another thread, while the event loop goes on.
         """
+        _check_size(answers, len(prompts))
         if answers.token_ids is not None:
             check_distinct(answers.token_ids, "allowed_token_ids")
             check_ids_in_vocabulary(answers.token_ids, self._manager.model_config.vocab_size, "allowed_token_ids")
-            same = await self._in_thread(self._labels_of, answers.token_ids)
+            same = await self._in_slices(self._labels_of, answers.token_ids)
             return [same] * len(prompts)
         assert answers.tokens is not None
         check_distinct(answers.tokens, "allowed_tokens")
         texts = tuple(answers.tokens)
-        if (longest := max(map(len, texts))) > MOST_LABEL_CHARACTERS:
-            raise BadRequestError(
-                f"allowed_tokens holds a label of {longest} characters, and {MOST_LABEL_CHARACTERS} are the limit: a label is"
-                " one token"
-            )
         ends = [_end_of(prompt) for prompt in prompts]
-        known = {(texts, end) for end in ends} & self._known.keys()
-        missing = [end for end in dict.fromkeys(ends) if (texts, end) not in known]
+        known = self._known.get(texts, {})
+        found = {end: known.get(end, []) for end in ends}
+        missing = [end for end, labels in found.items() if not labels]
         if (n := len(missing) * len(texts)) > MOST_RESOLUTIONS:
             raise BadRequestError(
                 f"{len(texts)} allowed_tokens after {len(missing)} different ends of prompts are {n} labels to look up, and"
                 f" {MOST_RESOLUTIONS} are the limit: give allowed_token_ids, or fewer prompts in one request"
             )
-        found = {key: self._known[key] for key in known}
-        if missing:
-            new = await self._in_thread(self._resolve_all, texts, missing)
-            self._remember(new)
-            found |= new
-        return [found[texts, end] for end in ends]
+        for end in missing:
+            found[end] = await self._in_slices(functools.partial(self._resolve_after, end), texts)
+            _check_distinct_tokens(found[end])
+        self._remember(texts, {end: found[end] for end in missing})
+        return [found[end] for end in ends]
 
-    async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+    async def _in_slices(self, look_up: Callable[[Sequence[T]], list[Label]], asked: Sequence[T]) -> list[Label]:
+        """Looks labels up in the one thread, in slices between which those of other requests come in."""
+        loop, labels = asyncio.get_running_loop(), list[Label]()
+        for start in range(0, len(asked), SLICE):
+            labels += await loop.run_in_executor(self._thread, look_up, asked[start : start + SLICE])
+        return labels
 
-    def _remember(self, found: dict[_Key, list[Label]]) -> None:
+    def _remember(self, texts: tuple[str, ...], found: dict[_End, list[Label]]) -> None:
         """Forgets the oldest where there is too much; another request may have looked up the same meanwhile."""
-        for key, labels in found.items():
-            if key not in self._known:
-                self._known[key] = labels
-                self._n_known += len(labels)
+        known = self._known.setdefault(texts, {})
+        self._n_known += len(texts) * len(found.keys() - known.keys())
+        known |= found
         while self._n_known > MOST_RESOLUTIONS:
-            self._n_known -= len(self._known.pop(next(iter(self._known))))
+            oldest = next(iter(self._known))
+            self._n_known -= len(oldest) * len(self._known.pop(oldest))
 
-    def _resolve_all(self, texts: tuple[str, ...], ends: list[_End]) -> dict[_Key, list[Label]]:
-        return {
-            (texts, end): self._resolve_after(texts, end if isinstance(end, str) else self._decode(list(end)))
-            for end in ends
-        }
-
-    def _labels_of(self, token_ids: list[int]) -> list[Label]:
+    def _labels_of(self, token_ids: Sequence[int]) -> list[Label]:
         return [Label(self._decode([token_id]), token_id) for token_id in token_ids]
 
-    def _resolve_after(self, texts: Sequence[str], prompt_end: str) -> list[Label]:
-        labels = [Label(text, resolve_in_context(text, prompt_end, self._encode, self._decode)) for text in texts]
-        by_id: dict[int, str] = {}
-        for label in labels:
-            if label.token_id in by_id:
-                raise BadRequestError(
-                    f"allowed_tokens {by_id[label.token_id]!r} and {label.text!r} are the same token"
-                    f" {label.token_id} after this prompt: keep one of them"
-                )
-            by_id[label.token_id] = label.text
-        return labels
+    def _resolve_after(self, end: _End, texts: Sequence[str]) -> list[Label]:
+        prompt_end = end if isinstance(end, str) else self._decode(list(end))
+        return [Label(text, resolve_in_context(text, prompt_end, self._encode, self._decode)) for text in texts]
 
     def _encode(self, text: str) -> list[int]:
         if self._tokenizer is None:
@@ -198,6 +190,32 @@ class LabelScorer:
             return ""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
+
+
+def _check_size(answers: AllowedAnswers, n_prompts: int) -> None:
+    """Raises BadRequestError where a request asks for more than is answered at once."""
+    asked = answers.token_ids if answers.token_ids is not None else answers.tokens or []
+    if (n := n_prompts * len(asked)) > MOST_SCORES:
+        raise BadRequestError(
+            f"{len(asked)} allowed answers after {n_prompts} prompts are {n} probabilities, and {MOST_SCORES} are the limit of"
+            " one request: send fewer prompts in each"
+        )
+    if (longest := max(map(len, answers.tokens or [""]), default=0)) > MOST_LABEL_CHARACTERS:
+        raise BadRequestError(
+            f"allowed_tokens holds a label of {longest} characters, and {MOST_LABEL_CHARACTERS} are the limit: a label is"
+            " one token"
+        )
+
+
+def _check_distinct_tokens(labels: Sequence[Label]) -> None:
+    by_id: dict[int, str] = {}
+    for label in labels:
+        if label.token_id in by_id:
+            raise BadRequestError(
+                f"allowed_tokens {by_id[label.token_id]!r} and {label.text!r} are the same token"
+                f" {label.token_id} after this prompt: keep one of them"
+            )
+        by_id[label.token_id] = label.text
 
 
 def _end_of(prompt: str | list[int]) -> _End:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import fastapi
 import msgspec
-from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
 from sgl_prefill.config import STOCK, PrefillConfig
+from sgl_prefill.engine_state import PACKS_WEIGHTS_KEY
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.port import deadlines
 
@@ -60,17 +60,27 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     def __init__(self, server_args: ServerArgs, port_args: PortArgs, *, config: PrefillConfig) -> None:
         super().__init__(server_args, port_args)
         self.prefill_config = config
-        # Whether the model runs on weights that were packed at the start, in the place of SGLang's own layers.
-        self.packs_weights = False
+        self.scheduler_info: dict[str, Any] | None = (
+            None  # what the scheduler said at its start; of a server, SGLang keeps it
+        )
         self._given_rids: dict[str, GivenRid] = {}  # of requests in flight, by the id that SGLang knows
         self._hidden_rids: dict[str, dict[str, None]] = {}  # those ids by what clients call them
+
+    @property
+    def packs_weights(self) -> bool:
+        """Says whether the model runs on weights that were packed at the start, in the place of SGLang's own layers."""
+        if self.scheduler_info is None:
+            from sglang.srt.entrypoints import http_server
+
+            self.scheduler_info = http_server.get_global_state().scheduler_info
+        return bool(self.scheduler_info[PACKS_WEIGHTS_KEY])
 
     async def generate_request(
         self, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None = None
     ) -> AsyncIterator[Any]:
         """Does as SGLang's, after our checks. Raises BadRequestError (a ValueError, which every route answers with 400)."""
         if isinstance(obj, GenerateReqInput):
-            if isinstance(obj.rid, str) and obj.rid.startswith(HEALTH_CHECK_RID_PREFIX):
+            if is_probe(request):
                 obj.sampling_params = {"max_new_tokens": 0}
             check_lists_against_prompts(obj)
             self._check_internal_fields(obj)
@@ -90,10 +100,16 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     def _hide_rids(self, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None) -> list[str]:
         """Give the request ids of its own inside; clients' may be alike, and SGLang aborts all that begin with one.
 
-        Not for health probes, which SGLang knows by their id, nor for sessions, which name earlier requests.
+        In a session requests name earlier ones: there the id inside is made of the client's, so that none begins another. Not for
+        health probes, which SGLang knows by their id.
         """
-        is_probe = request is not None and request.url.path.startswith("/health")
-        if obj.rid is None or is_probe or getattr(obj, "session_params", None) is not None:
+        session = getattr(obj, "session_params", None)
+        session = session if isinstance(session, dict) and session.get("id") is not None else None
+        if session is not None:
+            obj.rid = obj.rid if obj.rid is not None else uuid.uuid4().hex
+            if isinstance(earlier := session.get("rid"), str):
+                obj.session_params = {**session, "rid": rid_of_session(earlier)}
+        if obj.rid is None or is_probe(request):
             return []
         if isinstance(asked := obj.rid, str):
             n_prompts = count_prompts(obj)
@@ -102,7 +118,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             given = [GivenRid(asked, one) for one in shown]
         else:
             given = [GivenRid(one, one) for one in asked]
-        hidden = {uuid.uuid4().hex: one for one in given}
+        hidden = {uuid.uuid4().hex if session is None else rid_of_session(one.shown): one for one in given}
         self._given_rids |= hidden
         for inside, one in hidden.items():
             for name in set(one):
@@ -121,8 +137,11 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     def _show_rid(self, output: dict[str, Any]) -> None:
         """Puts the client's id back into an answer; of several answers to one prompt SGLang appends to it."""
         meta = output.get("meta_info", {})
-        if (given := self._given_rids.get(str(meta.get("id"))[:HIDDEN_RID_CHARACTERS])) is not None:
-            meta["id"] = given.shown + meta["id"][HIDDEN_RID_CHARACTERS:]
+        inside = str(meta.get("id"))
+        for known in (inside, inside[:HIDDEN_RID_CHARACTERS]):
+            if (given := self._given_rids.get(known)) is not None:
+                meta["id"] = given.shown + inside.removeprefix(known)
+                break
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         """Ends the requests with exactly this id of a client's, of a batch or of one of its prompts, or of our own."""
@@ -247,6 +266,18 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 " --max-input-length, and more memory or a larger --context-length where that asks for it"
             )
         super()._validate_one_request(obj, input_ids)
+
+
+def is_probe(request: fastapi.Request | None) -> bool:
+    """Says whether SGLang's own health check asks, on whatever path before it a proxy serves us."""
+    return request is not None and request.url.path.removeprefix(request.scope.get("root_path", "")).startswith(
+        "/health"
+    )
+
+
+def rid_of_session(rid: str) -> str:
+    """Returns an id that no other one begins, and that begins no other: its length comes first."""
+    return f"{len(rid)}:{rid}"
 
 
 def count_prompts(obj: GenerateReqInput | EmbeddingReqInput) -> int | None:

@@ -14,7 +14,6 @@ from sglang.srt.plugins import load_plugins
 from sgl_prefill import preflight
 from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer, ScoredPrompt
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.engine_state import PACKS_WEIGHTS_KEY
 from sgl_prefill.errors import SeamError
 from sgl_prefill.port import activation, fingerprints, prefork, processes
 
@@ -43,7 +42,7 @@ class Engine(StockEngine):  # type: ignore[misc]
         self.run_scheduler_process_func = functools.partial(processes.run_scheduler_process, config, environment)
         self.run_detokenizer_process_func = functools.partial(processes.run_detokenizer_process, config, environment)
         super().__init__(server_args=server_args)
-        self.tokenizer_manager.packs_weights = self._scheduler_init_result.scheduler_infos[0][PACKS_WEIGHTS_KEY]
+        self.tokenizer_manager.scheduler_info = self._scheduler_init_result.scheduler_infos[0]
 
     def score_labels(
         self,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import requests
 
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.engine_state import PACKS_WEIGHTS_KEY, EngineState
+from sgl_prefill.engine_state import EngineState
 from sgl_prefill.errors import SglPrefillError
 from sgl_prefill.port import prefork
 from sgl_prefill.port.prefork import Launcher, ParentEnvironment
@@ -128,7 +128,6 @@ def execute_warmup(server_args: ServerArgs) -> bool:
     from sglang.srt.utils import kill_process_tree
 
     manager = http_server._global_state.tokenizer_manager
-    manager.packs_weights = http_server._global_state.scheduler_info[PACKS_WEIGHTS_KEY]
     route = "/generate" if manager.is_generation else "/encode"
     prompt: dict[str, Any] = {"input_ids": [10, 11, 12]} if manager.tokenizer is None else {"text": "warm-up"}
     try:

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+import select
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -144,6 +145,30 @@ def test_the_request_of_a_client_that_left_is_never_computed(server: Server) -> 
     assert again["meta_info"]["cached_tokens"] == 0, "the abandoned request was computed"
 
 
+def test_no_client_ends_the_request_of_another(server: Server) -> None:
+    """SGLang ends whatever begins with the id that is to be ended: "job-1" took "job-12" along, and "0" to "f" all that it had
+    named itself. An empty session is none. Who was ended gets an answer in the error shape, not a plain-text 500."""
+    requests.post(server.url + "/flush_cache", timeout=60)
+    n_started = metric(server, "wait_seconds_count")
+    names = ["job-1", *"0123456789abcdef"]
+    with ExitStack() as stack:
+        blocking = stack.enter_context(send(server, prompt_of(7900, salt=61)))
+        while metric(server, "wait_seconds_count") == n_started:
+            assert server.process.poll() is None
+        victims = [
+            stack.enter_context(send(server, prompt_of(40, salt=62), rid=name, session_params={})) for name in names
+        ]
+        others = [stack.enter_context(send(server, prompt_of(30, salt=63), rid=f"job-1{n}")) for n in range(4)]
+        others += [stack.enter_context(send(server, prompt_of(30, salt=64))) for _ in range(16)]
+        while len(select.select(victims, [], [], 0)[0]) < len(victims):  # an id is known once its request has been read
+            for rid in (*names, "job", "job-"):
+                server.post("/abort_request", {"rid": rid})
+        for victim in victims:
+            assert "abort" in reply_of(victim, status=503)["error"]["message"].lower()
+        for other in (blocking, *others):
+            reply_of(other)
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
 @pytest.mark.parametrize("labels", [LABELS, {}])
 def test_a_deadline_that_cannot_be_met_is_refused_at_once_with_the_prediction(
@@ -207,18 +232,18 @@ def metric(server: Server, name: str, labels: str = ".*") -> float:
     return 0.0 if found is None else float(found.group(1))
 
 
-def reply_of(connection: socket.socket) -> dict[str, Any]:
+def reply_of(connection: socket.socket, status: int = 200) -> dict[str, Any]:
     """The answer that a connection of `send` waits for."""
     with http.client.HTTPResponse(connection) as reply:
         reply.begin()
-        assert reply.status == 200, reply.read()
+        assert reply.status == status, reply.read()
         answer: dict[str, Any] = json.loads(reply.read())
         return answer
 
 
-def send(server: Server, prompt: list[int]) -> socket.socket:
+def send(server: Server, prompt: list[int], **options: Any) -> socket.socket:
     """A scoring request on a connection of its own, sent whole; the answer is still to be read."""
-    body = json.dumps({"input_ids": prompt, **LABELS}).encode()
+    body = json.dumps({"input_ids": prompt, **LABELS, **options}).encode()
     head = (
         f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     )
