@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import random
@@ -65,16 +66,13 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, ConfigurationError) as error:
         print(f"sgl_prefill: {error}", file=sys.stderr)
         return 2
-    from sgl_prefill.planner.simulate import Setting
-
-    ours = Setting.of(config)
-    settings = [Setting(name, pack_step_tokens=config.pack_step_tokens) for name in ("fifo", "srjf")]
-    settings += [ours._replace(fairness_lambda=value) for value in lambdas]
-    settings.append(Setting.of(PrefillConfig(paper=True)))
+    configs = [dataclasses.replace(config, scheduling=name) for name in ("fifo", "srjf")]
+    configs += [dataclasses.replace(config, fairness_lambda=value) for value in lambdas]
+    configs.append(PrefillConfig(paper=True))
     print(
         f"{len(arrivals)} requests; an unlimited cache would save {100 * workloads.ceiling_of_saving(arrivals):.2f} %"
     )
-    summaries = [summarize(arrivals, setting, profile, arguments) for setting in settings]
+    summaries = [summarize(arrivals, one, profile, arguments) for one in configs]
     rows = [HEADER, *(summary.row() for summary in summaries)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     for row in rows:
@@ -87,25 +85,24 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def summarize(arrivals: list[Any], setting: Any, profile: FittedJct, arguments: argparse.Namespace) -> Summary:
-    """Replay under one setting, with progress on stderr."""
-    from sgl_prefill.planner.simulate import replay
+def summarize(arrivals: list[Any], config: PrefillConfig, profile: FittedJct, arguments: argparse.Namespace) -> Summary:
+    """Replay under these options, with progress on stderr."""
+    from sgl_prefill.planner.simulate import name_of, replay
 
+    name = name_of(config)
     started = time.monotonic()
 
     def show(n_served: int) -> None:
         left_s = (time.monotonic() - started) / n_served * (len(arrivals) - n_served)
-        print(f"\r{setting.name}: {n_served} of {len(arrivals)}, {left_s:.0f} s left   ", end="", file=sys.stderr)
+        print(f"\r{name}: {n_served} of {len(arrivals)}, {left_s:.0f} s left   ", end="", file=sys.stderr)
 
     served = list(
-        replay(
-            arrivals, setting, profile, arguments.durable_tokens, page_tokens=arguments.page_tokens, on_progress=show
-        )
+        replay(arrivals, config, profile, arguments.durable_tokens, page_tokens=arguments.page_tokens, on_progress=show)
     )
     print("\r" + 79 * " " + "\r", end="", file=sys.stderr)
     latencies_s = sorted(one.latency_s for one in served)
     return Summary(
-        name=setting.name,
+        name=name,
         n_requests=len(served),
         token_saving=sum(one.n_cached_tokens for one in served) / sum(one.n_tokens for one in served),
         hit_rate=sum(2 * one.n_cached_tokens >= one.n_tokens for one in served) / len(served),

@@ -8,6 +8,7 @@ Replays on a simulated clock, through the engine's own policy, KV plan and prefi
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import random
 import statistics
 import sys
@@ -21,15 +22,14 @@ from benchmarks import report
 from sgl_prefill import plan
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.planner import workloads
-from sgl_prefill.planner.simulate import Setting
+from sgl_prefill.planner.simulate import name_of
 
 # The longest profiles of two users, each with a post.
 REPLAY = argparse.Namespace(durable_tokens=2 * (17_000 + 150), page_tokens=50)
 PROFILE = plan.EXAMPLE_PROFILE
 LAMBDAS = (0.0, 100.0, 500.0, 2000.0)
 # What a user gets, the paper's engine, and what both are compared with, filling its steps as the default does.
-OURS, PAPER = Setting.of(PrefillConfig()), Setting.of(PrefillConfig(paper=True))
-FIFO = Setting("fifo", pack_step_tokens=OURS.pack_step_tokens)
+OURS, PAPER, FIFO = PrefillConfig(), PrefillConfig(paper=True), PrefillConfig(scheduling="fifo")
 SEEDS = range(5)
 MANY_USERS = 20_000
 FIGURES = ("token_saving", "requests_per_s", "mean_s", "p50_s", "p99_s", "longest_wait_s")
@@ -46,8 +46,8 @@ def main() -> int:
         for seed in seeds:
             trace = trace_of(arrivals, load * saturation, seed)
             ceiling = workloads.ceiling_of_saving(trace)
-            for setting in settings():
-                summary = plan.summarize(trace, setting, PROFILE, REPLAY)
+            for config in configs():
+                summary = plan.summarize(trace, config, PROFILE, REPLAY)
                 row = {"arrivals": arrivals, "load": load, "seed": seed, "of_ceiling": summary.token_saving / ceiling}
                 rows.append({**row, **summary._replace(latencies_s=[])._asdict()})
                 if arrivals == "single" and seed == 0:
@@ -68,10 +68,16 @@ def main() -> int:
     return 0
 
 
-def settings() -> list[Setting]:
-    calibrated = [Setting("calibrated-srjf", value) for value in LAMBDAS]
-    sharing = [Setting("calibrated-srjf", value, counts_sharers=True) for value in LAMBDAS]
-    return [OURS, PAPER, FIFO, Setting("fifo"), Setting("srjf"), *calibrated, *sharing]
+def configs() -> list[PrefillConfig]:
+    """Returns the engines, and the steps from the paper's towards ours with a request a step: its cost, then its sharers."""
+    alone = [one_a_step(scheduling=name) for name in ("fifo", "srjf")]
+    calibrated = [one_a_step(fairness_lambda=value) for value in LAMBDAS]
+    sharing = [dataclasses.replace(config, sharers="count") for config in calibrated]
+    return [OURS, PAPER, FIFO, *alone, *calibrated, *sharing]
+
+
+def one_a_step(**options: Any) -> PrefillConfig:
+    return PrefillConfig(**{"pack_step_tokens": 0, "sharers": "ignore", **options})
 
 
 def trace_of(arrivals: Any, requests_per_s: float, seed: int, **options: Any) -> list[workloads.Arrival]:
@@ -117,8 +123,8 @@ def targets_of(rows: list[dict[str, Any]]) -> list[report.Target]:
     def ratio(arrivals: str, load: float, figure: str, one: str, other: str) -> float:
         return mean(arrivals, load, one, figure) / mean(arrivals, load, other, figure)
 
-    default, fifo = OURS.name, FIFO.name
-    pure, strong = Setting("calibrated-srjf", 0.0).name, Setting("calibrated-srjf", LAMBDAS[-1]).name
+    default, fifo = name_of(OURS), name_of(FIFO)
+    pure, strong = (name_of(one_a_step(fairness_lambda=value)) for value in (LAMBDAS[0], LAMBDAS[-1]))
     targets = [
         report.Target.at_least(
             "simulated, bursts at 4x, ours: tokens saved / ceiling", mean("burst", 4.0, default, "of_ceiling"), 0.95

@@ -24,39 +24,15 @@ from sgl_prefill.planner.workloads import Arrival
 from sgl_prefill.port.simulated_cache import SimulatedCache
 
 
-class Setting(NamedTuple):
-    """What is compared; the options of the engine with these names."""
-
-    scheduling: str
-    fairness_lambda: float = 0.0
-    max_queue_s: float | None = None
-    counts_sharers: bool = False
-    pack_step_tokens: int | None = 0  # None: N where a token costs its full price
-    jct_model: str = "fitted"
-    max_requests: int = 32  # of a packed step
-
-    @classmethod
-    def of(cls, config: PrefillConfig) -> Setting:
-        """Makes the setting of an engine with these options."""
-        return cls(
-            config.scheduling,
-            config.fairness_lambda,
-            config.max_queue_s,
-            config.sharers == "count",
-            config.pack_step_tokens,
-            config.jct_model,
-            preflight.most_requests_of_step(config) or sys.maxsize,
-        )
-
-    @property
-    def name(self) -> str:
-        words = [self.scheduling]
-        words += [] if self.scheduling == "fifo" else [f"lambda {self.fairness_lambda:g}"]
-        words += ["sharers counted"] if self.counts_sharers else []
-        words += ["cache-miss tokens"] if self.jct_model == "cache-miss" else []
-        words += [] if self.max_queue_s is None else [f"at most {self.max_queue_s:g} s"]
-        words += [] if self.pack_step_tokens == 0 else ["packed"]
-        return ", ".join(words)
+def name_of(config: PrefillConfig) -> str:
+    """Names what of these options tells one replay from another."""
+    words = [config.scheduling]
+    words += [] if config.scheduling == "fifo" else [f"lambda {config.fairness_lambda:g}"]
+    words += ["sharers counted"] if config.scheduling == "calibrated-srjf" and config.sharers == "count" else []
+    words += ["cache-miss tokens"] if config.jct_model == "cache-miss" else []
+    words += [] if config.max_queue_s is None else [f"at most {config.max_queue_s:g} s"]
+    words += [] if config.pack_step_tokens == 0 else ["packed"]
+    return ", ".join(words)
 
 
 class Served(NamedTuple):
@@ -75,7 +51,7 @@ class Served(NamedTuple):
 
 def replay(
     arrivals: Iterable[Arrival],
-    setting: Setting,
+    config: PrefillConfig,
     jct_ms: FittedJct,
     durable_tokens: int,
     *,
@@ -86,11 +62,12 @@ def replay(
 
     Args:
         arrivals: in time order.
+        config: the options of the engine.
         jct_ms: how long a forward pass takes.
         durable_tokens: KV slots of the prefix cache.
     """
     cache = SimulatedCache(durable_tokens // page_tokens)
-    policy = POLICIES[setting.scheduling](settings_of(setting, jct_ms, page_tokens))
+    policy = POLICIES[config.scheduling](settings_of(config, jct_ms, page_tokens))
     calibration = Calibration(cache.tree, policy)
     cache.connect(calibration, calibration.advisor)
     symbols = _Symbols(page_tokens)
@@ -132,17 +109,18 @@ def replay(
                 on_progress(n_served)
 
 
-def settings_of(setting: Setting, jct_ms: FittedJct, page_tokens: int) -> PolicySettings:
+def settings_of(config: PrefillConfig, jct_ms: FittedJct, page_tokens: int) -> PolicySettings:
     """Makes the settings of a policy whose jobs count pages."""
-    pack_tokens = jct_ms.full_price_tokens() if setting.pack_step_tokens is None else setting.pack_step_tokens
-    most = pack_tokens if pack_tokens is not None else setting.max_requests * page_tokens  # a token costs nothing
-    step = StepSize(max(most // page_tokens, 1), setting.max_requests) if most else StepSize()
+    max_requests = preflight.most_requests_of_step(config) or sys.maxsize
+    pack_tokens = jct_ms.full_price_tokens() if config.pack_step_tokens is None else config.pack_step_tokens
+    most = pack_tokens if pack_tokens is not None else max_requests * page_tokens  # a token costs nothing
+    step = StepSize(max(most // page_tokens, 1), max_requests) if most else StepSize()
     return PolicySettings.of(
         step,
-        jct_ms=jct_ms if setting.jct_model == "fitted" else None,
-        fairness_lambda=setting.fairness_lambda,
-        max_queue_s=setting.max_queue_s,
-        counts_sharers=setting.counts_sharers,
+        jct_ms=jct_ms if config.jct_model == "fitted" else None,
+        fairness_lambda=config.fairness_lambda,
+        max_queue_s=config.max_queue_s,
+        counts_sharers=config.sharers == "count",
         unit_tokens=page_tokens,
     )
 
