@@ -7,7 +7,7 @@ slots, the number of tokens, or a tensor of the model. A body that reads anythin
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -19,14 +19,21 @@ from sgl_prefill.errors import UntraceableModelError
 # Enough rows that no size of a small model is mistaken for it; Dynamo treats it as a symbol anyway.
 TRACE_TOKENS = 7
 
-ATTENTION_OP = "sglang.unified_attention_with_output"
 TOKEN_INPUTS = ("input_ids", "positions", "out_cache_loc")
+
+
+class OpaqueOps(NamedTuple):
+    """Operations that a graph shows by name, with nothing of their inside."""
+
+    attention: str  # of query, key, value, output, save_kv_cache, layer_id
+    sequence_mixing: frozenset[str]  # besides it, in which tokens see each other
 
 
 class TracedBody(NamedTuple):
     """One recorded forward pass over the body."""
 
     module: fx.GraphModule
+    attention_op: str
     # The sympy symbols of the number of tokens: more than one where nothing in the graph ties two inputs' lengths together.
     token_symbols: frozenset[Any]
     inputs: dict[fx.Node, InputSource]  # of every placeholder
@@ -45,14 +52,13 @@ def trace_body(
     make_batch: Callable[[torch.Tensor], Any],
     device: str,
     traces: Callable[[Any], AbstractContextManager[None]],
-    sequence_mixing_ops: Collection[str],
+    ops: OpaqueOps,
 ) -> TracedBody:
     """Record `body.forward(input_ids, positions, forward_batch)`; no kernel runs. Raises UntraceableModelError with the reason.
 
     Args:
         make_batch: makes the batch of one extending request with these token ids.
         traces: while its context lasts, the body's attention and experts are opaque operations.
-        sequence_mixing_ops: names of operations, besides attention, in which tokens see each other.
     """
     tokens = {
         "input_ids": torch.arange(TRACE_TOKENS, dtype=torch.int64, device=device),
@@ -85,8 +91,8 @@ def trace_body(
     symbols = _token_symbols(node for node, value in placeholders if id(value) in row_names)
     batch_fields = {id(value): name for name, value in vars(forward_batch).items() if isinstance(value, torch.Tensor)}
     sources = {node: _source_of(node, value, symbols, row_names, batch_fields) for node, value in placeholders}
-    _refuse_sequence_mixing(graph, sequence_mixing_ops)
-    return TracedBody(recorder.module, symbols, sources)
+    _refuse_sequence_mixing(graph, ops)
+    return TracedBody(recorder.module, ops.attention, symbols, sources)
 
 
 class _Recorder:
@@ -136,12 +142,12 @@ def _source_of(
     return InputSource(constant=real)
 
 
-def _refuse_sequence_mixing(graph: fx.Graph, mixing: Collection[str]) -> None:
+def _refuse_sequence_mixing(graph: fx.Graph, ops: OpaqueOps) -> None:
     n_attention = 0
     for node in graph.nodes:
         name = op_name(node)
-        n_attention += name == ATTENTION_OP
-        if name in mixing:
+        n_attention += name == ops.attention
+        if name in ops.sequence_mixing:
             raise UntraceableModelError(f"it mixes tokens outside softmax attention ({name})")
     if n_attention == 0:
         raise UntraceableModelError("its graph holds no attention")

@@ -308,6 +308,17 @@ POKES: tuple[Poke, ...] = (
     ),
     Poke("torch.nn.Module", "forward", "the model's body runs chunk by chunk"),
     Poke(
+        "sglang.srt.layers.utils.multi_platform.MultiPlatformOp",
+        "_forward_method",
+        "while a body is recorded on a host, layers that a native kernel computes are one operation each",
+    ),
+    Poke(
+        "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE",
+        "sgl_prefill_products",
+        "packed weights of the experts: SGLang's opaque operation for experts hands over the layer alone",
+    ),
+    Poke("torch.Tensor", "data", "weights that were packed are dropped"),
+    Poke(
         "sglang.srt.managers.scheduler_components.metrics_reporter.PrefillStats", "num_pending_tokens", "all that wait"
     ),
     Poke("sglang.srt.managers.tokenizer_manager.TokenizerManager", "server_status", "healthy after our own warm-up"),
@@ -333,7 +344,7 @@ RELIED_UPON: tuple[Relied, ...] = (
     ),
     Relied("sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len", "the policy counts cached tokens like it"),
     Relied("sglang.srt.mem_cache.radix_cache.RadixCache._match_prefix_helper", "the read-only probe walks like it"),
-    Relied("sglang.srt.mem_cache.radix_cache.RadixKey.match", "the read-only probe compares tokens with it"),
+    Relied("sglang.srt.mem_cache.radix_cache.RadixKey.raw_token_ids", "the read-only probe compares these tokens"),
     Relied("sglang.srt.mem_cache.radix_cache.RadixKey.child_key", "jobs are filed under it"),
     Relied("sglang.srt.mem_cache.radix_cache.RadixCache.evict", "takes leaves in the order of `eviction_strategy`"),
     Relied("sglang.srt.managers.schedule_policy.PrefillAdder.rem_total_tokens.fget", "reads what we set"),
@@ -364,7 +375,24 @@ RELIED_UPON: tuple[Relied, ...] = (
     Relied("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer", "hybrid prefilling writes K, V with it"),
     Relied("sglang.srt.mem_cache.common.release_kv_cache", "gives a finished request's slots back"),
     Relied("sglang.srt.layers.radix_attention.RadixAttention.forward", "the traced graph is cut at its operation"),
+    Relied(
+        "sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph.set_tc_piecewise_forward_context",
+        "opaque operations find their batch and their experts in it",
+    ),
+    Relied(
+        "sglang.srt.model_executor.model_runner_components.layer_setup.compute_attention_and_moe_layers",
+        "lists the layers that it holds",
+    ),
     Relied("sglang.srt.model_executor.runner.eager_runner.EagerRunner.load_batch", "copies inputs unless told not to"),
+    Relied("sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend", "the start runs batches of its own"),
+    Relied("sglang.srt.managers.tokenizer_manager.TokenizerManager._remove_req_state", "forgets a refused request"),
+    *(
+        Relied(f"sglang.srt.layers.{layer}.forward_native", "native kernels compute the same in its place")
+        for layer in (
+            *("layernorm.RMSNorm", "layernorm.GemmaRMSNorm", "rotary_embedding.base.RotaryEmbedding"),
+            *("activation.SiluAndMul", "activation.GeluAndMul"),
+        )
+    ),
 )
 
 

@@ -16,7 +16,7 @@ from sgl_prefill.engine_state import EngineState
 from sgl_prefill.errors import UntraceableModelError
 from sgl_prefill.hybrid.body import HybridBody
 from sgl_prefill.hybrid.split import split_body
-from sgl_prefill.hybrid.trace import ATTENTION_OP, trace_body
+from sgl_prefill.hybrid.trace import OpaqueOps, trace_body
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HOST_LOGPROB_ROWS = 32
+ATTENTION_OP = "sglang.unified_attention_with_output"
 # SGLang registers every operation that must not be compiled into a piece. Of these, reductions over ranks are token-wise.
 TOKEN_WISE_SPLIT_OPS = frozenset({"sglang.inplace_all_reduce"})
 
@@ -110,7 +111,7 @@ def _build(model_runner: ModelRunner, body: torch.nn.Module) -> HybridBody:
     if kernels is not None:
         recorded = fused.recorded_as_operations(body, model_runner.dtype, model_runner.model_config.context_len)
     with forward_context(ForwardContext(attn_backend=model_runner.attn_backend)), recorded:
-        traced = trace_body(body, make_batch, device, sglang_traces, sequence_mixing_ops())
+        traced = trace_body(body, make_batch, device, sglang_traces, opaque_ops())
     products = [] if kernels is None else fused.lower(traced, kernels)
     split = split_body(traced, attention_in_place=_attends_in_place(backend))
     # Until `choose_chunk_tokens`, which measures with packed weights.
@@ -137,11 +138,11 @@ def sglang_traces(forward_batch: ForwardBatch) -> Iterator[None]:
         context_manager.logger.disabled = False
 
 
-def sequence_mixing_ops() -> frozenset[str]:
-    """Finds linear attention, Mamba, sparse attention: SGLang lists them as operations of their own."""
+def opaque_ops() -> OpaqueOps:
+    """Finds attention, and linear attention, Mamba, sparse attention: SGLang lists them as operations of their own."""
     from sglang.srt.compilation.compilation_config import SPLIT_OPS
 
-    return frozenset(SPLIT_OPS) - {ATTENTION_OP} - TOKEN_WISE_SPLIT_OPS
+    return OpaqueOps(ATTENTION_OP, frozenset(SPLIT_OPS) - {ATTENTION_OP} - TOKEN_WISE_SPLIT_OPS)
 
 
 class ExpertContext:

@@ -6,11 +6,13 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sglang.srt.environ import envs
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
 import sgl_prefill.port
@@ -101,11 +103,13 @@ def test_every_override_is_declared_and_every_declared_one_is_there() -> None:
     assert found == {(override.target.rsplit(".", 1)[1], override.by) for override in OVERRIDES}
 
 
-def test_every_attribute_that_the_port_sets_on_sglangs_objects_is_declared() -> None:
-    """Assignments to attributes of anything but `self` and our own objects, found in the source."""
-    ours = {"self", "request_state", "state", "hybrid", "session", "method"}
+def test_every_attribute_that_is_set_on_sglangs_objects_is_declared() -> None:
+    """Assignments to attributes of anything but `self` and our own objects, found in the source of the port and of the CPU
+    platform. What an attribute is called is SGLang's: one that it renames is not in the source of its owner any more."""
+    ours = {"self", "request_state", "state", "hybrid", "session", "method", "node", "linear", "product", "server_args"}
     found = set()
-    for file in Path(sgl_prefill.port.__file__).parent.glob("*.py"):
+    package = Path(sgl_prefill.__file__).parent
+    for file in [*(package / "port").glob("*.py"), *(package / "cpu").glob("*.py")]:
         for node in ast.walk(ast.parse(file.read_text())):
             alone: Any = getattr(node, "target", None)
             targets: list[Any] = node.targets if isinstance(node, ast.Assign) else [alone]
@@ -120,11 +124,24 @@ def test_every_attribute_that_the_port_sets_on_sglangs_objects_is_declared() -> 
                             found.add(element.attr)
     assert found - {poke.attribute for poke in POKES} == KNOWN_AS_OURS
     for poke in POKES:
-        pkgutil.resolve_name(poke.owner)
+        owner = pkgutil.resolve_name(poke.owner)
+        is_ours = poke.attribute.startswith("sgl_prefill")
+        module = inspect.getmodule(owner)
+        assert module is not None
+        is_known = is_ours or hasattr(owner, poke.attribute) or poke.attribute in inspect.getsource(module)
+        assert is_known, f"{poke.owner} knows no {poke.attribute}"
 
 
 # Set on objects that are ours, through a name that does not say so.
-KNOWN_AS_OURS = {"only_last_block", "launcher", "is_of_server", "packs_weights"}
+KNOWN_AS_OURS = {"only_last_block", "launcher", "is_of_server", "is_in_place"}
+
+
+def test_every_environment_switch_that_is_set_is_declared() -> None:
+    """`envs.NAME.set(...)`, found in the source; and SGLang knows each."""
+    package = Path(sgl_prefill.__file__).parent
+    found = {name for file in package.rglob("*.py") for name in re.findall(r"\benvs\.(\w+)\.set\(", file.read_text())}
+    assert found == {switch.name for switch in SWITCHES}
+    assert all(hasattr(envs, name) for name in found)
 
 
 def test_only_the_port_the_cpu_platform_and_the_routes_know_sglang() -> None:
