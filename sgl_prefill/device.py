@@ -1,4 +1,4 @@
-"""Where the model runs, and what differs by that: memory, its mapping, synchronisation, timing."""
+"""Where the model runs, and what differs by that: memory, its mapping, what a start measures, timing, the logits' type."""
 
 from __future__ import annotations
 
@@ -40,6 +40,13 @@ class Device(abc.ABC):
     is_host: ClassVar[bool]
     chunk_candidates: ClassVar[tuple[int, ...]]  # tokens of a chunk of hybrid prefilling, among which a start chooses
     budget_flag: ClassVar[str]  # with which a user gives the engine more memory
+    budget_holds_activations: ClassVar[bool]  # besides the KV pool; else SGLang has set memory aside for them
+    commits_scratch_at_once: ClassVar[bool]  # all that was asked for; else pages come as they are written
+    extrapolates_memory: ClassVar[
+        bool
+    ]  # a start measures short inputs, and a line tells of longer ones; else it runs the longest
+    float32_logits: ClassVar[bool]  # of labels, from weights of half precision, can be had at little cost
+    has_native_kernels: ClassVar[bool]  # of ours
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -83,6 +90,11 @@ class Host(Device):
     is_host = True
     chunk_candidates = (256, 512, 1024, 2048)
     budget_flag = "--memory-budget-gb"
+    budget_holds_activations = True
+    commits_scratch_at_once = False
+    extrapolates_memory = True
+    float32_logits = True
+    has_native_kernels = True
 
     def model(self) -> str:
         return _processor()
@@ -118,6 +130,11 @@ class Accelerator(Device):
     is_host = False
     chunk_candidates = (1024, 2048, 4096, 8192)
     budget_flag = "--mem-fraction-static"
+    budget_holds_activations = False
+    commits_scratch_at_once = True
+    extrapolates_memory = False
+    float32_logits = False
+    has_native_kernels = False
 
     @property
     def _module(self) -> Any:

@@ -19,7 +19,7 @@ SPIN_COUNT = "50000"  # of GNU OpenMP, some 0.1 ms
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the server until it is stopped; the exit status."""
+    """Runs the server until it is stopped, and returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help", "--help-all"} & set(argv):
         return _print_help(with_sglangs="--help-all" in argv)

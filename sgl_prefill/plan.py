@@ -12,10 +12,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
 import math
 import random
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,6 +68,10 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, ConfigurationError) as error:
         print(f"sgl_prefill: {error}", file=sys.stderr)
         return 2
+    with warnings.catch_warnings():  # SGLang's and PyTorch's, about this machine
+        warnings.simplefilter("ignore")
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+        from sgl_prefill.planner import simulate  # noqa: F401
     configs = [dataclasses.replace(config, scheduling=name) for name in ("fifo", "srjf")]
     configs += [dataclasses.replace(config, fairness_lambda=value) for value in lambdas]
     configs.append(PrefillConfig(paper=True))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from sgl_prefill.config import STOCK, PrefillConfig
+from sgl_prefill.config import PrefillConfig
 from sgl_prefill.cpu import lm_head
 from sgl_prefill.cpu.detect import fast_dtype
 from sgl_prefill.device import this_device
@@ -30,11 +30,9 @@ class Feature(NamedTuple):
     without: str  # the flags that leave it out
 
 
-POLICY = Feature(lambda config: config.scheduling != STOCK, "--scheduling stock")
-ONE_A_STEP = Feature(
-    lambda config: config.scheduling != STOCK and config.pack_step_tokens == 0, "--pack-step-tokens auto"
-)
-EVICT = Feature(lambda config: config.suffix_kv == "evict", "--suffix-kv keep")
+POLICY = Feature(lambda config: config.has_policy, "--scheduling stock")
+ONE_A_STEP = Feature(lambda config: config.has_policy and config.pack_step_tokens == 0, "--pack-step-tokens auto")
+EVICT = Feature(lambda config: config.evicts_suffix_kv, "--suffix-kv keep")
 
 
 class Required(NamedTuple):
@@ -115,7 +113,7 @@ def required_flags(config: PrefillConfig) -> list[str]:
 def default_settings(config: PrefillConfig) -> dict[str, Any]:
     """Returns what suits this machine where the user says nothing, by names of ServerArgs."""
     fraction = memory_fraction(config)
-    packs = config.scheduling != STOCK and config.pack_step_tokens != 0
+    packs = config.has_policy and config.pack_step_tokens != 0
     most_requests = most_requests_of_step(config) if packs else None
     limit = {} if most_requests is None else {"prefill_max_requests": most_requests}
     if fraction is None:
@@ -135,7 +133,7 @@ def most_requests_of_step(config: PrefillConfig) -> int | None:
 
     On a host all rows of a packed step get the same logits as a lone one: a label must not depend on its company.
     """
-    if not this_device().is_host:
+    if not this_device().float32_logits:
         return DEVICE_MAX_REQUESTS
     return lm_head.MAX_ROWS if config.logits_dtype == "float32" else None
 
@@ -203,7 +201,7 @@ def check_server_args(config: PrefillConfig, server_args: Any, *, listens: bool)
         for need in required_for(config)
         if (value := getattr(server_args, need.field)) != need.value
     ]
-    if config.suffix_kv == "evict" and config.allow_generation and server_args.page_size > 1 and this_device().is_host:
+    if config.evicts_suffix_kv and config.allow_generation and server_args.page_size > 1 and this_device().is_host:
         problems.append(
             f"--page-size {server_args.page_size} with --allow-generation needs a Triton kernel for each token:"
             " leave one of the two out on a machine without an accelerator, or start with --suffix-kv keep"

@@ -50,7 +50,7 @@ def chat_choice(index: int, scored: ScoredPrompt, logprobs: bool, message_field:
 
 
 def usage(scored: list[ScoredPrompt]) -> dict[str, Any]:
-    """Tokens of all prompts together. Each answer is one token; cached tokens are part of the prompt tokens."""
+    """Counts the tokens of all prompts together. Each answer is one token; cached tokens are part of the prompt tokens."""
     prompt_tokens = sum(one.meta_info["prompt_tokens"] for one in scored)
     return {
         "prompt_tokens": prompt_tokens,

@@ -18,7 +18,7 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
-from sgl_prefill.config import STOCK, PrefillConfig
+from sgl_prefill.config import PrefillConfig
 from sgl_prefill.engine_state import PACKS_WEIGHTS_KEY
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.port import deadlines
@@ -215,7 +215,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
 
     def _check_deadline_is_known(self, options: dict[str, Any]) -> None:
         deadline_ms = (options.get("custom_params") or {}).get(deadlines.PARAMETER)
-        if deadline_ms is not None and self.prefill_config.scheduling == STOCK:
+        if deadline_ms is not None and not self.prefill_config.has_policy:
             raise BadRequestError(
                 f"deadline_ms is {deadline_ms}, and this server runs SGLang's own scheduler, which knows no deadlines:"
                 " leave it out, or start the server without --scheduling stock"

@@ -29,7 +29,7 @@ class KVPlan(NamedTuple):
 
     @property
     def n_scratch(self) -> int:
-        """Tokens whose KV lives for one layer only."""
+        """Counts the tokens whose KV lives for one layer only."""
         return self.n_input - self.n_durable
 
 

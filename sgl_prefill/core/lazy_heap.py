@@ -55,7 +55,7 @@ class LazyHeap(Generic[Item]):
         return self._entries[item][0]
 
     def in_order(self) -> Iterator[Item]:
-        """Items from the smallest key on, without removing them; costs O(log n) for each that is taken."""
+        """Yields items from the smallest key on, without removing them; costs O(log n) for each that is taken."""
         taken = []
         try:
             while (item := self.first()) is not None:

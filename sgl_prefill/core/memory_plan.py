@@ -41,7 +41,7 @@ class MemoryPlan(NamedTuple):
 
 
 def largest_input(use: MemoryUse, min_durable_tokens: int) -> int:
-    """Tokens of the longest input that fits, at least 0.
+    """Counts the tokens of the longest input that fits, at least 0.
 
     Where the whole KV is kept (no scratch) the input itself must find durable slots.
     """
@@ -84,7 +84,7 @@ def plan_memory(
 
 
 def table(plan: MemoryPlan) -> list[tuple[str, float, float | None]]:
-    """Rows of (what, MiB, bytes per token of it): where the memory went."""
+    """Returns rows of (what, MiB, bytes per token of it): where the memory went."""
     use, n = plan.use, plan.max_input_tokens
     return [
         ("weights", use.weights_bytes / 2**20, None),

@@ -1,11 +1,12 @@
-"""Whether this machine is one for the CPU platform. Imports nothing of SGLang's, which loads it while itself half imported."""
+"""Whether this machine is one for the CPU platform.
+
+Imports nothing of SGLang's, which loads it while itself half imported, and torch only when asked, so that help comes at once.
+"""
 
 from __future__ import annotations
 
 import os
 from typing import Literal
-
-import torch
 
 ATTENTION_BACKEND_NAME = "cpu_flash"
 Dtype = Literal["bfloat16", "float32"]
@@ -13,6 +14,8 @@ Dtype = Literal["bfloat16", "float32"]
 
 def has_accelerator() -> bool:
     """Tells whether this machine has any device that SGLang's own platforms would use."""
+    import torch
+
     if torch.cuda.is_available() or torch.xpu.is_available() or torch.backends.mps.is_available():
         return True
     return bool(hasattr(torch, "npu") and torch.npu.is_available())
@@ -20,6 +23,8 @@ def has_accelerator() -> bool:
 
 def fast_dtype() -> Dtype:
     """Returns what matrix products are fast in: float32 on an x86 processor without AVX-512, for which oneDNN has no bfloat16."""
+    import torch
+
     is_old = torch.backends.cpu.get_cpu_capability() in ("NO AVX", "AVX2")
     return "float32" if is_old and not has_accelerator() else "bfloat16"
 

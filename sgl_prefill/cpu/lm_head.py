@@ -52,7 +52,6 @@ def around_compute_lm_head(
     weight: Any = getattr(lm_head, "weight", None)
     is_ours = (
         weight is not None
-        and weight.device.type == "cpu"
         and weight.dtype in (torch.bfloat16, torch.float16)
         and hidden_states.shape[0] <= MAX_ROWS
         and embedding_bias is None

@@ -58,7 +58,7 @@ def replay(
     page_tokens: int = 50,
     on_progress: Callable[[int], None] | None = None,
 ) -> Iterator[Served]:
-    """Requests in the order in which they are served.
+    """Yields requests in the order in which they are served.
 
     Args:
         arrivals: in time order.

@@ -42,9 +42,9 @@ def activate(config: PrefillConfig, process: str) -> EngineState:
         if entry not in HookRegistry._hooks[hook.target]:  # a second Engine in this process
             HookRegistry.register(hook.target, entry[1], entry[0], source=SOURCE)
     load_plugins()
-    if process == "scheduler" and config.suffix_kv == "evict":
+    if process == "scheduler" and config.evicts_suffix_kv:
         kv.use_live_inputs()
-    if process == "scheduler" and (config.suffix_kv == "evict" or config.scheduling != "stock"):
+    if process == "scheduler" and (config.evicts_suffix_kv or config.has_policy):
         radix_cache.register()
     if process == "scheduler" and config.hybrid_prefill != "off":
         hybrid.use_small_logprob_chunks()

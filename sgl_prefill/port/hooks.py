@@ -400,11 +400,11 @@ def hooks_for(config: PrefillConfig, process: str) -> tuple[Hook, ...]:
     """Returns the hooks that these options ask for in this process, in application order."""
     wanted = {
         "always": True,
-        "scheduling": config.scheduling != "stock",
+        "scheduling": config.has_policy,
         "hybrid-prefill": config.hybrid_prefill != "off",
-        "suffix-kv": config.suffix_kv == "evict",
+        "suffix-kv": config.evicts_suffix_kv,
         "no-accelerator": this_device().is_host,
-        "logits-dtype": config.logits_dtype == "float32",
+        "logits-dtype": config.logits_dtype == "float32" and this_device().float32_logits,
     }
     return tuple(hook for hook in HOOKS if hook.process == process and wanted[hook.feature])
 

@@ -91,7 +91,7 @@ class SuffixKVPool(MHATokenToKVPool):  # type: ignore[misc]
 
 
 def _slots_per_granule(options: dict[str, Any]) -> int:
-    """Slots whose K and whose V both fill whole granules, in whole pages."""
+    """Counts the slots whose K and whose V both fill whole granules, in whole pages."""
     granule = device_of(options["device"]).granularity_bytes()
     itemsize = options["dtype"].itemsize
     head_dims = (options["head_dim"], options.get("v_head_dim") or options["head_dim"])

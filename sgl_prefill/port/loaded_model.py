@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def weights_bytes(model: torch.nn.Module) -> int:
-    """Parameters and buffers, each once."""
+    """Counts the bytes of parameters and buffers, each once."""
     tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
     return sum(tensors.values())
 
@@ -65,7 +65,7 @@ class SglangModel:
             "model": self.runner.model_config.hf_config.to_dict(),
             "dtype": str(self.dtype),
             "attention": self.runner.prefill_attention_backend_str,
-            "kernels": (digest(), native().shown()) if self.device.is_host else None,
+            "kernels": (digest(), native().shown()) if self.device.has_native_kernels else None,
         }
 
     @property
@@ -132,7 +132,7 @@ class SglangModel:
         return ExpertContext(body_of(self.runner)).of(None)
 
     def pack_weights(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        if not self.device.is_host:
+        if not self.device.has_native_kernels:
             return None, None
         kernel = {**native().shown(), "pytorch_layers": self._pytorch_layers()}
         hybrid = self.hybrid
@@ -147,7 +147,7 @@ class SglangModel:
         return kernel, {"bytes": fused.packed_bytes(hybrid.products), "problem": problem}
 
     def _pytorch_layers(self) -> list[int]:
-        """Layers whose attention PyTorch computes, one request after the other, in spite of native kernels."""
+        """Lists the layers whose attention PyTorch computes, one request after the other, in spite of native kernels."""
         find = getattr(prefill_backend(self.runner.attn_backend), "pytorch_layers", None)  # of our CPU backend
         layers: list[int] = [] if find is None else find(self.runner.model, self.dtype)
         if layers:
@@ -186,7 +186,7 @@ class SglangModel:
 
     def slack_bytes(self) -> int:
         """Returns what --mem-fraction-static leaves free on a device; on a host activations are part of the budget."""
-        if self.device.is_host:
+        if self.device.budget_holds_activations:
             return 0
         from sglang.srt.runtime_context import get_schedule
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sgl_prefill.device import device_of
+
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
@@ -66,8 +68,7 @@ def _fail(scheduler: Scheduler, batch: ScheduleBatch, reason: str) -> None:
     )
     logger.error("%s", message)
     gc.collect()
-    if scheduler.device != "cpu":
-        torch.get_device_module(scheduler.device).empty_cache()
+    device_of(scheduler.device).release_unused()
     for req in batch.reqs:
         req.finished_reason = FINISH_ABORT(message, HTTPStatus.SERVICE_UNAVAILABLE, "OutOfMemory")
         req.time_stats.set_completion_time()

@@ -66,12 +66,12 @@ class WatchedRadixCache(RadixCache):  # type: ignore[misc]
         """Keeps scratch slots from the tree: what a request leaves behind is cut at its plan's durable end."""
         state = request_state.of(req)
         plan = state.kv_plan
+        state.kv_plan = None
         if plan is None or plan.n_scratch == 0:
             super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
             return
         super().cache_finished_req(req, is_insert, kv_len_to_handle=min(kv_len_to_handle, plan.n_durable))
         self.token_to_kv_pool_allocator.give_back_scratch(plan)
-        state.kv_plan = None
 
     def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
         plan = request_state.of(req).kv_plan

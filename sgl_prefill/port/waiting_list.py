@@ -29,7 +29,7 @@ class WaitingList(list[Item]):
         self._next_number += 1
 
     def take_changes(self) -> list[Item] | None:
-        """Items appended since the last call; None where something else was done, so that all must be compared."""
+        """Returns the items appended since the last call; None where something else was done, so that all must be compared."""
         appended = None if self._is_changed else self._appended
         if self._is_changed:
             self._number_all()

@@ -28,7 +28,7 @@ class CostMeter:
         self._spent_s += time.perf_counter() - self._entered_s
 
     def take_s(self) -> float:
-        """Seconds since the last call."""
+        """Returns the seconds since the last call."""
         spent_s, self._spent_s = self._spent_s, 0.0
         return spent_s
 
@@ -49,12 +49,12 @@ class LiveScheduling:
 
     @property
     def listener(self) -> TreeListener:
-        """Is what the prefix cache reports to."""
+        """Returns what the prefix cache reports to."""
         return _Metered(self.calibration, self.cost)
 
     @property
     def advisor(self) -> KVAdvisor:
-        """Is what the KV side asks."""
+        """Returns what the KV side asks."""
         return self.calibration.advisor
 
     def arrive(self, job: Job) -> None:

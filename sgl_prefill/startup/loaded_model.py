@@ -60,11 +60,11 @@ class LoadedModel(Protocol):
 
     @property
     def scratch_tokens(self) -> int:
-        """Slots whose memory all layers share; 0 where the whole KV is kept."""
+        """Counts the slots whose memory all layers share; 0 where the whole KV is kept."""
         ...
 
     def weights_bytes(self) -> int:
-        """Parameters and buffers, each once; packed weights too."""
+        """Counts the bytes of parameters and buffers, each once; packed weights too."""
         ...
 
     def kv_bytes_per_token(self) -> tuple[int, int]:
@@ -72,7 +72,7 @@ class LoadedModel(Protocol):
         ...
 
     def n_places(self) -> int:
-        """Requests of one step, at most."""
+        """Returns how many requests one step can hold."""
         ...
 
     def step(self, prompts: Sequence[Sequence[int]], cached_slots: torch.Tensor | None = None) -> MadeUpStep:

@@ -47,21 +47,21 @@ def measure_activations(model: LoadedModel, config: PrefillConfig, limit_tokens:
 
     Raises MemoryPlanError before running an input that shorter ones show to be far over `budget_bytes`.
     """
-    hybrid, on_host = model.hybrid, model.device.is_host
+    hybrid, extrapolates = model.hybrid, model.device.extrapolates_memory
     depends_on = {
         **model.circumstances,
         "chunk_tokens": None if hybrid is None else hybrid.chunk_tokens,
         "options": (config.suffix_kv, config.logits_dtype),
-        "device_lengths": None if on_host else (config.max_input_length, limit_tokens, budget_bytes >> 20),
+        "device_lengths": None if extrapolates else (config.max_input_length, limit_tokens, budget_bytes >> 20),
     }
     longest = limit_tokens
-    if on_host:
+    if extrapolates:
         longest = min(limit_tokens, HOST_PLAIN_PATH_TOKENS if hybrid is None else HOST_LONGEST_TOKENS)
     fields = {"fixed_bytes": int, "bytes_per_token": float, "longest_tokens": int}
     stored = disk_cache.load("memory profile", depends_on, fields)
     if stored is not None and stored["longest_tokens"] >= longest:
         return Activations(stored["fixed_bytes"], stored["bytes_per_token"])
-    if not on_host:
+    if not extrapolates:
         activations = _measure_on_device(model, config.max_input_length, limit_tokens, budget_bytes)
     elif hybrid is None:
         # All tensors of the plain path grow with the input, and malloc's free pieces between them too (as much again).
@@ -83,7 +83,7 @@ def _measure_on_host(model: LoadedModel, longest_tokens: int) -> Activations:
 def _measure_on_device(
     model: LoadedModel, wanted_tokens: int | None, limit_tokens: int, budget_bytes: int
 ) -> Activations:
-    """Returns the longest input that is wanted or may fit, and one of half its length, in full."""
+    """Runs the longest input that is wanted or may fit, and one of half its length: a line through both."""
     one_layer, _ = model.kv_bytes_per_token()
     first = min(limit_tokens, DEVICE_FIRST_TOKENS)
     _run(model, first)  # pays for what stays: kernels, workspaces

@@ -43,7 +43,7 @@ def prepare(state: EngineState, model: LoadedModel) -> None:
     model.apply(plan)
     if reference is not None:
         state.parity_differences = parity_gate.run(model, reference)
-    if config.scheduling != "stock" and (config.jct_model == "fitted" or config.pack_step_tokens is None):
+    if config.has_policy and (config.jct_model == "fitted" or config.pack_step_tokens is None):
         state.jct_ms = jct_profile.fitted_model(model, plan.max_input_tokens)
     state.memory_plan = plan
     logger.info("memory plan, %s", memory_plan.as_text(plan))
@@ -51,7 +51,7 @@ def prepare(state: EngineState, model: LoadedModel) -> None:
 
 def _plan(model: LoadedModel, config: PrefillConfig, kv_bytes: int) -> MemoryPlan:
     """Divides the memory. kv_bytes: beyond the weights, for KV; on a host for activations too."""
-    if not model.is_evicting and not model.device.is_host:
+    if not model.is_evicting and not model.device.budget_holds_activations:
         return _sglangs_own(model, config, kv_bytes)
     limit = input_limit(model.context_tokens)
     if config.max_input_length is not None and config.max_input_length > limit:
@@ -75,8 +75,7 @@ def _plan(model: LoadedModel, config: PrefillConfig, kv_bytes: int) -> MemoryPla
         )
     except ValueError as error:
         raise MemoryPlanError(f"{error}. Lower --max-input-length, or raise {model.device.budget_flag}") from error
-    if model.is_evicting and not model.device.is_host:
-        # Scratch was made for the longest input that could be asked for; on a device all of it is there.
+    if model.is_evicting and model.device.commits_scratch_at_once:  # for the longest input that could be asked for
         kv_bytes -= scratch * use.scratch_bytes_per_token
     most = max(kv_bytes, 0) // use.durable_bytes_per_token // page_size * page_size
     if most < MIN_DURABLE_TOKENS:

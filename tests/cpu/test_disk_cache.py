@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from sgl_prefill import disk_cache
+from sgl_prefill.device import Host
+from sgl_prefill.port.loaded_model import SglangModel
 
 FIELDS = {"chunk_tokens": int}
 
@@ -23,6 +28,20 @@ def test_a_measurement_is_found_again_under_the_same_circumstances_only() -> Non
     assert disk_cache.load("chunk size", {"threads": 2}, FIELDS) == {"chunk_tokens": 512}
     assert disk_cache.load("chunk size", {"threads": 4}, FIELDS) is None
     assert disk_cache.load("memory profile", {"threads": 2}, FIELDS) is None
+
+
+def test_what_was_measured_on_another_processor_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home folder may be shared by several machines."""
+    config = SimpleNamespace(context_len=100, vocab_size=10, hf_config=SimpleNamespace(to_dict=dict))
+    parts = {"device": "cpu", "dtype": torch.float32, "page_size": 1, "is_generation": True, "model_config": config}
+    state: Any = SimpleNamespace(hybrid=None)
+    runner: Any = SimpleNamespace(**parts, token_to_kv_pool_allocator=None, prefill_attention_backend_str="x")
+    model = SglangModel(state, runner)
+    monkeypatch.setattr(Host, "model", lambda _: "one processor")
+    disk_cache.store("chunk size", model.circumstances, {"chunk_tokens": 512})
+    assert disk_cache.load("chunk size", model.circumstances, FIELDS) == {"chunk_tokens": 512}
+    monkeypatch.setattr(Host, "model", lambda _: "another")
+    assert disk_cache.load("chunk size", model.circumstances, FIELDS) is None
 
 
 def test_a_broken_file_and_a_folder_that_cannot_be_written_cost_a_measurement_and_no_start(

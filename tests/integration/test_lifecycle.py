@@ -40,7 +40,7 @@ def test_with_two_keys_the_server_starts_and_its_end_by_force_leaves_nothing(tin
         children = psutil.Process(server.process.pid).children(recursive=True)
         assert len(children) >= 3, "prefork, scheduler and detokenizer"
         server.process.kill()
-        _, alive = psutil.wait_procs(children, timeout=10)
+        _, alive = psutil.wait_procs(children, timeout=2)
         assert alive == []
 
 
