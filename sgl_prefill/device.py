@@ -44,7 +44,7 @@ class Device(abc.ABC):
     commits_scratch_at_once: ClassVar[bool]  # all that was asked for; else pages come as they are written
     extrapolates_memory: ClassVar[
         bool
-    ]  # a start measures short inputs, and a line tells of longer ones; else it runs the longest
+    ]  # a start measures short inputs, a line tells of longer ones; else the longest runs
     float32_logits: ClassVar[bool]  # of labels, from weights of half precision, can be had at little cost
     has_native_kernels: ClassVar[bool]  # of ours
 

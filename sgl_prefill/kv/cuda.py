@@ -129,7 +129,7 @@ def _properties(driver: Any, device_index: int) -> Any:
 
 
 def _call(driver: Any, name: str, *arguments: Any) -> Any:
-    """Calls the driver and returns its one result, or None. Raises AliasedMemoryError with the driver's error and the arguments."""
+    """Returns the one result of a call of the driver, or None. Raises AliasedMemoryError with its error and the arguments."""
     error, *results = getattr(driver, name)(*arguments)
     if error != driver.CUresult.CUDA_SUCCESS:
         shown = ", ".join(str(argument) for argument in arguments if isinstance(argument, int))
