@@ -1,14 +1,12 @@
-"""A process of its own for schedulers without a server: python -m tests.integration.memory_child SCENARIO FOLDER
+"""What runs in processes of its own (`children.run_scenario`): schedulers without a server.
 
-Prints one JSON line on stdout. SGLang keeps process-wide state, which the test process must not get.
+SGLang keeps process-wide state, which the test process must not get.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -374,6 +372,10 @@ def profile(folder: Path) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    scenarios = {"families": families, "storm": storm, "faults": faults, "profile": profile, "unusual": unusual}
-    print(json.dumps(scenarios[sys.argv[1]](Path(sys.argv[2]))))
+SCENARIOS: dict[str, Callable[[Path], Any]] = {
+    "families": families,
+    "storm": storm,
+    "faults": faults,
+    "profile": profile,
+    "unusual": unusual,
+}

@@ -1,13 +1,8 @@
-"""The policy in a real scheduler, without a server: python -m tests.integration.scheduling_child SCENARIO FOLDER
-
-Prints one JSON line on stdout, like memory_child.
-"""
+"""The policy in a real scheduler, without a server; in processes of its own, like `memory_child`."""
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -222,6 +217,4 @@ def one_at_a_time(engine: InProcessScheduler, tokens: list[int]) -> list[float]:
     return engine.ask(tokens).label_logprobs
 
 
-if __name__ == "__main__":
-    scenarios: dict[str, Callable[..., Any]] = {"order": order, "packing": packing}
-    print(json.dumps(scenarios[sys.argv[1]](Path(sys.argv[2]))))
+SCENARIOS: dict[str, Callable[[Path], Any]] = {"order": order, "packing": packing}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sgl_prefill.device import Host
-from tests.integration.children import run_child
+from tests.integration.children import run_scenario
 from tests.support.tiny_models import FAMILIES
 
 # float32: chunks change the order in which matrix products are summed, and tiles that of attention: 2^-23 each, over a few
@@ -18,12 +18,12 @@ CLOSE = 1e-4
 
 @pytest.fixture(scope="module")
 def families(folder: Path) -> dict[str, Any]:
-    return run_child("memory_child", "families", str(folder))
+    return run_scenario("memory_child", "families", folder)
 
 
 @pytest.fixture(scope="module")
 def faults(folder: Path) -> dict[str, Any]:
-    return run_child("memory_child", "faults", str(folder))
+    return run_scenario("memory_child", "faults", folder)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -55,7 +55,7 @@ def test_durable_space_smaller_than_the_prompt_keeps_a_prefix_and_says_so(
 
 def test_a_storm_of_500_requests_is_answered_as_if_each_ran_alone(folder: Path) -> None:
     """512 durable slots, prompts of up to 3 times that; SGLang's slot count and ours are checked after every step."""
-    result = run_child("memory_child", "storm", str(folder))
+    result = run_scenario("memory_child", "storm", folder)
     assert result["finished"] + result["cancelled"] == 500
     assert result["worst"] <= CLOSE
     assert min(result["with_tail"], result["evicting"], result["cached"], result["cancelled"]) >= 20, result
@@ -136,7 +136,7 @@ def test_what_waiting_requests_will_use_is_evicted_last_where_all_kv_is_kept_too
 
 @pytest.fixture(scope="module")
 def unusual(folder: Path) -> dict[str, Any]:
-    return run_child("memory_child", "unusual", str(folder))
+    return run_scenario("memory_child", "unusual", folder)
 
 
 def test_a_prefix_that_more_requests_wait_for_goes_first_also_in_pages(unusual: dict[str, Any]) -> None:
@@ -173,7 +173,7 @@ def test_the_short_memory_pass_takes_the_memory_of_a_whole_one(folder: Path) -> 
 
     Resident memory spreads from run to run, so its bound is wide.
     """
-    result = run_child("memory_child", "profile", str(folder))
+    result = run_scenario("memory_child", "profile", folder)
     assert result["whole"] == pytest.approx(result["decides"], rel=0.02)
     assert result["measured_bytes_per_token"] == pytest.approx(result["retained_bytes_per_token"] + 28, rel=0.1)
     assert 0.3 < result["resident"] / result["planned"] < 1.2

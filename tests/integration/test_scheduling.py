@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.children import run_child
+from tests.integration.children import run_scenario
 from tests.integration.scheduling_child import PACKED_FAMILIES
 
 # float32: the rows of other requests change the order in which matrix products are summed (see test_memory.py).
@@ -16,7 +16,7 @@ CLOSE = 1e-4
 
 @pytest.fixture(scope="module")
 def order(folder: Path) -> dict[str, Any]:
-    return run_child("scheduling_child", "order", str(folder))
+    return run_scenario("scheduling_child", "order", folder)
 
 
 def test_figure_5_runs_in_the_papers_order_with_its_two_hits(order: dict[str, Any]) -> None:
@@ -72,7 +72,7 @@ def test_a_prediction_counts_a_prefix_that_several_wait_for_once(order: dict[str
 
 @pytest.fixture(scope="module")
 def packing(folder: Path) -> dict[str, Any]:
-    return run_child("scheduling_child", "packing", str(folder))
+    return run_scenario("scheduling_child", "packing", folder)
 
 
 @pytest.mark.parametrize("family", PACKED_FAMILIES)
