@@ -7,6 +7,7 @@ One process, SGLang's real scheduler, prefix cache and KV pool, a one-layer mode
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -126,7 +127,10 @@ def start(folder: Path, prompt_tokens: int, options: dict[str, Any]) -> InProces
         skip_parity_gate=True,
         **options,
     )
-    return InProcessScheduler(config, model, dtype="float32", max_total_tokens=(CACHED_USERS + 1) * prompt_tokens)
+    engine = InProcessScheduler(config, model, dtype="float32", max_total_tokens=(CACHED_USERS + 1) * prompt_tokens)
+    gc.collect()
+    gc.freeze()  # as a server does once it has warmed up
+    return engine
 
 
 def measure(

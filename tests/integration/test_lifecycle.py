@@ -49,7 +49,15 @@ def in_vain(tmp_path_factory: pytest.TempPathFactory, demo_folder: Path) -> dict
 
     def start(name: str) -> subprocess.CompletedProcess[str]:
         model = write_tiny_model(folder / name, demo_folder)
-        command = [sys.executable, "-m", "sgl_prefill.launch_server", "--model-path", str(model), "--port", str(free_port())]
+        command = [
+            sys.executable,
+            "-m",
+            "sgl_prefill.launch_server",
+            "--model-path",
+            str(model),
+            "--port",
+            str(free_port()),
+        ]
         done = subprocess.run(
             [*command, *starts[name]],
             env={**os.environ, **environments.get(name, {})},
