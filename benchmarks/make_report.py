@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).parent
 Result = dict[str, Any]
 NOT_TESTED = "not tested here"
+SIMULATED = "planner"  # replays on a simulated clock: a verdict that rests on it says so
 LEAST_GAIN = 1.1  # a ratio of less is within what the throughputs of identical runs differ by
 
 
@@ -40,7 +41,7 @@ CLAIMS = (
     ),
     Claim("Several times longer inputs on the same memory (Table 2)", "mil", "longest input, ours"),
     Claim("Hybrid prefilling costs next to no throughput (section 4)", "hybrid_overhead", "unchunked"),
-    Claim("Hybrid prefilling beats chunked prefill in throughput (Fig. 10)", "hybrid_overhead", "chunks"),
+    Claim("Hybrid prefilling beats chunked prefill in throughput (Fig. 10)", "hybrid_overhead", "best chunk size"),
     Claim(
         "Long requests that share nothing: more throughput (WL2, Figs. 6 and 7)",
         "credit_verification",
@@ -118,19 +119,24 @@ def verdict(claim: Claim, results: dict[str, Result]) -> tuple[str, str]:
     ]
     if not targets:
         return NOT_TESTED, f"no result of `{claim.benchmark}`"
-    numbers = "; ".join(
-        f"{target['name']}: {_shown(target['value'])} (target {target['target']:g})" for target in targets
-    )
+    numbers = "; ".join(f"{target['name']}: {_shown(target['value'])} (target {wanted(target)})" for target in targets)
     n_met = sum(target["met"] for target in targets)
+    where = "simulated: " if claim.benchmark == SIMULATED else ""
     if n_met == len(targets):
-        return "holds", numbers
+        return where + "holds", numbers
     # All that can be missed and still go its way are ratios above 1: better, but by less than was asked for.
     goes_its_way = n_met > 0 or any(LEAST_GAIN < target["value"] < target["target"] for target in targets)
-    return ("holds partly" if goes_its_way else "does not hold"), numbers
+    return where + ("holds partly" if goes_its_way else "does not hold"), numbers
+
+
+def wanted(target: dict[str, Any]) -> str:
+    """Says what was asked for, with the direction that is good: ">= 2.2". target: as a result holds it."""
+    is_above = target["value"] >= target["target"]
+    return f"{'>=' if is_above == target['met'] else '<='} {target['target']:g}"
 
 
 def lost_or_wrong(results: dict[str, Result]) -> str:
-    """Over the comparisons of engines under load, which have rows only where every answer came and was right.
+    """Counts over the comparisons of engines under load, which have rows only where every answer came and was right.
 
     Those with SGLang's dummy weights are left out: they answer all prompts alike.
     """
@@ -173,10 +179,7 @@ def _section(folder: Path, name: str, result: Result) -> list[str]:
         f"{_setting(conditions)}{_kernels(conditions)}\n"
     )
     targets = result["targets"]
-    shown = (
-        [one["name"], _shown(one["value"]), f"{one['target']:g}", "met" if one["met"] else "**missed**"]
-        for one in targets
-    )
+    shown = ([one["name"], _shown(one["value"]), wanted(one), "met" if one["met"] else "**missed**"] for one in targets)
     if targets:
         lines += _table(["row", "value", "target", ""], shown)
     for paragraph in re.findall(
@@ -184,7 +187,12 @@ def _section(folder: Path, name: str, result: Result) -> list[str]:
     ):
         lines.append("\n" + " ".join(paragraph.split()))
     for rows in _tables_of(name, result):
-        lines += ["", *_table(list(rows[0]), ([_shown(value) for value in row.values()] for row in rows))]
+        lines += [
+            "",
+            *_table(
+                [_headed(column) for column in rows[0]], ([_shown(value) for value in row.values()] for row in rows)
+            ),
+        ]
     for figure in FIGURES.get(name, ()):
         if (folder / "figures" / f"{figure}.png").exists():
             lines.append(f"\n![{title}](figures/{figure}.png)")
@@ -194,6 +202,10 @@ def _section(folder: Path, name: str, result: Result) -> list[str]:
 # Of the lists in a result, those that are tables; the rows of these benchmarks are data.
 TABLES = ("steps", "rows", "medians", "means", "rivals", "capacities", "long_request", "failed")
 WITHOUT_ROWS = ("planner", "jct_model", "memory_trace")
+# What a run was given, and not what came of it.
+CONDITION_COLUMNS = ("offered_per_s", "load")
+MORE_IS_BETTER = re.compile(r"(.*(_per_s|_share|_saving)|times|hit_rate|of_ceiling|longest_input_tokens)")
+LESS_IS_BETTER = re.compile(r"(.*(_s|_ms|, (CPU )?ms|_calls|mib)|ms|seconds|mean|p99|largest)")
 RUN_COLUMNS = ("engine", "offered_per_s", "requests_per_s", "mean_s", "p50_s", "p99_s", "cached_share")
 
 
@@ -209,11 +221,19 @@ def _tables_of(name: str, result: Result) -> list[list[dict[str, Any]]]:
             columns = [*RUN_COLUMNS, *(["turns"] if "turns" in columns else [])]
         shown = [{key: row.get(key) for key in columns} for row in rows]
         for row in shown:
-            if row.get("offered_per_s", 0) is None:
-                row["offered_per_s"] = "all at once"
+            row.update({what: "all at once" for what in CONDITION_COLUMNS if row.get(what, 0) is None})
             row.update({what: "not measured" for what, value in row.items() if value is None})
         tables.append(shown)
     return tables
+
+
+def _headed(column: str) -> str:
+    """A column's name with the direction that is good."""
+    if column in CONDITION_COLUMNS:
+        return column
+    if MORE_IS_BETTER.fullmatch(column):
+        return f"{column}, more is better"
+    return f"{column}, less is better" if LESS_IS_BETTER.fullmatch(column) else column
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
@@ -260,7 +280,7 @@ def _processors(results: dict[str, Result]) -> list[str]:
 
 
 def _link(folder: Path, name: str) -> str:
-    """From the report to the benchmark."""
+    """Makes the link from the report to the benchmark."""
     return name if folder == HERE else f"{os.path.relpath(HERE, folder)}/{name}"
 
 

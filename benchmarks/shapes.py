@@ -107,5 +107,5 @@ def budget(gib: float) -> list[str]:
 
 
 def stock_budget() -> list[str]:
-    """Of stock SGLang; generous, since `--max-total-tokens` sets the KV pool."""
+    """Gives stock SGLang its memory; generous, since `--max-total-tokens` sets the KV pool."""
     return [] if HAS_CUDA else ["--mem-fraction-static", "0.3"]

@@ -6,17 +6,13 @@ import argparse
 import dataclasses
 import enum
 import math
-from collections.abc import Collection
-from typing import Any, Final, Literal
+from collections.abc import Collection, Sequence
+from typing import Any, Final
 
+from sgl_prefill.core.policies import POLICIES
 from sgl_prefill.errors import ConfigurationError
 
-Scheduling = Literal["calibrated-srjf", "stock"]
-LogitsDtype = Literal["float32", "model"]
-JctModelName = Literal["fitted", "cache-miss"]
-Sharers = Literal["count", "ignore"]
-HybridPrefill = Literal["auto", "on", "off"]
-SuffixKV = Literal["evict", "keep"]
+STOCK = "stock"  # of --scheduling: SGLang's own scheduler
 
 
 class _NotGiven(enum.Enum):
@@ -33,7 +29,9 @@ def _auto_or_int(text: str) -> int | None:
 
 
 def _option(default: Any, help: str, **extra: Any) -> Any:
-    """`default`: the value where none is given; `paper`: the one that --paper stands for; `none`: how None is written."""
+    """Declares an option. `default`: the value where none is given; `paper`: the one that --paper stands for; `none`: how
+    None is written.
+    """
     return dataclasses.field(default=NOT_GIVEN, metadata={"default": default, "help": help, **extra})
 
 
@@ -47,14 +45,13 @@ class PrefillConfig:
 
     paper: bool = _option(
         False,
-        "the paper's engine: --scheduling calibrated-srjf --pack-step-tokens 0 --fairness-lambda 500 --sharers ignore"
-        " --jct-model cache-miss, and no --max-queue-s; another value of one of these is refused",
+        "the paper's engine: {paper}; another value of one of these is refused",
     )
-    scheduling: Scheduling = _option(
+    scheduling: str = _option(
         "calibrated-srjf",
-        "calibrated-srjf: shortest predicted job first, and others with it while the step has room; stock: SGLang's own"
-        " scheduler",
-        choices=("calibrated-srjf", "stock"),
+        "who runs next; calibrated-srjf: shortest predicted job first, and others with it while the step has room; srjf: the"
+        " same without a look at the prefix cache; fifo: first in, first out; stock: SGLang's own scheduler",
+        choices=lambda: (*POLICIES, STOCK),  # whatever is registered by then
         paper="calibrated-srjf",
     )
     fairness_lambda: float = _option(
@@ -62,14 +59,14 @@ class PrefillConfig:
         "credit of a waiting request, in cache-miss tokens per second of waiting; 0: pure shortest job first",
         paper=500.0,
     )
-    jct_model: JctModelName = _option(
+    jct_model: str = _option(
         "fitted",
         "how long a request will take; fitted: milliseconds, measured at start and corrected by observed times;"
         " cache-miss: the number of tokens that are not cached",
         choices=("fitted", "cache-miss"),
         paper="cache-miss",
     )
-    sharers: Sharers = _option(
+    sharers: str = _option(
         "count",
         "count: a request that computes a prefix which others wait for costs as much as all of them together, divided by"
         " their number; ignore: it costs what it computes itself, as in the paper",
@@ -90,7 +87,7 @@ class PrefillConfig:
         none="auto",
         paper=0,
     )
-    hybrid_prefill: HybridPrefill = _option(
+    hybrid_prefill: str = _option(
         "auto",
         "everything but attention chunk by chunk in one forward; auto: where the model can be traced; on: or refuse",
         choices=("auto", "on", "off"),
@@ -101,7 +98,7 @@ class PrefillConfig:
         type=_auto_or_int,
         none="auto",
     )
-    suffix_kv: SuffixKV = _option(
+    suffix_kv: str = _option(
         "evict",
         "evict: of a long prompt keep only as much prefix KV as fits, on one layer's KV of scratch; keep: as stock",
         choices=("evict", "keep"),
@@ -114,7 +111,7 @@ class PrefillConfig:
         none="auto",
     )
     skip_parity_gate: bool = _option(False, "serve without the check at start that all paths give the same answers")
-    logits_dtype: LogitsDtype = _option(
+    logits_dtype: str = _option(
         "float32",
         "CPU only: dtype of the logits of up to 32 rows; float32: exact label scores; model: as stock SGLang",
         choices=("float32", "model"),
@@ -129,18 +126,11 @@ class PrefillConfig:
         given = {field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not NOT_GIVEN}
         self._fill_in(given)
         problems = self._contradictions(given)
-        if self.scheduling not in ("calibrated-srjf", "stock"):
-            problems.append(f"--scheduling is {self.scheduling!r}: it must be calibrated-srjf or stock")
-        if self.jct_model not in ("fitted", "cache-miss"):
-            problems.append(f"--jct-model is {self.jct_model!r}: it must be fitted or cache-miss")
-        if self.sharers not in ("count", "ignore"):
-            problems.append(f"--sharers is {self.sharers!r}: it must be count or ignore")
-        if self.logits_dtype not in ("float32", "model"):
-            problems.append(f"--logits-dtype is {self.logits_dtype!r}: it must be float32 or model")
-        if self.hybrid_prefill not in ("auto", "on", "off"):
-            problems.append(f"--hybrid-prefill is {self.hybrid_prefill!r}: it must be auto, on or off")
-        if self.suffix_kv not in ("evict", "keep"):
-            problems.append(f"--suffix-kv is {self.suffix_kv!r}: it must be evict or keep")
+        problems += [
+            f"{_flag(field)} is {value!r}: it must be {_one_of(choices)}"
+            for field in dataclasses.fields(self)
+            if (choices := _choices(field)) is not None and (value := getattr(self, field.name)) not in choices
+        ]
         if self.hybrid_chunk_tokens is not None and self.hybrid_chunk_tokens < 1:
             problems.append(f"--hybrid-chunk-tokens is {self.hybrid_chunk_tokens}: it must be auto or at least 1")
         if self.max_input_length is not None and self.max_input_length < 1:
@@ -168,12 +158,12 @@ class PrefillConfig:
             value = field.metadata["default"]
             if self.paper and "paper" in field.metadata:
                 value = field.metadata["paper"]
-            elif field.name == "pack_step_tokens" and self.scheduling == "stock":
+            elif field.name == "pack_step_tokens" and self.scheduling == STOCK:
                 value = 0  # SGLang's own scheduler fills a step by itself
             object.__setattr__(self, field.name, value)  # this class is frozen for others
 
     def _contradictions(self, given: Collection[str]) -> list[str]:
-        """What cannot be meant together."""
+        """Lists what cannot be meant together."""
         if self.paper:
             return [
                 f"{_flag(field)} is {_shown(field, getattr(self, field.name))}, and --paper means"
@@ -183,12 +173,21 @@ class PrefillConfig:
                 and "paper" in field.metadata
                 and getattr(self, field.name) != field.metadata["paper"]
             ]
-        if self.scheduling == "stock" and self.pack_step_tokens != 0:
+        if self.scheduling == STOCK and self.pack_step_tokens != 0:
             return [
-                "--pack-step-tokens is for --scheduling calibrated-srjf: SGLang's own scheduler fills a step by itself,"
-                " so leave it out"
+                "--pack-step-tokens is not for --scheduling stock, since SGLang's own scheduler fills a step by itself:"
+                " leave it out"
             ]
         return []
+
+    @property
+    def has_policy(self) -> bool:
+        """Says whether a policy of ours decides who runs, and not SGLang's scheduler."""
+        return self.scheduling != STOCK
+
+    @property
+    def evicts_suffix_kv(self) -> bool:
+        return self.suffix_kv == "evict"
 
     @property
     def max_body_bytes(self) -> int:
@@ -196,33 +195,57 @@ class PrefillConfig:
 
     @classmethod
     def add_cli_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """One flag a field, named like it with dashes; booleans are switches. What is not given is not in the namespace."""
+        """Adds one flag a field, named like it with dashes; booleans are switches. What is not given is not in the namespace."""
         group = parser.add_argument_group("sgl_prefill")
         for field in dataclasses.fields(cls):
-            default, text = field.metadata["default"], field.metadata["help"]
-            if isinstance(default, bool):
-                group.add_argument(_flag(field), action="store_true", default=argparse.SUPPRESS, help=text)
-                continue
-            group.add_argument(
-                _flag(field),
-                type=field.metadata.get("type", str if isinstance(default, str) else float),
-                default=argparse.SUPPRESS,
-                choices=field.metadata.get("choices"),
-                help=f"{text} (default: {_shown(field, default)})",
-            )
+            cls.add_cli_argument(group, field.name)
 
     @classmethod
-    def from_namespace(cls, namespace: argparse.Namespace) -> PrefillConfig:
+    def add_cli_argument(cls, parser: argparse._ActionsContainer, name: str) -> None:
+        """Adds the flag of one field."""
+        (field,) = [field for field in dataclasses.fields(cls) if field.name == name]
+        default, text = field.metadata["default"], field.metadata["help"].replace("{paper}", _papers_options())
+        if isinstance(default, bool):
+            parser.add_argument(_flag(field), action="store_true", default=argparse.SUPPRESS, help=text)
+            return
+        parser.add_argument(
+            _flag(field),
+            type=field.metadata.get("type", str if isinstance(default, str) else float),
+            default=argparse.SUPPRESS,
+            choices=_choices(field),
+            help=f"{text} (default: {_shown(field, default)})",
+        )
+
+    @classmethod
+    def from_namespace(cls, namespace: argparse.Namespace, names: Collection[str] | None = None) -> PrefillConfig:
+        """Makes a configuration from the flags that were given; names: of these fields alone."""
         given = vars(namespace)
-        return cls(**{field.name: given[field.name] for field in dataclasses.fields(cls) if field.name in given})
+        fields = [field.name for field in dataclasses.fields(cls) if names is None or field.name in names]
+        return cls(**{name: given[name] for name in fields if name in given})
 
 
 def _flag(field: dataclasses.Field[Any]) -> str:
     return "--" + field.name.replace("_", "-")
 
 
+def _choices(field: dataclasses.Field[Any]) -> Sequence[str] | None:
+    choices: Any = field.metadata.get("choices")
+    found: Sequence[str] | None = choices() if callable(choices) else choices
+    return found
+
+
+def _one_of(choices: Sequence[str]) -> str:
+    return ", ".join(choices[:-1]) + f" or {choices[-1]}"
+
+
+def _papers_options() -> str:
+    """Lists what --paper stands for, as command line."""
+    fields = [field for field in dataclasses.fields(PrefillConfig) if "paper" in field.metadata]
+    return ", ".join(f"{_flag(field)} {_shown(field, field.metadata['paper'])}" for field in fields)
+
+
 def _shown(field: dataclasses.Field[Any], value: Any) -> str:
-    """A value as a user would write it."""
+    """Writes a value as a user would."""
     if value is None:
         return str(field.metadata["none"])
     return f"{value:g}" if isinstance(value, float) else str(value)

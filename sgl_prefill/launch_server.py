@@ -7,86 +7,63 @@ model. Start refused: exit status 2 and one message on stderr; a failure of a pr
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import Any
 
-from sgl_prefill import preflight, prefork
+# Nothing that takes time to import: what needs torch or SGLang is imported where it is used.
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.cpu.detect import has_accelerator
 from sgl_prefill.errors import ConfigurationError, SeamError, SglPrefillError
-from sgl_prefill.seam import fingerprints
 
 SPIN_COUNT = "50000"  # of GNU OpenMP, some 0.1 ms
 
-if TYPE_CHECKING:
-    from sglang.srt.server_args import ServerArgs
-
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the server until it is stopped; the exit status."""
+    """Runs the server until it is stopped, and returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    if "-h" in argv or "--help" in argv:
-        return _print_help()
+    if {"-h", "--help", "--help-all"} & set(argv):
+        return _print_help(with_sglangs="--help-all" in argv)
     try:
         config, server_args = parse(argv)
-        serve(config, server_args)
+        from sgl_prefill.port import launch
+
+        launch.serve(config, server_args)
     except SglPrefillError as error:
         print(f"sgl_prefill: cannot start\n{error}", file=sys.stderr)
         return 2
-    finally:
-        prefork.end()
     return 0
 
 
-def parse(argv: list[str], *, listens: bool = True) -> tuple[PrefillConfig, ServerArgs]:
-    """Our options and SGLang's resolved arguments. Raises SglPrefillError for everything that cannot be started.
+def parse(argv: list[str], *, listens: bool = True) -> tuple[PrefillConfig, Any]:
+    """Returns our options and SGLang's resolved arguments (ServerArgs). Raises SglPrefillError for everything that cannot
+    be started.
 
     What can be seen without SGLang is checked first, since its import takes 20 seconds on two cores. `listens`: a port
     will be opened, and must be free.
     """
-    activation_error = fingerprints.version_problem()
-    if activation_error:
-        raise SeamError(activation_error)
+    from sgl_prefill import preflight
+    from sgl_prefill.device import this_device
+    from sgl_prefill.port import fingerprints, prefork
+
+    if problem := fingerprints.version_problem():
+        raise SeamError(problem)
     namespace, for_sglang = _our_parser().parse_known_args(argv)
     config = PrefillConfig.from_namespace(namespace)
     defaults = preflight.default_flags(config)
     if problems := preflight.check_argv(config, for_sglang, listens=listens):
         raise ConfigurationError("\n".join(problems))
     if listens:
-        if not has_accelerator():
+        if this_device().is_host:
             # Threads that spin on after a step take the cores from this process and the detokenizer; threads that sleep between
             # two kernels of a step cost half of its speed. So they spin about as long as Python takes between two kernels.
             os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
         prefork.begin()
-    server_args = _prepare([*preflight.required_flags(config), *defaults, *_model_flags(for_sglang), *for_sglang])
+    from sgl_prefill.port import launch
+
+    flags = [*preflight.required_flags(config), *defaults, *_model_flags(for_sglang), *for_sglang]
+    server_args = launch.server_args_of(flags)
     preflight.check_server_args(config, server_args, listens=listens)
     return config, server_args
-
-
-def serve(config: PrefillConfig, server_args: ServerArgs) -> None:
-    """Blocks until the server ends. No process that was started for it is left."""
-    from sglang.srt.entrypoints import http_server
-    from sglang.srt.utils import kill_process_tree
-
-    from sgl_prefill import processes
-    from sgl_prefill.api import routes
-    from sgl_prefill.seam import activation
-
-    activation.activate(config, "http")
-    routes.install(http_server.app, config)
-    environment = prefork.ParentEnvironment()
-    try:
-        http_server.launch_server(
-            server_args,
-            init_tokenizer_manager_func=functools.partial(processes.init_tokenizer_manager, config),
-            run_scheduler_process_func=functools.partial(processes.run_scheduler_process, config, environment),
-            run_detokenizer_process_func=functools.partial(processes.run_detokenizer_process, config, environment),
-            execute_warmup_func=processes.execute_warmup,
-        )
-    finally:
-        kill_process_tree(os.getpid(), include_parent=False)
 
 
 def _our_parser() -> argparse.ArgumentParser:
@@ -95,16 +72,10 @@ def _our_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _prepare(argv: list[str]) -> ServerArgs:
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
-
-    load_plugins()  # our entry point adds the CPU attention backend to the choices
-    return prepare_server_args(argv)
-
-
 def _model_flags(argv: list[str]) -> list[str]:
-    """The demo model where the user names none."""
+    """Names the demo model where the user names none."""
+    from sgl_prefill import preflight
+
     if preflight.value_of(argv, "--model-path", "--model", "--config") is not None:
         return []
     from sgl_prefill import demo_model
@@ -113,16 +84,15 @@ def _model_flags(argv: list[str]) -> list[str]:
     return ["--model-path", str(demo_model.ensure()), "--served-model-name", demo_model.SERVED_NAME]
 
 
-def _print_help() -> int:
+def _print_help(*, with_sglangs: bool) -> int:
     _our_parser().print_help()
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import ServerArgs
+    if not with_sglangs:
+        print("\nand every flag of sglang.launch_server: --help-all shows them too")
+        return 0
+    from sgl_prefill.port import launch
 
-    load_plugins()
-    parser = argparse.ArgumentParser(prog="and every flag of sglang.launch_server", add_help=False)
-    ServerArgs.add_cli_args(parser)
     print()
-    parser.print_help()
+    launch.print_sglangs_help()
     return 0
 
 

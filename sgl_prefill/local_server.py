@@ -49,11 +49,11 @@ def start(
     environment: Mapping[str, str] | None = None,
     on_wait: Callable[[float], None] = lambda elapsed_s: None,
 ) -> LocalServer:
-    """`python -m module --port FREE flags`, healthy. Raises ServerStartError.
+    """Starts `python -m module --port FREE flags` and waits until it is healthy. Raises ServerStartError.
 
     `environment` is added to this process's; `on_wait` is called with the seconds so far while waiting.
     """
-    port = _free_port()
+    port = free_port()
     command = [python, "-m", module, "--host", "127.0.0.1", "--port", str(port), *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -74,7 +74,7 @@ def start(
 
 @contextmanager
 def running(module: str, flags: Sequence[str], log: Path, **options: object) -> Iterator[LocalServer]:
-    """`start` for a `with` statement."""
+    """Does `start` for a `with` statement."""
     server = start(module, flags, log, **options)  # type: ignore[arg-type]
     try:
         yield server
@@ -97,7 +97,7 @@ def _await_health(server: LocalServer, on_wait: Callable[[float], None]) -> None
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """With all of its session, at once."""
+    """Ends a process with all of its session, at once."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -118,7 +118,7 @@ def _is_healthy(url: str) -> bool:
         return False
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -17,7 +17,7 @@ from sgl_prefill.errors import SglPrefillError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit status: 0, or 2 with one message on stderr."""
+    """Returns the exit status: 0, or 2 with one message on stderr."""
     argv = sys.argv[1:] if argv is None else argv
     if "-h" in argv or "--help" in argv:
         return print_help()
@@ -34,15 +34,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(argv: list[str]) -> dict[str, Any]:
-    """The memory plan as /server_info shows it. Raises SglPrefillError."""
+    """Returns the memory plan as /server_info shows it. Raises SglPrefillError."""
     config, server_args = launch_server.parse([*argv, "--log-level", "warning"], listens=False)
     logging.basicConfig(level=logging.WARNING)
-    from sgl_prefill.seam import record
-    from sgl_prefill.startup import scheduler_alone
+    from sgl_prefill.core import memory_plan
+    from sgl_prefill.port import scheduler_alone
 
-    scheduler_alone.build(config, server_args)
-    memory: dict[str, Any] = record.get("memory")
-    return memory
+    state, _ = scheduler_alone.build(config, server_args)
+    assert state.memory_plan is not None
+    return memory_plan.shown(state.memory_plan)
 
 
 def print_help() -> int:

@@ -10,19 +10,26 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import logging
 import math
 import random
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.jct import FittedJct
+from sgl_prefill.errors import ConfigurationError
 
 # A machine that computes 20,000 tokens a second, for those who have not started a server yet.
 EXAMPLE_PROFILE = FittedJct(step_ms=5.0, miss_token_ms=0.05, pair_ms=5e-7, cached_token_ms=1e-4)
+# Of the engine's own options these can be given here too, with the same defaults.
+ENGINE_OPTIONS = ("sharers", "max_queue_s", "pack_step_tokens")
 
 
 class Summary(NamedTuple):
@@ -49,7 +56,7 @@ HEADER = ["setting", "tokens saved %", "hits %", "requests/s", "mean s", "P50 s"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit status: 0, or 2 with one message on stderr."""
+    """Returns the exit status: 0, or 2 with one message on stderr."""
     arguments = _parser().parse_args(argv)
     try:
         profile = _profile(arguments.profile)
@@ -57,18 +64,21 @@ def main(argv: list[str] | None = None) -> int:
         from sgl_prefill.planner import workloads
 
         arrivals = _arrivals(arguments)
-    except (ValueError, OSError) as error:
+        config = PrefillConfig.from_namespace(arguments, ENGINE_OPTIONS)
+    except (ValueError, OSError, ConfigurationError) as error:
         print(f"sgl_prefill: {error}", file=sys.stderr)
         return 2
-    from sgl_prefill.planner.simulate import Setting
-
-    settings = [Setting("fifo"), Setting("srjf", 0.0)]
-    counts_sharers = arguments.sharers == "count"
-    settings += [Setting("calibrated-srjf", value, arguments.max_queue_s, counts_sharers) for value in lambdas]
+    with warnings.catch_warnings():  # SGLang's and PyTorch's, about this machine
+        warnings.simplefilter("ignore")
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+        from sgl_prefill.planner import simulate  # noqa: F401
+    configs = [dataclasses.replace(config, scheduling=name) for name in ("fifo", "srjf")]
+    configs += [dataclasses.replace(config, fairness_lambda=value) for value in lambdas]
+    configs.append(PrefillConfig(paper=True))
     print(
         f"{len(arrivals)} requests; an unlimited cache would save {100 * workloads.ceiling_of_saving(arrivals):.2f} %"
     )
-    summaries = [summarize(arrivals, setting, profile, arguments) for setting in settings]
+    summaries = [summarize(arrivals, one, profile, arguments) for one in configs]
     rows = [HEADER, *(summary.row() for summary in summaries)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     for row in rows:
@@ -81,25 +91,24 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def summarize(arrivals: list[Any], setting: Any, profile: FittedJct, arguments: argparse.Namespace) -> Summary:
-    """Replay under one setting, with progress on stderr."""
-    from sgl_prefill.planner.simulate import replay
+def summarize(arrivals: list[Any], config: PrefillConfig, profile: FittedJct, arguments: argparse.Namespace) -> Summary:
+    """Replay under these options, with progress on stderr."""
+    from sgl_prefill.planner.simulate import name_of, replay
 
+    name = name_of(config)
     started = time.monotonic()
 
     def show(n_served: int) -> None:
         left_s = (time.monotonic() - started) / n_served * (len(arrivals) - n_served)
-        print(f"\r{setting.name}: {n_served} of {len(arrivals)}, {left_s:.0f} s left   ", end="", file=sys.stderr)
+        print(f"\r{name}: {n_served} of {len(arrivals)}, {left_s:.0f} s left   ", end="", file=sys.stderr)
 
     served = list(
-        replay(
-            arrivals, setting, profile, arguments.durable_tokens, page_tokens=arguments.page_tokens, on_progress=show
-        )
+        replay(arrivals, config, profile, arguments.durable_tokens, page_tokens=arguments.page_tokens, on_progress=show)
     )
     print("\r" + 79 * " " + "\r", end="", file=sys.stderr)
     latencies_s = sorted(one.latency_s for one in served)
     return Summary(
-        name=setting.name,
+        name=name,
         n_requests=len(served),
         token_saving=sum(one.n_cached_tokens for one in served) / sum(one.n_tokens for one in served),
         hit_rate=sum(2 * one.n_cached_tokens >= one.n_tokens for one in served) / len(served),
@@ -113,12 +122,12 @@ def summarize(arrivals: list[Any], setting: Any, profile: FittedJct, arguments: 
 
 
 def percentile(sorted_values: Sequence[float], percent: float) -> float:
-    """The smallest value that `percent` of all values do not exceed."""
+    """Returns the smallest value that `percent` of all values do not exceed."""
     return sorted_values[max(math.ceil(len(sorted_values) * percent / 100) - 1, 0)]
 
 
 def plot(summaries: list[Summary], path: Path) -> None:
-    """Latency CDF of each setting (the paper's Fig. 11)."""
+    """Draws the latency CDF of each setting (the paper's Fig. 11)."""
     try:
         import matplotlib
     except ImportError as error:
@@ -150,8 +159,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--lambda", dest="fairness_lambda", default="0,100,500,2000", help="values to compare, tokens per second"
     )
-    parser.add_argument("--max-queue-s", type=float, help="bound on any wait")
-    parser.add_argument("--sharers", choices=("count", "ignore"), default="count", help="as the engine's flag")
+    for name in ENGINE_OPTIONS:
+        PrefillConfig.add_cli_argument(parser, name)
     parser.add_argument(
         "--page-tokens", type=int, default=50, help="tokens that the replay counts as one (default: 50)"
     )

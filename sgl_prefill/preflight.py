@@ -6,20 +6,33 @@ import logging
 import os
 import re
 import socket
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import psutil
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.cpu import lm_head
-from sgl_prefill.cpu.detect import fast_dtype, has_accelerator
+from sgl_prefill.cpu.detect import fast_dtype
+from sgl_prefill.device import this_device
 from sgl_prefill.errors import ConfigurationError
-from sgl_prefill.kv import PREFIX_CACHE_NAME
 
-if TYPE_CHECKING:
-    from sglang.srt.server_args import ServerArgs
+# Under this name SGLang's registry of radix caches knows ours (`--radix-cache-backend`).
+PREFIX_CACHE_NAME = "sgl_prefill_suffix_kv"
 
 logger = logging.getLogger(__name__)
+
+
+class Feature(NamedTuple):
+    """A part of ours that can be left out."""
+
+    is_on: Callable[[PrefillConfig], bool]
+    without: str  # the flags that leave it out
+
+
+POLICY = Feature(lambda config: config.has_policy, "--scheduling stock")
+ONE_A_STEP = Feature(lambda config: config.has_policy and config.pack_step_tokens == 0, "--pack-step-tokens auto")
+EVICT = Feature(lambda config: config.evicts_suffix_kv, "--suffix-kv keep")
 
 
 class Required(NamedTuple):
@@ -29,12 +42,8 @@ class Required(NamedTuple):
     value: Any
     flag: str  # as the user would write it
     why: str
-    needed_by: str = ""  # the options of ours that need it, "a or b"; "" where every server of ours does
+    needed_by: tuple[Feature, ...] = ()  # any of these; where there is none, every server of ours does
 
-
-SRJF, EVICT = "--scheduling calibrated-srjf", "--suffix-kv evict"
-ONE_A_STEP = "--pack-step-tokens 0"
-EITHER = f"{SRJF} or {EVICT}"
 
 # On an accelerator. The memory plan has measured one row of logits; 128 of 150,000 words take 0.2 GB with their
 # log-probabilities.
@@ -42,33 +51,35 @@ DEVICE_MAX_REQUESTS = 128
 
 REQUIRED: tuple[Required, ...] = (
     Required("enable_metrics", True, "--enable-metrics", "queue_ms and actual_ms come from SGLang's request timing"),
-    Required("prefill_max_requests", 1, "--prefill-max-requests", "one request per step", ONE_A_STEP),
-    Required("chunked_prefill_size", -1, "--chunked-prefill-size", "a request runs in one forward", EITHER),
+    Required("prefill_max_requests", 1, "--prefill-max-requests", "one request per step", (ONE_A_STEP,)),
+    Required("chunked_prefill_size", -1, "--chunked-prefill-size", "a request runs in one forward", (POLICY, EVICT)),
     Required(
         "disable_overlap_schedule",
         True,
         "--disable-overlap-schedule",
         "with the overlap loop a request is picked before the last one's prefix is cached, and runs before the last one"
         " has given its scratch back",
-        EITHER,
+        (POLICY, EVICT),
     ),
     Required(
         "radix_cache_backend",
         PREFIX_CACHE_NAME,
         "--radix-cache-backend",
         "the policy hears of every change of the prefix cache, and scratch slots must not reach it",
-        EITHER,
+        (POLICY, EVICT),
     ),
-    Required("schedule_policy", "fcfs", "--schedule-policy", "our policy orders the queue", SRJF),
-    Required("enable_mixed_chunk", False, "--enable-mixed-chunk", "a request runs in one forward", EITHER),
-    Required("tp_size", 1, "--tp-size", "the ranks have no agreed clock and memory plan yet", EITHER),
-    Required("pp_size", 1, "--pp-size", "the policy and the scratch know one batch in flight", EITHER),
-    Required("dcp_size", 1, "--dcp-size", "scratch is not spread over ranks", EVICT),
-    Required("enable_hierarchical_cache", False, "--enable-hierarchical-cache", "the cache has one tier", EITHER),
-    Required("enable_streaming_session", False, "--enable-streaming-session", "a session would keep scratch", EVICT),
-    Required("enable_memory_saver", False, "--enable-memory-saver", "aliased KV buffers cannot be released", EVICT),
-    Required("enable_page_major_kv_layout", False, "--enable-page-major-kv-layout", "layers share scratch", EVICT),
-    Required("enable_unified_memory", False, "--enable-unified-memory", "layers share scratch", EVICT),
+    Required("schedule_policy", "fcfs", "--schedule-policy", "our policy orders the queue", (POLICY,)),
+    Required("enable_mixed_chunk", False, "--enable-mixed-chunk", "a request runs in one forward", (POLICY, EVICT)),
+    Required("tp_size", 1, "--tp-size", "the ranks have no agreed clock and memory plan yet", (POLICY, EVICT)),
+    Required("pp_size", 1, "--pp-size", "the policy and the scratch know one batch in flight", (POLICY, EVICT)),
+    Required("dcp_size", 1, "--dcp-size", "scratch is not spread over ranks", (EVICT,)),
+    Required(
+        "enable_hierarchical_cache", False, "--enable-hierarchical-cache", "the cache has one tier", (POLICY, EVICT)
+    ),
+    Required("enable_streaming_session", False, "--enable-streaming-session", "a session would keep scratch", (EVICT,)),
+    Required("enable_memory_saver", False, "--enable-memory-saver", "aliased KV buffers cannot be released", (EVICT,)),
+    Required("enable_page_major_kv_layout", False, "--enable-page-major-kv-layout", "layers share scratch", (EVICT,)),
+    Required("enable_unified_memory", False, "--enable-unified-memory", "layers share scratch", (EVICT,)),
     Required("speculative_algorithm", None, "--speculative-algorithm", "SGLang's prefill-only path is off with it"),
     Required("disaggregation_mode", "null", "--disaggregation-mode", "there is no decode to hand over to"),
     Required("tokenizer_worker_num", 1, "--tokenizer-worker-num", "our routes live in the one HTTP process"),
@@ -80,15 +91,16 @@ REQUIRED: tuple[Required, ...] = (
 
 
 def required_for(config: PrefillConfig) -> tuple[Required, ...]:
-    """What this configuration needs of SGLang."""
-    chosen = {f"--scheduling {config.scheduling}", f"--suffix-kv {config.suffix_kv}"}
-    if config.scheduling == "calibrated-srjf":
-        chosen.add(f"--pack-step-tokens {config.pack_step_tokens}")
-    return tuple(need for need in REQUIRED if not need.needed_by or chosen & set(need.needed_by.split(" or ")))
+    """Lists what this configuration needs of SGLang."""
+    return tuple(need for need in REQUIRED if not need.needed_by or _those_on(config, need))
+
+
+def _those_on(config: PrefillConfig, need: Required) -> list[Feature]:
+    return [feature for feature in need.needed_by if feature.is_on(config)]
 
 
 def required_flags(config: PrefillConfig) -> list[str]:
-    """The needs that differ from SGLang's defaults, as command line; put first, so that a user's own flag shows up."""
+    """Returns the needs that differ from SGLang's defaults, as command line; put first, so that a user's own flag shows up."""
     flags = []
     for need in required_for(config):
         if need.value is True:
@@ -99,26 +111,35 @@ def required_flags(config: PrefillConfig) -> list[str]:
 
 
 def default_settings(config: PrefillConfig) -> dict[str, Any]:
-    """What suits this machine where the user says nothing, by names of ServerArgs."""
+    """Returns what suits this machine where the user says nothing, by names of ServerArgs."""
     fraction = memory_fraction(config)
-    packs = config.scheduling == "calibrated-srjf" and config.pack_step_tokens != 0
+    packs = config.has_policy and config.pack_step_tokens != 0
+    most_requests = most_requests_of_step(config) if packs else None
+    limit = {} if most_requests is None else {"prefill_max_requests": most_requests}
     if fraction is None:
-        return {"prefill_max_requests": DEVICE_MAX_REQUESTS} if packs else {}
+        return limit
     # An idle scheduler that polls without rest takes a core from the tokenizer and the clients on a small machine.
-    settings: dict[str, Any] = {"mem_fraction_static": round(fraction, 4), "sleep_on_idle": True}
+    settings: dict[str, Any] = {"mem_fraction_static": round(fraction, 4), "sleep_on_idle": True, **limit}
     if fast_dtype() == "float32":
         logger.warning(
             "this processor is many times slower in bfloat16 than in float32: --dtype is float32 if not given"
         )
         settings["dtype"] = "float32"
-    if packs and config.logits_dtype == "float32":
-        # A label must not depend on its company: all rows of a packed step get the same logits as a lone one.
-        settings["prefill_max_requests"] = lm_head.MAX_ROWS
     return settings
 
 
+def most_requests_of_step(config: PrefillConfig) -> int | None:
+    """Returns how many requests share a step at most where the user says nothing; None: as SGLang limits them.
+
+    On a host all rows of a packed step get the same logits as a lone one: a label must not depend on its company.
+    """
+    if not this_device().float32_logits:
+        return DEVICE_MAX_REQUESTS
+    return lm_head.MAX_ROWS if config.logits_dtype == "float32" else None
+
+
 def default_flags(config: PrefillConfig) -> list[str]:
-    """The same as command line; put first too."""
+    """Returns the same as command line; put first too."""
     flags = []
     for name, value in default_settings(config).items():
         flags += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
@@ -130,7 +151,7 @@ def memory_fraction(config: PrefillConfig) -> float | None:
 
     SGLang's KV pool gets `fraction * free memory - weights`, so this budget covers weights and KV pool together.
     """
-    if has_accelerator():
+    if not this_device().is_host:
         if config.memory_budget_gb is not None:
             raise ConfigurationError(
                 f"--memory-budget-gb {config.memory_budget_gb} is for machines without an accelerator,"
@@ -147,7 +168,7 @@ def memory_fraction(config: PrefillConfig) -> float | None:
 
 
 def check_argv(config: PrefillConfig, argv: list[str], *, listens: bool = True) -> list[str]:
-    """What the bare command line already shows to be wrong, before SGLang's import takes its 20 seconds."""
+    """Lists what the bare command line already shows to be wrong, before SGLang's import takes its 20 seconds."""
     problems = []
     for need in required_for(config):
         raw = value_of(argv, need.flag)
@@ -163,7 +184,7 @@ def check_argv(config: PrefillConfig, argv: list[str], *, listens: bool = True) 
 
 
 def value_of(argv: list[str], *flags: str) -> str | None:
-    """The last value given to one of these flags: "" for a switch, None where it is not given."""
+    """Returns the last value given to one of these flags: "" for a switch, None where it is not given."""
     found = None
     for word, following in zip(argv, [*argv[1:], "--"], strict=True):
         name, equals, value = word.partition("=")
@@ -172,14 +193,15 @@ def value_of(argv: list[str], *flags: str) -> str | None:
     return found
 
 
-def check_server_args(config: PrefillConfig, server_args: ServerArgs, *, listens: bool) -> None:
-    """Raise ConfigurationError naming every flag that contradicts the engine, and, if it listens, a taken port."""
+def check_server_args(config: PrefillConfig, server_args: Any, *, listens: bool) -> None:
+    """Raise ConfigurationError naming every flag of SGLang's ServerArgs that contradicts the engine, and, if it listens, a taken
+    port."""
     problems = [
         _contradiction(config, need, value)
         for need in required_for(config)
         if (value := getattr(server_args, need.field)) != need.value
     ]
-    if config.suffix_kv == "evict" and config.allow_generation and server_args.page_size > 1 and not has_accelerator():
+    if config.evicts_suffix_kv and config.allow_generation and server_args.page_size > 1 and this_device().is_host:
         problems.append(
             f"--page-size {server_args.page_size} with --allow-generation needs a Triton kernel for each token:"
             " leave one of the two out on a machine without an accelerator, or start with --suffix-kv keep"
@@ -191,20 +213,18 @@ def check_server_args(config: PrefillConfig, server_args: ServerArgs, *, listens
 
 
 def _contradiction(config: PrefillConfig, need: Required, value: Any) -> str:
-    without = {
-        ONE_A_STEP: "--pack-step-tokens auto",
-        SRJF: "--scheduling stock",
-        EVICT: "--suffix-kv keep",
-        EITHER: "--scheduling stock --suffix-kv keep",
-    }
-    remedy = "leave it out" + (f", or start with {without[need.needed_by]}" if need.needed_by else "")
-    if config.paper and need.needed_by in (ONE_A_STEP, SRJF, EITHER):
-        remedy += " and without --paper"
+    those_on = _those_on(config, need)
+    remedy = "leave it out"
+    if those_on:
+        remedy += f", or start with {' '.join(feature.without for feature in those_on)}"
+        if config.paper and {POLICY, ONE_A_STEP} & set(those_on):
+            remedy += " and without --paper"
     return f"{need.flag} is {value} and must be {need.value} ({need.why}): {remedy}"
 
 
 def _model_path_problems(model_path: str) -> list[str]:
-    """A path that is neither a model folder, nor a file or remote store of SGLang's, nor the name of a model on a hub."""
+    """Says what is wrong with a path that is neither a model folder, nor a file or remote store of SGLang's, nor the name of
+    a model on a hub."""
     if os.path.isdir(model_path):
         if os.path.exists(os.path.join(model_path, "config.json")):
             return []

@@ -10,7 +10,9 @@ from torch.autograd.profiler import profile
 
 
 def peak_bytes(run: Callable[[], None]) -> int:
-    """Highest sum of tensors that `run` allocates and has not yet freed. Tensors that were there before do not count."""
+    """Returns the highest sum of tensors that `run` allocates and has not yet freed. Tensors that were there before do not
+    count.
+    """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it reports a machine without a GPU as an error
     with profile(profile_memory=True) as profiled:
         run()

@@ -50,7 +50,7 @@ SHAPES = (
 
 
 def measure(is_quick: bool) -> dict[str, Any]:
-    """Both kernels in turn on each shape. Raises InvalidRunError where there is no native kernel."""
+    """Times both kernels in turn on each shape. Raises InvalidRunError where there is no native kernel."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.manual_seed(0)
     kernels = native().kernels

@@ -93,7 +93,7 @@ def main() -> int:
 
 
 def check_engines(engines: dict[str, local_server.LocalServer]) -> dict[str, Any]:
-    """Each engine is the one that it is taken for. Raises InvalidRunError."""
+    """Raises InvalidRunError where an engine is not the one that it is taken for."""
     info = {name: requests.get(f"{engine.url}/server_info", timeout=60).json() for name, engine in engines.items()}
     record = info["ours"].get("sgl_prefill")
     if record is None or "sgl_prefill" in info["torch_native"]:
@@ -161,7 +161,7 @@ def check_agreement(rows: list[dict[str, Any]]) -> None:
 
 
 def flops(n_tokens: int) -> dict[str, float]:
-    """Of one cold prompt: every matrix product of the layers, and causal attention (half of the square)."""
+    """Counts the operations of one cold prompt: every matrix product of the layers, and causal attention (half of the square)."""
     per_token = 2 * (HIDDEN * (HEADS + 2 * KV_HEADS) * HEAD_DIM + HEADS * HEAD_DIM * HIDDEN + 3 * HIDDEN * MLP)
     return {
         "linear": float(LAYERS * per_token * n_tokens),
@@ -170,7 +170,7 @@ def flops(n_tokens: int) -> dict[str, float]:
 
 
 def measure_ceiling(n_tokens: int) -> dict[str, float]:
-    """What this machine reaches alone: the rate of its matrix products, which attention is held against too."""
+    """Measures what this machine reaches alone: the rate of its matrix products, which attention is held against too."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     rate = ceiling.matrix_product_flop_per_s("bfloat16")
     work = flops(n_tokens)

@@ -84,7 +84,7 @@ def targets_of(medians: list[dict[str, Any]]) -> list[report.Target]:
 
 
 def medians_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Over the turns."""
+    """Takes the medians over the turns."""
     keys = dict.fromkeys((row["workload"], row["load"], row["setting"]) for row in rows)
     medians = []
     for workload, load, setting in keys:

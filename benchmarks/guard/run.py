@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def targets_of(found: dict[engines.Engine, list[Figures]]) -> list[report.Target]:
-    """Of medians all at once and when little comes."""
+    """Compares medians, all at once and when little comes."""
     at_once, little = found[engines.OURS]
     targets = []
     for reference, (more_per_s, lower_latency) in AT_LEAST.items():
@@ -101,7 +101,8 @@ def targets_of(found: dict[engines.Engine, list[Figures]]) -> list[report.Target
 
 
 def prompts(n_messages: int) -> list[Due]:
-    """A policy, messages cut from Python's own documentation, which is on every machine, and a question; all due at once."""
+    """Makes prompts of a policy, messages cut from Python's own documentation, which is on every machine, and a question;
+    all due at once."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(demo_model.ensure())

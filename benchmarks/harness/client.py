@@ -32,7 +32,7 @@ class Due(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Of one request; times in seconds from the start of the run."""
+    """How one request was answered; times in seconds from the start of the run."""
 
     at_s: float
     sent_s: float
@@ -45,12 +45,12 @@ class Outcome(NamedTuple):
 
     @property
     def latency_s(self) -> float:
-        """From when it was due: what the client itself lost counts too."""
+        """Counts from when it was due: what the client itself lost counts too."""
         return self.finish_s - self.at_s
 
 
 class Figures(NamedTuple):
-    """Of one run."""
+    """What one run comes to."""
 
     requests: int
     mean_s: float
@@ -86,7 +86,7 @@ def figures(outcomes: Sequence[Outcome]) -> Figures:
 def check_agreement(
     answers: Sequence[list[float]], others: Sequence[list[float]], max_difference: float, name: str
 ) -> None:
-    """Of two engines' log-probabilities for the same prompts. Raises InvalidRunError naming the engine of `answers`."""
+    """Compares two engines' log-probabilities for the same prompts. Raises InvalidRunError naming the engine of `answers`."""
     for ours, theirs in zip(answers, others, strict=True):
         # NaN is no agreement either.
         if not all(abs(a - b) <= max_difference for a, b in zip(ours, theirs, strict=True)):
@@ -106,7 +106,9 @@ async def _run(url: str, dues: Sequence[Due], name: str) -> list[Outcome]:
     bodies = [_body(due) for due in dues]
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     n_done = 0
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+    # A connection that idles for longer than servers keep theirs (5 s) may end just as a request is sent on it.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         started = time.perf_counter()
 
         async def one(due: Due, body: bytes) -> Outcome:

@@ -114,7 +114,8 @@ class Comparison:
         return run.figures.requests_per_s
 
     def measure_rival(self, engine: engines.Engine, rates: Sequence[Rate], turn: str = "") -> list[Run] | None:
-        """None, and a row in `failed`, where the engine cannot be started, or ends under the load: that is a result too."""
+        """As `measure`; None, and a row in `failed`, where the engine cannot be started, or ends under the load: that is a
+        result too."""
         try:
             return self.measure(engine, rates, turn)
         except (ServerStartError, report.InvalidRunError) as error:
@@ -183,7 +184,7 @@ class Comparison:
         return self._requests[rate]
 
     def _check(self, run: Run, max_difference: float) -> None:
-        """Against who answered the same prompts first."""
+        """Compares the answers with those of who answered the same prompts first."""
         answers = [one.logprobs for one in run.outcomes]
         prompts = [tuple(due.input_ids) for due in self._requests_at(run.offered_per_s)]
         expected = [self._answers.setdefault(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
@@ -199,7 +200,7 @@ class Comparison:
 
 
 def medians_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Of the runs of one engine at one load that took turns with others'."""
+    """Takes medians over the runs of one engine at one load that took turns with others'."""
     by_load: dict[tuple[str, Rate], list[client.Figures]] = {}
     for run in runs:
         if run.turn:
@@ -216,7 +217,7 @@ def medians_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def median_of(figures: Sequence[client.Figures]) -> client.Figures:
-    """Of each figure for itself."""
+    """Takes the median of each figure for itself."""
     return client.Figures(*(statistics.median(values) for values in zip(*figures, strict=True)))
 
 

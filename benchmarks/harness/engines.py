@@ -51,7 +51,7 @@ REFERENCES = (ON_DEVICE,) if shapes.HAS_CUDA else (AS_SHIPPED, PYTORCH_PATH)
 
 
 class Engine(NamedTuple):
-    """What is started."""
+    """One engine as it is started."""
 
     name: str
     module: str
@@ -62,7 +62,7 @@ class Engine(NamedTuple):
     reference: Reference | None = None  # of stock SGLang in a comparison
 
     def on(self, reference: Reference) -> Engine:
-        """The same policy of stock SGLang, attending in this way."""
+        """Returns the same policy of stock SGLang, attending in this way."""
         return self._replace(
             name=f"{self.name}, {reference.name}",
             flags=(*self.flags, *reference.flags),
@@ -72,7 +72,7 @@ class Engine(NamedTuple):
 
     @property
     def kernel(self) -> str:
-        """What is asked for in KERNEL_VARIABLE."""
+        """The value that is asked for in KERNEL_VARIABLE."""
         return dict(self.environment).get(KERNEL_VARIABLE) or os.environ.get(KERNEL_VARIABLE) or "auto"
 
     @property
@@ -155,14 +155,18 @@ def running(
     fixed |= {**dict(engine.environment), **(environment or {})}
     flags = [*common, *engine.flags]
     with local_server.running(engine.module, flags, log, python=python, environment=fixed) as server:
-        info = requests.get(f"{server.url}/server_info", timeout=60).json()
-        record = info.get("sgl_prefill")
-        if engine.is_ours != (record is not None):
-            raise report.InvalidRunError(f"{engine.name}: the activation record is {record}")
-        check_backend(engine, info)
-        pid = server.process.pid
-        kernel = check_kernel(engine, record, native_files(pid) if engine.reference is not None else [])
-        yield Running(server.url, pid, report.portable(server.command), record, info.get("version"), kernel)
+        yield look_at(engine, server.url, server.process.pid, server.command)
+
+
+def look_at(engine: Engine, url: str, pid: int, command: list[str]) -> Running:
+    """Says what a healthy server is. Raises InvalidRunError where it is not the engine."""
+    info = requests.get(f"{url}/server_info", timeout=60).json()
+    record = info.get("sgl_prefill")
+    if engine.is_ours != (record is not None):
+        raise report.InvalidRunError(f"{engine.name}: the activation record is {record}")
+    check_backend(engine, info)
+    kernel = check_kernel(engine, record, native_files(pid) if engine.reference is not None else [])
+    return Running(url, pid, report.portable(command), record, info.get("version"), kernel)
 
 
 def check_backend(engine: Engine, info: dict[str, Any]) -> None:

@@ -52,7 +52,7 @@ def operator_seconds(server: Running, folder: Path, work: Callable[[], None]) ->
 
 
 def by_group(events: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Of the events of a Chrome trace, whose times are in microseconds. Events of a thread lie inside each other or apart."""
+    """Sums the events of a Chrome trace, whose times are in microseconds. Events of a thread lie inside each other or apart."""
     threads: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
         is_kernel = event.get("cat") == "user_annotation" and event["name"].startswith("sgl_prefill::")

@@ -129,7 +129,7 @@ def ask(server: engines.Running, prompt: list[int]) -> dict[str, Any]:
 
 
 def generate(server: engines.Running, prompts: list[int] | list[list[int]]) -> Any:
-    """The output, or a list of them for a list of prompts."""
+    """Returns the output, or a list of them for a list of prompts."""
     body = {"input_ids": prompts, "allowed_token_ids": [100, 200]}
     reply = requests.post(f"{server.url}/generate", json=body, timeout=600)
     if reply.status_code != 200:
@@ -138,7 +138,7 @@ def generate(server: engines.Running, prompts: list[int] | list[list[int]]) -> A
 
 
 def figures_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of both predictions. The proxy's tokens become milliseconds by the factor that suits these very points best."""
+    """Rates both predictions. The proxy's tokens become milliseconds by the factor that suits these very points best."""
     actual = [row["actual_ms"] for row in rows]
     misses = [float(row["prompt_tokens"] - row["cached_tokens"]) for row in rows]
     ms_per_token = statistics.median(ms / tokens for ms, tokens in zip(actual, misses, strict=True))
@@ -157,13 +157,13 @@ def figures_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def figures_of_packed(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of steps that several requests shared."""
+    """Rates the predictions of steps that several requests shared."""
     predicted, actual = ([row[name] for row in rows] for name in ("predicted_jct_ms", "actual_ms"))
     return {"steps": len(rows), "median_error": median_error(predicted, actual)}
 
 
 def median_error(predicted: list[float], actual: list[float]) -> float:
-    """Relative to what it took."""
+    """Takes the median of the errors, each relative to what it took."""
     return statistics.median(abs(p / a - 1) for p, a in zip(predicted, actual, strict=True))
 
 

@@ -168,7 +168,7 @@ def difference_from_stock(folder: Path, n_tokens: int, logprobs: list[float]) ->
 
 
 def measure_on_device(model: str, engine: Engine) -> dict[str, Any]:
-    """The same where the memory left by `only` is the budget. No answer at all is a result: None."""
+    """Does the same where the memory left by `only` is the budget. No answer at all is a result: None."""
     with tempfile.TemporaryDirectory() as name, only(DEVICE_GIB.get(model)):
         folder = shapes.write(model, Path(name))
         (folder / "config.json").write_text(
@@ -195,7 +195,8 @@ def measure_on_device(model: str, engine: Engine) -> dict[str, Any]:
 
 
 def first_that_fits(serve: Callable[[int], dict[str, Any]], n_tokens: int) -> dict[str, Any]:
-    """Of inputs each 3/4 as long as the last. Raises the last failure where the server ends or refuses at all of them."""
+    """Finds the first that fits of inputs each 3/4 as long as the last. Raises the last failure where the server ends or
+    refuses at all of them."""
     for _ in range(DEVICE_TRIES - 1):
         try:
             return serve(n_tokens)

@@ -23,7 +23,8 @@ class Backend(Protocol):
     """A model that keeps the KV of one prompt."""
 
     def log_probabilities(self, ids: Sequence[int], n_kept: int) -> Sequence[float]:
-        """Over the vocabulary, after `ids`, whose first `n_kept` are those of the last call; at least one is computed."""
+        """Returns log-probabilities over the vocabulary, after `ids`, whose first `n_kept` are those of the last call; at
+        least one is computed."""
         ...
 
 

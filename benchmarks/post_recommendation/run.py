@@ -97,7 +97,7 @@ SERVED = Served(
 
 
 def comparison_of(arguments: Any, arrivals: traffic.Arrivals) -> Comparison:
-    """Of engines that serve WL1, its requests coming one by one or a user's together."""
+    """Opens a comparison of engines that serve WL1, its requests coming one by one or a user's together."""
     n_users = QUICK_USERS if arguments.quick else USERS
 
     def requests_of(rate: Rate) -> list[Due]:
@@ -148,7 +148,7 @@ def capacity(
 
 
 def medians(runs: list[Run]) -> tuple[float, float, float]:
-    """Of mean latency, P99 and the share of the offered rate that was answered."""
+    """Takes the medians of mean latency, P99 and the share of the offered rate that was answered."""
     return (
         statistics.median(run.figures.mean_s for run in runs),
         statistics.median(run.figures.p99_s for run in runs),
@@ -157,7 +157,7 @@ def medians(runs: list[Run]) -> tuple[float, float, float]:
 
 
 def targets_of(capacities: list[dict[str, Any]], at_once: dict[engines.Engine, Figures]) -> list[report.Target]:
-    """A rate that was not held at all counts as 0."""
+    """Makes the targets; a rate that was not held at all counts as 0."""
     targets = []
     for row in capacities:
         (reference,) = (one.reference for one in at_once if one.name == row["rival"])

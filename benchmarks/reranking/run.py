@@ -121,7 +121,7 @@ class Scoring:
 
 
 def needed_tokens(tokenizer: Any, one: dict[str, Any]) -> int:
-    """Of all prompts together, each distinct beginning once."""
+    """Counts the tokens of all prompts together, each distinct beginning once."""
     prompts = sorted(tokenizer.encode(one["query"] + passage) for passage in one["items"])
     shared = [common_prefix(a, b) for a, b in itertools.pairwise(prompts)]
     return sum(map(len, prompts)) - sum(shared)

@@ -1,4 +1,4 @@
-"""What does calibrated SRJF cost a step, at 1,000, 3,000 and 10,000 waiting requests?
+"""What does calibrated SRJF cost a step, at 1,000, 3,000 and 10,000 waiting requests, with and without deadlines?
 
     python benchmarks/scheduler_overhead/run.py [--quick] [--json PATH]
 
@@ -7,6 +7,7 @@ One process, SGLang's real scheduler, prefix cache and KV pool, a one-layer mode
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -14,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,30 +32,64 @@ WAITING = (1_000, 3_000, 10_000)
 PROMPT_TOKENS, TAIL_TOKENS, PER_PREFIX = 14_000, 150, 50
 CACHED_USERS = 4
 WARM_UP_STEPS, STEPS = 60, 300
+BURST = 2_000  # arrivals with deadlines between two steps; half of them cannot be done in time
+DEADLINE_MS = 1e9  # far away: the forecast is made, and nobody is refused
+TOO_SOON_MS = 1e-3
 VOCABULARY = 512
+STEP_SIZES: dict[str, dict[str, Any]] = {"packed steps": {}, "one request a step": {"pack_step_tokens": 0}}
 
 
 def main() -> int:
     arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
     conditions = report.conditions()
     counts, steps, tokens = (WAITING, STEPS, PROMPT_TOKENS) if not arguments.quick else ((50, 150), 40, 1_000)
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        engine = start(Path(folder), tokens)
-        for n_waiting in counts:
-            rows.append(measure(engine, n_waiting, steps, tokens))
-            print(rows[-1], file=sys.stderr)
+    rows, targets = [], []
+    for step, options in STEP_SIZES.items():
+        of_step = measure_all(options, counts, steps, tokens, burst=50 if arguments.quick else BURST)
+        rows += [{"step": step, **row} for row in of_step]
+        targets += targets_of(step, of_step)
     rivals = [measure_rival(python, policy, n, tokens) for python, policy in rivals_here() for n in counts]
-    most, fewest = rows[-1], rows[0]
-    targets = [
-        report.Target.at_most(f"policy cost of a step at {most['waiting']} waiting, p50, ms", most["p50_ms"], 1.0),
-        report.Target.at_most(f"policy cost of a step at {most['waiting']} waiting, p99, ms", most["p99_ms"], 5.0),
-        report.Target.at_most(
-            f"p50 at {most['waiting']} waiting / at {fewest['waiting']}", most["p50_ms"] / fewest["p50_ms"], 2.0
-        ),
-    ]
     report.finish({"conditions": conditions, "rows": rows, "rivals": rivals}, targets, arguments.json)
     return 0
+
+
+def measure_all(
+    options: dict[str, Any], counts: Sequence[int], n_steps: int, n_tokens: int, burst: int
+) -> list[dict[str, Any]]:
+    """Measures one engine: each count, then the largest with deadlines, then a burst beside it."""
+    settings: list[tuple[int, float | None, int]] = [(n_waiting, None, 0) for n_waiting in counts]
+    settings += [(counts[-1], DEADLINE_MS, 0), (counts[-1], DEADLINE_MS, burst)]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        engine = start(Path(folder), n_tokens, options)
+        for n_waiting, deadline_ms, n_burst in settings:
+            rows.append(measure(engine, n_waiting, n_steps, n_tokens, deadline_ms, n_burst))
+            print(options, rows[-1], file=sys.stderr)
+    return rows
+
+
+def targets_of(step: str, rows: Sequence[dict[str, Any]]) -> list[report.Target]:
+    fewest, most, with_deadlines, with_burst = rows[0], rows[-3], rows[-2], rows[-1]
+    ratio = most["p50_ms"] / fewest["p50_ms"]
+    return [
+        *(
+            report.Target.at_most(
+                f"{step}: policy cost of a step, {what}, {percentile}, ms", row[f"{percentile}_ms"], limit
+            )
+            for what, row in (
+                (f"{most['waiting']} waiting", most),
+                (f"{most['waiting']} waiting with deadlines", with_deadlines),
+                (f"a burst of {with_burst['burst']} arrivals with deadlines", with_burst),
+            )
+            for percentile, limit in (("p50", 1.0), ("p99", 5.0))
+        ),
+        report.Target.at_most(f"{step}: p50 at {most['waiting']} waiting / at {fewest['waiting']}", ratio, 2.0),
+        report.Target.at_most(
+            f"{step}: policy cost of the step that takes in {with_burst['burst']} arrivals with deadlines, ms",
+            with_burst["burst_step_ms"],
+            250.0,
+        ),
+    ]
 
 
 def rivals_here() -> list[tuple[str, str]]:
@@ -81,22 +117,32 @@ def measure_rival(python: str, policy: str, n_waiting: int, prompt_tokens: int) 
     return row
 
 
-def start(folder: Path, prompt_tokens: int) -> InProcessScheduler:
+def start(folder: Path, prompt_tokens: int, options: dict[str, Any]) -> InProcessScheduler:
     small = {"num_hidden_layers": 1, "max_position_embeddings": 2 * prompt_tokens, "vocab_size": VOCABULARY}
     model = tiny_models.write(folder / "model", "llama", **small)
     config = PrefillConfig(
         hybrid_prefill="off",
         memory_budget_gb=2,
         max_input_length=prompt_tokens + TAIL_TOKENS,
-        fairness_lambda=500.0,
-        pack_step_tokens=0,
         skip_parity_gate=True,
+        **options,
     )
-    return InProcessScheduler(config, model, dtype="float32", max_total_tokens=(CACHED_USERS + 1) * prompt_tokens)
+    engine = InProcessScheduler(config, model, dtype="float32", max_total_tokens=(CACHED_USERS + 1) * prompt_tokens)
+    gc.collect()
+    gc.freeze()  # as a server does once it has warmed up
+    return engine
 
 
-def measure(engine: InProcessScheduler, n_waiting: int, n_steps: int, prompt_tokens: int) -> dict[str, Any]:
-    """Fill the queue, then serve one and submit one, again and again."""
+def measure(
+    engine: InProcessScheduler,
+    n_waiting: int,
+    n_steps: int,
+    prompt_tokens: int,
+    deadline_ms: float | None,
+    burst: int,
+) -> dict[str, Any]:
+    """Fill the queue, then serve a step and submit as many as it served, again and again; half-way through, `burst` more come
+    at once."""
     rng = random.Random(n_waiting)
     engine.flush()
     prefixes = [
@@ -104,34 +150,46 @@ def measure(engine: InProcessScheduler, n_waiting: int, n_steps: int, prompt_tok
         for _ in range(max(n_waiting // PER_PREFIX, 1))
     ]
 
-    def submit(prefix: list[int]) -> None:
-        engine.submit([*prefix, *(rng.randrange(3, VOCABULARY) for _ in range(TAIL_TOKENS))])
+    def submit(prefix: list[int], deadline_ms: float | None = deadline_ms) -> None:
+        tail = [rng.randrange(3, VOCABULARY) for _ in range(TAIL_TOKENS)]
+        engine.submit([*prefix, *tail], deadline_ms=deadline_ms)
 
     for index in range(n_waiting):
         submit(prefixes[index % len(prefixes)])
-    policy = engine.scheduler.sgl_prefill_policy
-    costs_ms = []
+    costs_ms, served = [], []
     engine.step()  # takes in all that waits
-    filling_ms = 1000 * policy.last_step_s
+    ms_a_request = 1000 * engine.live.last_step_s / n_waiting
     for index in range(WARM_UP_STEPS + n_steps):
         # Now and then a user leaves, and one comes whose prefix nobody has sent yet.
         if index % PER_PREFIX == 0:
             prefixes[rng.randrange(len(prefixes))] = [rng.randrange(3, VOCABULARY) for _ in prefixes[0]]
-        submit(rng.choice(prefixes))
+        n_doomed = burst // 2 if index == WARM_UP_STEPS + n_steps // 2 else 0
+        n_waiting += n_doomed  # as many that can be done
+        for _ in range(n_waiting - len(engine.scheduler.waiting_queue)):
+            submit(rng.choice(prefixes))
+        for _ in range(n_doomed):
+            submit(rng.choice(prefixes), TOO_SOON_MS)
         engine.step()
         if index >= WARM_UP_STEPS:
-            costs_ms.append(1000 * policy.last_step_s)
-    waiting = len(engine.scheduler.waiting_queue)
+            costs_ms.append(1000 * engine.live.last_step_s)
+            served.append(n_waiting - len(engine.scheduler.waiting_queue))
+    if len(engine.refusals) != burst // 2:
+        raise report.InvalidRunError(f"{len(engine.refusals)} requests were refused, and {burst // 2} came too late")
+    engine.refusals.clear()
     for req in list(engine.scheduler.waiting_queue):
         engine.scheduler.waiting_queue.remove(req)
     engine.step()  # the policy forgets them
     return {
-        "waiting": waiting,
+        "waiting": n_waiting - burst // 2,
+        "with_deadlines": deadline_ms is not None,
+        "burst": burst,
         "steps": n_steps,
         "p50_ms": statistics.median(costs_ms),
         "p99_ms": statistics.quantiles(costs_ms, n=100)[98],
         "longest_ms": max(costs_ms),
-        "ms_a_request_on_arrival": filling_ms / n_waiting,
+        "burst_step_ms": costs_ms[n_steps // 2],
+        "served_a_step": statistics.mean(served),
+        "ms_a_request_on_arrival": ms_a_request,
     }
 
 

@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def targets_of(found: dict[engines.Engine, Figures]) -> list[report.Target]:
-    """Against the policy with the lowest mean of each reference."""
+    """Compares with the policy with the lowest mean of each reference."""
     targets = []
     for engine in found:
         for reference in engines.REFERENCES:

@@ -111,7 +111,7 @@ def measure_steps(n_turns: int, is_quick: bool) -> tuple[list[dict[str, Any]], d
 
 
 def medians_of(rows: list[dict[str, Any]], ceiling: dict[str, float]) -> list[dict[str, Any]]:
-    """Over the turns, with what the arithmetic of a step takes at the machine's own rates.
+    """Takes medians over the turns, with what the arithmetic of a step takes at the machine's own rates.
 
     A matrix product takes as long as its operations or as reading its weights, whichever is longer.
     """

@@ -27,7 +27,6 @@ from benchmarks import shapes
 from benchmarks.harness import profile
 from sgl_prefill import demo_model
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.seam import record
 from tests.support.in_process import InProcessScheduler
 
 N_STEPS, QUICK_STEPS, N_WARM_UP = 20, 3, 2
@@ -62,7 +61,7 @@ def main() -> int:
         for model in dict.fromkeys(step.model for step in STEPS):
             scheduler = start(model, Path(scratch))
             rows += [measure(scheduler, step, n_steps) for step in STEPS if step.model == model]
-        kernel = (record.read() or {}).get("cpu_kernel")
+        kernel = scheduler.state.cpu_kernel
     print(json.dumps({"rows": rows, "ceiling": ceiling(), "cpu_kernel": kernel}))
     return 0
 
@@ -150,7 +149,7 @@ def work(scheduler: InProcessScheduler, step: Step) -> dict[str, int]:
 
 
 def ceiling() -> dict[str, float]:
-    """What this machine reaches alone: a large matrix product in the dtype of all, and reading memory in a row."""
+    """Measures what this machine reaches alone: a large matrix product in the dtype of all, and reading memory in a row."""
     memory = torch.zeros(64 << 20)  # 256 MiB of float32: more than caches hold
     read_s = machine.best_of(memory.sum, 5)
     return {

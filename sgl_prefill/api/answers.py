@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def completion_choice(index: int, scored: ScoredPrompt, logprobs: int | None) -> dict[str, Any]:
-    """One choice of /v1/completions; `logprobs` as asked for, over the whole vocabulary."""
+    """Makes one choice of /v1/completions; `logprobs` as asked for, over the whole vocabulary."""
     shown = None
     if logprobs is not None:
         texts = [label.text for label in scored.labels]
@@ -34,7 +34,7 @@ def completion_choice(index: int, scored: ScoredPrompt, logprobs: int | None) ->
 
 
 def chat_choice(index: int, scored: ScoredPrompt, logprobs: bool, message_field: str) -> dict[str, Any]:
-    """One choice of /v1/chat/completions; `message_field` is "message", or "delta" in a stream."""
+    """Makes one choice of /v1/chat/completions; `message_field` is "message", or "delta" in a stream."""
     entries = [
         {"token": label.text, "logprob": logprob, "bytes": list(label.text.encode())}
         for label, logprob in zip(scored.labels, scored.distribution.logprobs, strict=True)
@@ -50,7 +50,7 @@ def chat_choice(index: int, scored: ScoredPrompt, logprobs: bool, message_field:
 
 
 def usage(scored: list[ScoredPrompt]) -> dict[str, Any]:
-    """Tokens of all prompts together. Each answer is one token; cached tokens are part of the prompt tokens."""
+    """Counts the tokens of all prompts together. Each answer is one token; cached tokens are part of the prompt tokens."""
     prompt_tokens = sum(one.meta_info["prompt_tokens"] for one in scored)
     return {
         "prompt_tokens": prompt_tokens,

@@ -1,4 +1,4 @@
-"""Label scoring (DESIGN 3.5; PrefillOnly, section 2.3): the probabilities of a few allowed answers in one prefill.
+"""Label scoring (PrefillOnly, section 2.3): the probabilities of a few allowed answers in one prefill.
 
 A scoring request runs with `max_new_tokens=0` and `token_ids_logprob`, SGLang's prefill-only path: no sampling, one
 log-softmax row. Everything here works on prompts that SGLang's own routes have rendered.
@@ -6,7 +6,15 @@ log-softmax row. Everything here works on prompts that SGLang's own routes have 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import asyncio
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import fastapi
 
 from sgl_prefill.api.tokenizer_manager import check_ids_in_vocabulary
 from sgl_prefill.core.labels import (
@@ -19,13 +27,23 @@ from sgl_prefill.core.labels import (
     restrict,
 )
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.scheduling import deadlines
+from sgl_prefill.port import deadlines
 
 if TYPE_CHECKING:
-    import fastapi
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
+
+# To look up a label after an end of a prompt takes some 30 microseconds: this is a second of one core. Others' are looked up in
+# between, after each slice.
+MOST_RESOLUTIONS = 30_000
+SLICE = 500
+# Labels of all prompts of a request: each is a line of its answer, which the event loop writes.
+MOST_SCORES = 50_000
+MOST_LABEL_CHARACTERS = 1_000
+
+T = TypeVar("T")
+_End = str | tuple[int, ...]  # of a prompt
 
 
 class AllowedAnswers(NamedTuple):
@@ -47,7 +65,7 @@ class ScoredPrompt(NamedTuple):
         return self.labels[self.distribution.best]
 
     def to_json(self) -> dict[str, Any]:
-        """The reply's `label_scores` object."""
+        """Returns the reply's `label_scores` object."""
         meta = self.meta_info
         actual_s = meta["prefill_finished_time"] - meta["forward_entry_time"]
         queue_s = meta["forward_entry_time"] - meta["api_server_dispatch_finish_ts"]
@@ -74,7 +92,13 @@ class LabelScorer:
 
     def __init__(self, tokenizer_manager: PrefillTokenizerManager) -> None:
         self._manager = tokenizer_manager
-        self._tokenizer = tokenizer_manager.tokenizer
+        # A copy that one thread alone uses: the event loop goes on meanwhile, with SGLang's, which is not safe for two.
+        self._tokenizer = copy.deepcopy(tokenizer_manager.tokenizer)
+        self._known: dict[
+            tuple[str, ...], dict[_End, list[Label]]
+        ] = {}  # what was looked up, by labels and ends of prompts
+        self._n_known = 0  # labels
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="labels")
 
     async def score(
         self,
@@ -83,14 +107,14 @@ class LabelScorer:
         raw_request: fastapi.Request | None = None,
         deadline_ms: float | None = None,
     ) -> list[ScoredPrompt]:
-        """One result a prompt, in order. `obj` names the prompts (and adapter, priority, images) and is changed.
+        """Returns one result a prompt, in order. `obj` names the prompts (and adapter, priority, images) and is changed.
 
-        `deadline_ms`: of each prompt, see `scheduling.deadlines`; a late one raises fastapi.HTTPException (429 or 504).
+        `deadline_ms`: of each prompt, see `port.deadlines`; a late one raises fastapi.HTTPException (429 or 504).
 
         Raises BadRequestError (400) for labels that cannot be scored; what SGLang raises for the rest passes through.
         """
         prompts = _prompts_of(obj)
-        labels = self._resolve(answers, prompts)
+        labels = await self._resolve(answers, prompts)
         ids = [[label.token_id for label in of_prompt] for of_prompt in labels]
         is_batch = isinstance(obj.text, list) or (obj.input_ids is not None and isinstance(obj.input_ids[0], list))
         parameters = deadlines.custom_params(deadline_ms)
@@ -102,35 +126,56 @@ class LabelScorer:
         outputs = outputs if isinstance(outputs, list) else [outputs]
         return [_scored(of_prompt, output) for of_prompt, output in zip(labels, outputs, strict=True)]
 
-    def _resolve(self, answers: AllowedAnswers, prompts: list[str] | list[list[int]]) -> list[list[Label]]:
-        """The labels after each prompt. Prompts of one template share their end, so each end is resolved once."""
+    async def _resolve(self, answers: AllowedAnswers, prompts: list[str] | list[list[int]]) -> list[list[Label]]:
+        """Returns the labels after each prompt. Prompts of one template share their end, and so do requests: each end is
+        looked up once, in another thread, while the event loop goes on.
+        """
+        _check_size(answers, len(prompts))
         if answers.token_ids is not None:
             check_distinct(answers.token_ids, "allowed_token_ids")
             check_ids_in_vocabulary(answers.token_ids, self._manager.model_config.vocab_size, "allowed_token_ids")
-            same = [Label(self._decode([token_id]), token_id) for token_id in answers.token_ids]
+            same = await self._in_slices(self._labels_of, answers.token_ids)
             return [same] * len(prompts)
         assert answers.tokens is not None
         check_distinct(answers.tokens, "allowed_tokens")
-        resolved: dict[str, list[Label]] = {}
-        ends = [self._end_of(prompt) for prompt in prompts]
-        for end in dict.fromkeys(ends):
-            resolved[end] = self._resolve_after(answers.tokens, end)
-        return [resolved[end] for end in ends]
+        texts = tuple(answers.tokens)
+        ends = [_end_of(prompt) for prompt in prompts]
+        known = self._known.get(texts, {})
+        found = {end: known.get(end, []) for end in ends}
+        missing = [end for end, labels in found.items() if not labels]
+        if (n := len(missing) * len(texts)) > MOST_RESOLUTIONS:
+            raise BadRequestError(
+                f"{len(texts)} allowed_tokens after {len(missing)} different ends of prompts are {n} labels to look up, and"
+                f" {MOST_RESOLUTIONS} are the limit: give allowed_token_ids, or fewer prompts in one request"
+            )
+        for end in missing:
+            found[end] = await self._in_slices(functools.partial(self._resolve_after, end), texts)
+            _check_distinct_tokens(found[end])
+        self._remember(texts, {end: found[end] for end in missing})
+        return [found[end] for end in ends]
 
-    def _resolve_after(self, texts: list[str], prompt_end: str) -> list[Label]:
-        labels = [Label(text, resolve_in_context(text, prompt_end, self._encode, self._decode)) for text in texts]
-        by_id: dict[int, str] = {}
-        for label in labels:
-            if label.token_id in by_id:
-                raise BadRequestError(
-                    f"allowed_tokens {by_id[label.token_id]!r} and {label.text!r} are the same token"
-                    f" {label.token_id} after this prompt: keep one of them"
-                )
-            by_id[label.token_id] = label.text
+    async def _in_slices(self, look_up: Callable[[Sequence[T]], list[Label]], asked: Sequence[T]) -> list[Label]:
+        """Looks labels up in the one thread, in slices between which those of other requests come in."""
+        loop, labels = asyncio.get_running_loop(), list[Label]()
+        for start in range(0, len(asked), SLICE):
+            labels += await loop.run_in_executor(self._thread, look_up, asked[start : start + SLICE])
         return labels
 
-    def _end_of(self, prompt: str | list[int]) -> str:
-        return prompt[-CONTEXT_CHARACTERS:] if isinstance(prompt, str) else self._decode(prompt[-CONTEXT_TOKENS:])
+    def _remember(self, texts: tuple[str, ...], found: dict[_End, list[Label]]) -> None:
+        """Forgets the oldest where there is too much; another request may have looked up the same meanwhile."""
+        known = self._known.setdefault(texts, {})
+        self._n_known += len(texts) * len(found.keys() - known.keys())
+        known |= found
+        while self._n_known > MOST_RESOLUTIONS:
+            oldest = next(iter(self._known))
+            self._n_known -= len(oldest) * len(self._known.pop(oldest))
+
+    def _labels_of(self, token_ids: Sequence[int]) -> list[Label]:
+        return [Label(self._decode([token_id]), token_id) for token_id in token_ids]
+
+    def _resolve_after(self, end: _End, texts: Sequence[str]) -> list[Label]:
+        prompt_end = end if isinstance(end, str) else self._decode(list(end))
+        return [Label(text, resolve_in_context(text, prompt_end, self._encode, self._decode)) for text in texts]
 
     def _encode(self, text: str) -> list[int]:
         if self._tokenizer is None:
@@ -140,14 +185,45 @@ class LabelScorer:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _decode(self, token_ids: list[int]) -> str:
+        """Decodes, to nothing where the server runs without a tokenizer."""
         if self._tokenizer is None:
             return ""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
 
+def _check_size(answers: AllowedAnswers, n_prompts: int) -> None:
+    """Raises BadRequestError where a request asks for more than is answered at once."""
+    asked = answers.token_ids if answers.token_ids is not None else answers.tokens or []
+    if (n := n_prompts * len(asked)) > MOST_SCORES:
+        raise BadRequestError(
+            f"{len(asked)} allowed answers after {n_prompts} prompts are {n} probabilities, and {MOST_SCORES} are the limit of"
+            " one request: send fewer prompts in each"
+        )
+    if (longest := max(map(len, answers.tokens or [""]), default=0)) > MOST_LABEL_CHARACTERS:
+        raise BadRequestError(
+            f"allowed_tokens holds a label of {longest} characters, and {MOST_LABEL_CHARACTERS} are the limit: a label is"
+            " one token"
+        )
+
+
+def _check_distinct_tokens(labels: Sequence[Label]) -> None:
+    by_id: dict[int, str] = {}
+    for label in labels:
+        if label.token_id in by_id:
+            raise BadRequestError(
+                f"allowed_tokens {by_id[label.token_id]!r} and {label.text!r} are the same token"
+                f" {label.token_id} after this prompt: keep one of them"
+            )
+        by_id[label.token_id] = label.text
+
+
+def _end_of(prompt: str | list[int]) -> _End:
+    return prompt[-CONTEXT_CHARACTERS:] if isinstance(prompt, str) else tuple(prompt[-CONTEXT_TOKENS:])
+
+
 def _prompts_of(obj: GenerateReqInput) -> list[str] | list[list[int]]:
-    """The prompts as a list. Raises BadRequestError where one is empty, naming its place."""
+    """Returns the prompts as a list. Raises BadRequestError where one is empty, naming its place."""
     given = obj.text if obj.text is not None else obj.input_ids
     if given is None:
         raise BadRequestError("label scoring needs a prompt as text or as token ids")
@@ -163,5 +239,11 @@ def _prompts_of(obj: GenerateReqInput) -> list[str] | list[list[int]]:
 
 def _scored(labels: list[Label], output: dict[str, Any]) -> ScoredPrompt:
     meta_info = output["meta_info"]
+    if not meta_info.get("output_token_ids_logprobs"):
+        reason = meta_info.get("finish_reason") or {}
+        raise fastapi.HTTPException(
+            reason.get("status_code") or HTTPStatus.SERVICE_UNAVAILABLE,
+            reason.get("message") or "the request was aborted before it was computed: send it again",
+        )
     by_id = {token_id: logprob for logprob, token_id, _ in meta_info["output_token_ids_logprobs"][0]}
     return ScoredPrompt(labels, restrict([by_id[label.token_id] for label in labels]), meta_info)

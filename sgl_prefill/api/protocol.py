@@ -11,7 +11,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_prefill.api.label_scoring import AllowedAnswers
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.scheduling import deadlines
+from sgl_prefill.port import deadlines
 
 # Fields that change what is generated, or ask for more than one answer: together with labels they contradict.
 CONTRADICTING_FIELDS = (
@@ -63,7 +63,7 @@ class LabelGenerateReqInput(GenerateReqInput):  # type: ignore[misc]
 
 
 def allowed_answers(request: Any) -> AllowedAnswers | None:
-    """What the request allows as answers, or None where it asks for no label scoring. Raises BadRequestError."""
+    """Returns what the request allows as answers, or None where it asks for no label scoring. Raises BadRequestError."""
     if request.allowed_tokens is None and request.allowed_token_ids is None:
         return None
     if request.allowed_tokens is not None and request.allowed_token_ids is not None:
@@ -77,7 +77,7 @@ def pass_deadline(request: CompletionRequest | ChatCompletionRequest) -> None:
 
 
 def pass_generate_deadline(obj: GenerateReqInput) -> None:
-    """The same for /generate, with one set of sampling options or one a prompt."""
+    """Does the same for /generate, with one set of sampling options or one a prompt."""
     if obj.deadline_ms is None:
         return
     given = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params or {}]
@@ -100,7 +100,7 @@ def check_label_request(request: BaseModel, max_tokens: int | None) -> None:
 
 
 def check_generate_label_request(obj: GenerateReqInput) -> None:
-    """The same for /generate, whose options live in `sampling_params`."""
+    """Does the same for /generate, whose options live in `sampling_params`."""
     params: Any = obj.sampling_params or {}
     for of_prompt in params if isinstance(params, list) else [params]:
         names = ("n", "regex", "json_schema", "ebnf", "logit_bias")

@@ -27,7 +27,7 @@ ANSWERS = AllowedAnswers([" yes", " no"], None)
 
 
 def needs_our_prompt(serving: Any, request: V1RerankReqInput) -> bool:
-    """Whether SGLang's own handler would refuse: a generative model without a reranker's chat template."""
+    """Tells whether SGLang's own handler would refuse: a generative model without a reranker's chat template."""
     from sglang.srt.entrypoints.openai.serving_rerank import _detect_rerank_backend
 
     manager = serving.tokenizer_manager
@@ -41,7 +41,7 @@ def needs_our_prompt(serving: Any, request: V1RerankReqInput) -> bool:
 
 
 async def scores(scorer: LabelScorer, request: V1RerankReqInput, raw_request: fastapi.Request) -> list[float]:
-    """P(yes | yes or no) of each document, in the order of the request."""
+    """Returns P(yes | yes or no) of each document, in the order of the request."""
     if request.is_multimodal():
         raise BadRequestError("this model reranks text only: give the query and the documents as strings")
     instruction = request.instruct or DEFAULT_INSTRUCTION

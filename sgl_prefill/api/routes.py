@@ -31,7 +31,7 @@ from sgl_prefill.api.protocol import (
 )
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError, SeamError
-from sgl_prefill.seam.hooks import ROUTES
+from sgl_prefill.port.hooks import ROUTES
 
 
 class PrefillRoutes:
@@ -53,7 +53,7 @@ class PrefillRoutes:
         return stock_default if self._config.allow_generation else 1
 
     async def completions(self, request: LabelCompletionRequest, raw_request: Request) -> Any:
-        """/v1/completions"""
+        """Serves /v1/completions."""
         answers = allowed_answers(request)
         if answers is None:
             if request.max_tokens is None:
@@ -67,7 +67,7 @@ class PrefillRoutes:
         return _openai_reply("cmpl-", "text_completion", request, choices, scored)
 
     async def chat_completions(self, request: LabelChatCompletionRequest, raw_request: Request) -> Any:
-        """/v1/chat/completions"""
+        """Serves /v1/chat/completions."""
         answers = allowed_answers(request)
         max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
         if answers is None:
@@ -84,7 +84,7 @@ class PrefillRoutes:
         return _openai_reply("chatcmpl-", kind, request, choices, scored)
 
     async def generate(self, obj: LabelGenerateReqInput, request: Request) -> Any:
-        """/generate"""
+        """Serves /generate."""
         answers = allowed_answers(obj)
         if answers is None:
             pass_generate_deadline(obj)
@@ -105,7 +105,7 @@ class PrefillRoutes:
         return _one_chunk([body]) if streams else ORJSONResponse(body)
 
     async def rerank(self, request: V1RerankReqInput, raw_request: Request) -> Any:
-        """/v1/rerank"""
+        """Serves /v1/rerank."""
         serving = self._app.state.openai_serving_rerank
         if not rerank.needs_our_prompt(serving, request):
             return await self._stock["/v1/rerank"](request, raw_request)
@@ -159,7 +159,9 @@ async def _answer_bad_request(request: Request, error: Exception) -> Response:
 
 @contextmanager
 def _value_errors_are_bad_requests() -> Iterator[None]:
-    """SGLang's convention on its own routes: a ValueError from its request path is the client's, and its text the answer."""
+    """Follows SGLang's convention on its own routes: a ValueError from its request path is the client's, and its text the
+    answer.
+    """
     try:
         yield
     except ValueError as error:
@@ -179,7 +181,7 @@ def _is_one_prompt_of_ids(input_ids: Any) -> bool:
 def _openai_reply(
     prefix: str, kind: str, request: Any, choices: list[dict[str, Any]], scored: list[ScoredPrompt]
 ) -> Response:
-    """The whole reply, or, for a streaming client, one chunk with everything (and one with the usage if it asked)."""
+    """Returns the whole reply, or, for a streaming client, one chunk with everything (and one with the usage if it asked)."""
     envelope: dict[str, Any] = {
         "id": f"{prefix}{uuid.uuid4().hex}",
         "object": kind,

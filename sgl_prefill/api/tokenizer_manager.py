@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import math
 import re
+import uuid
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import fastapi
 import msgspec
-from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.cpu.detect import has_accelerator
-from sgl_prefill.cpu.native.library import native
+from sgl_prefill.engine_state import PACKS_WEIGHTS_KEY
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.scheduling import deadlines
+from sgl_prefill.port import deadlines
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import ReqState
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
 # SGLang fills these in itself; a client that sends them would switch its checks off.
 INTERNAL_SAMPLING_FIELDS = {"stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"}
+HIDDEN_RID_CHARACTERS = 32  # of a UUID in hexadecimal
 SAMPLING_OPTION_TYPES = {
     field.name: field.type
     for field in msgspec.structs.fields(SamplingParams)
@@ -47,32 +47,111 @@ PER_PROMPT_FIELDS = (
 )
 
 
+class GivenRid(NamedTuple):
+    """What a client calls a request."""
+
+    asked: str  # of all prompts of a batch
+    shown: str  # with its answer
+
+
 class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     """Refuses generation unless it is allowed, prompts over the limit, and values that would stop the scheduler."""
 
     def __init__(self, server_args: ServerArgs, port_args: PortArgs, *, config: PrefillConfig) -> None:
         super().__init__(server_args, port_args)
         self.prefill_config = config
+        self.scheduler_info: dict[str, Any] | None = (
+            None  # what the scheduler said at its start; of a server, SGLang keeps it
+        )
+        self._given_rids: dict[str, GivenRid] = {}  # of requests in flight, by the id that SGLang knows
+        self._hidden_rids: dict[str, dict[str, None]] = {}  # those ids by what clients call them
+
+    @property
+    def packs_weights(self) -> bool:
+        """Says whether the model runs on weights that were packed at the start, in the place of SGLang's own layers."""
+        if self.scheduler_info is None:
+            from sglang.srt.entrypoints import http_server
+
+            self.scheduler_info = http_server.get_global_state().scheduler_info
+        return bool(self.scheduler_info[PACKS_WEIGHTS_KEY])
 
     async def generate_request(
         self, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None = None
     ) -> AsyncIterator[Any]:
-        """As SGLang's. Raises BadRequestError (a ValueError, which every route answers with 400)."""
+        """Does as SGLang's, after our checks. Raises BadRequestError (a ValueError, which every route answers with 400)."""
         if isinstance(obj, GenerateReqInput):
-            if isinstance(obj.rid, str) and obj.rid.startswith(HEALTH_CHECK_RID_PREFIX):
+            if is_probe(request):
                 obj.sampling_params = {"max_new_tokens": 0}
             check_lists_against_prompts(obj)
             self._check_internal_fields(obj)
             self._check_embeddings(obj)
-            self._check_sampling_params(obj)
             self._check_logprob_options(obj)
-        async for output in super().generate_request(obj, request):
-            yield output
+        self._check_sampling_params(obj)
+        hidden = self._hide_rids(obj, request)
+        try:
+            async for output in super().generate_request(obj, request):
+                for one in output if isinstance(output, list) else [output]:
+                    self._show_rid(one)
+                yield output
+        finally:
+            for rid in hidden:
+                self._forget_rid(rid)
+
+    def _hide_rids(self, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None) -> list[str]:
+        """Give the request ids of its own inside; clients' may be alike, and SGLang aborts all that begin with one.
+
+        In a session requests name earlier ones: there the id inside is made of the client's, so that none begins another. Not for
+        health probes, which SGLang knows by their id.
+        """
+        session = getattr(obj, "session_params", None)
+        session = session if isinstance(session, dict) and session.get("id") is not None else None
+        if session is not None:
+            obj.rid = obj.rid if obj.rid is not None else uuid.uuid4().hex
+            if isinstance(earlier := session.get("rid"), str):
+                obj.session_params = {**session, "rid": rid_of_session(earlier)}
+        if obj.rid is None or is_probe(request):
+            return []
+        if isinstance(asked := obj.rid, str):
+            n_prompts = count_prompts(obj)
+            is_one = n_prompts is None or n_prompts == 1
+            shown = [asked] if is_one else [f"{asked}_{index}" for index in range(n_prompts or 0)]
+            given = [GivenRid(asked, one) for one in shown]
+        else:
+            given = [GivenRid(one, one) for one in asked]
+        hidden = {uuid.uuid4().hex if session is None else rid_of_session(one.shown): one for one in given}
+        self._given_rids |= hidden
+        for inside, one in hidden.items():
+            for name in set(one):
+                self._hidden_rids.setdefault(name, {})[inside] = None
+        is_single = isinstance(obj.rid, str) and len(hidden) == 1 and count_prompts(obj) is None
+        obj.rid = next(iter(hidden)) if is_single else list(hidden)
+        return list(hidden)
+
+    def _forget_rid(self, inside: str) -> None:
+        for name in set(self._given_rids.pop(inside)):
+            of_name = self._hidden_rids[name]
+            del of_name[inside]
+            if not of_name:
+                del self._hidden_rids[name]
+
+    def _show_rid(self, output: dict[str, Any]) -> None:
+        """Puts the client's id back into an answer; of several answers to one prompt SGLang appends to it."""
+        meta = output.get("meta_info", {})
+        inside = str(meta.get("id"))
+        for known in (inside, inside[:HIDDEN_RID_CHARACTERS]):
+            if (given := self._given_rids.get(known)) is not None:
+                meta["id"] = given.shown + inside.removeprefix(known)
+                break
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        """Ends the requests with exactly this id of a client's, of a batch or of one of its prompts, or of our own."""
+        for one in list(self._hidden_rids.get(rid, [rid])):
+            super().abort_request(one, abort_all)
 
     async def _handle_abort_finish_reason(
         self, out: dict[str, Any], state: ReqState, is_stream: bool
     ) -> dict[str, Any] | None:
-        """As SGLang's, which knows no other refusals of the scheduler than 400, 500 and 503."""
+        """Does as SGLang's, which knows no other refusals of the scheduler than 400, 500 and 503."""
         reason = out["meta_info"]["finish_reason"]
         if reason.get("type") == "abort" and reason.get("status_code") in deadlines.STATUSES and not is_stream:
             self._remove_req_state(state.obj.rid)
@@ -91,20 +170,15 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         if obj.multi_item_delimiter_indices is not None and not self.server_args.enable_mis:
             raise BadRequestError("multi_item_delimiter_indices needs a server started with --enable-mis")
 
-    @property
-    def _packs_weights(self) -> bool:
-        """Whether the model runs on weights that were packed at the start, in the place of SGLang's own layers."""
-        return not has_accelerator() and self.prefill_config.hybrid_prefill != "off" and native().kernels is not None
-
     def _check_embeddings(self, obj: GenerateReqInput) -> None:
-        if self._packs_weights and (obj.input_embeds is not None or obj.positional_embed_overrides is not None):
+        if self.packs_weights and (obj.input_embeds is not None or obj.positional_embed_overrides is not None):
             raise BadRequestError(
                 "input_embeds and embed overrides need SGLang's own layers, and this server computes prompts of token ids"
                 " with packed weights: start it with --hybrid-prefill off"
             )
 
     async def update_weights_from_disk(self, *arguments: Any, **options: Any) -> tuple[bool, str, int]:
-        """As SGLang's, with the number of paused requests; refused where the weights are packed, as are the following."""
+        """Does as SGLang's, with the number of paused requests; refuses where the weights are packed, as do the following."""
         if self._refusal is not None:
             return *self._refusal, 0
         return await super().update_weights_from_disk(*arguments, **options)  # type: ignore[no-any-return]
@@ -120,22 +194,32 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
 
     @property
     def _refusal(self) -> tuple[bool, str] | None:
-        if not self._packs_weights:
+        if not self.packs_weights:
             return None
         return False, (
             "this server's weights were packed for the processor when it started and cannot be replaced:"
             " start another with the new ones, or this one with --hybrid-prefill off"
         )
 
-    def _check_sampling_params(self, obj: GenerateReqInput) -> None:
+    def _check_sampling_params(self, obj: GenerateReqInput | EmbeddingReqInput) -> None:
         given = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params or {}]
         for params in given:
             if not isinstance(params, dict):
                 raise BadRequestError(f"sampling_params is {params!r}: it must be an object, or a list of objects")
             asked = {**(self.preferred_sampling_params or {}), **params}
             check_sampling_options(asked, self.model_config.vocab_size, self.tokenizer)
-            max_new_tokens = asked.get("max_new_tokens", SamplingParams().max_new_tokens)
-            self._check_generation_length(max_new_tokens, was_given="max_new_tokens" in asked)
+            self._check_deadline_is_known(asked)
+            if isinstance(obj, GenerateReqInput):
+                max_new_tokens = asked.get("max_new_tokens", SamplingParams().max_new_tokens)
+                self._check_generation_length(max_new_tokens, was_given="max_new_tokens" in asked)
+
+    def _check_deadline_is_known(self, options: dict[str, Any]) -> None:
+        deadline_ms = (options.get("custom_params") or {}).get(deadlines.PARAMETER)
+        if deadline_ms is not None and not self.prefill_config.has_policy:
+            raise BadRequestError(
+                f"deadline_ms is {deadline_ms}, and this server runs SGLang's own scheduler, which knows no deadlines:"
+                " leave it out, or start the server without --scheduling stock"
+            )
 
     def _check_generation_length(self, asked: int | None, was_given: bool) -> None:
         if not self.prefill_config.allow_generation and (asked is None or asked > 1):
@@ -165,7 +249,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                     raise BadRequestError(f"{field} is {number}: it must be {limit}")
 
     def _validate_one_request(self, obj: GenerateReqInput | EmbeddingReqInput, input_ids: list[int]) -> None:
-        """As SGLang's, after our own checks of the token ids; called once a prompt, also within batches."""
+        """Does as SGLang's, after our own checks of the token ids; called once a prompt, also within batches."""
         n_input = len(input_ids) if input_ids is not None else 0
         if obj.contains_mm_input() and self.mm_processor is None:
             raise BadRequestError("the request holds images, video or audio, and this server's model takes text only")
@@ -184,6 +268,34 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         super()._validate_one_request(obj, input_ids)
 
 
+def is_probe(request: fastapi.Request | None) -> bool:
+    """Says whether SGLang's own health check asks, on whatever path before it a proxy serves us."""
+    return request is not None and request.url.path.removeprefix(request.scope.get("root_path", "")).startswith(
+        "/health"
+    )
+
+
+def rid_of_session(rid: str) -> str:
+    """Returns an id that no other one begins, and that begins no other: its length comes first."""
+    return f"{len(rid)}:{rid}"
+
+
+def count_prompts(obj: GenerateReqInput | EmbeddingReqInput) -> int | None:
+    """Counts the prompts of a request; None where there is one that does not stand in a list."""
+    prompts = obj.text if obj.text is not None else obj.input_ids
+    if prompts is None:
+        prompts = getattr(obj, "input_embeds", None)
+        is_batch = (
+            isinstance(prompts, list)
+            and bool(prompts)
+            and isinstance(prompts[0], list)
+            and (bool(prompts[0]) and isinstance(prompts[0][0], list))
+        )
+    else:
+        is_batch = isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], str | list)
+    return len(prompts) if is_batch and prompts is not None else None
+
+
 def check_lists_against_prompts(obj: GenerateReqInput) -> None:
     """Raise BadRequestError where an option that may be a list, one value a prompt, does not fit the prompts."""
     if obj.text is not None and obj.input_ids is not None:
@@ -191,10 +303,7 @@ def check_lists_against_prompts(obj: GenerateReqInput) -> None:
     prompts = obj.text if obj.text is not None else obj.input_ids if obj.input_ids is not None else obj.input_embeds
     if prompts == []:
         raise BadRequestError("the prompt is empty: the list holds no prompt")
-    first = prompts[0] if isinstance(prompts, list) and prompts else None
-    is_batch = isinstance(first, str) or (
-        isinstance(first, list) and (obj.input_embeds is None or any(isinstance(row, list) for row in first[:1]))
-    )
+    is_batch = count_prompts(obj) is not None
     for field in PER_PROMPT_FIELDS:
         value = getattr(obj, field)
         if not isinstance(value, list):

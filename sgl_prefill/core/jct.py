@@ -13,18 +13,21 @@ class JctModel(Protocol):
     """Predicted cost of one request, in any unit in which smaller means sooner done."""
 
     def __call__(self, n_input_tokens: int, n_cached_tokens: int) -> float:
-        """Cost of a prompt of `n_input_tokens`, `n_cached_tokens` of which the prefix cache holds. Must be pure."""
+        """Returns the cost of a prompt of `n_input_tokens`, `n_cached_tokens` of which the prefix cache holds. Must be pure."""
         ...
 
 
 def cache_miss_tokens(n_input_tokens: int, n_cached_tokens: int) -> float:
-    """The paper's default proxy, in tokens: what the prefix cache does not hold (Pearson 0.987 with the true JCT there)."""
+    """Returns the paper's default proxy, in tokens: what the prefix cache does not hold (Pearson 0.987 with the true JCT
+    there).
+    """
     assert 0 <= n_cached_tokens <= n_input_tokens, (n_cached_tokens, n_input_tokens)
     return float(n_input_tokens - n_cached_tokens)
 
 
 # Of a step's time, where it is full.
 FIXED_SHARE = 0.1
+LEAST_FULL_PRICE_TOKENS = 64
 
 
 class Observation(NamedTuple):
@@ -51,30 +54,40 @@ class FittedJct(NamedTuple):
     request_ms: float = 0.0  # for each request: its place in the batch, its attention calls, its row of logits
 
     def __call__(self, n_input_tokens: int, n_cached_tokens: int) -> float:
-        """A step of one request."""
-        return self.step_ms + self.request_ms + self._tokens_ms(n_input_tokens, n_cached_tokens)
+        """Predicts a step of one request."""
+        return self.step_ms + self.request_ms + self.tokens_ms(n_input_tokens, n_cached_tokens)
 
     def of_step(self, requests: Collection[tuple[int, int]]) -> Work:
-        """One forward pass over several requests, each (n_input_tokens, n_cached_tokens)."""
-        return self.of_steps(1, requests)
+        """Predicts one forward pass over several requests, each (n_input_tokens, n_cached_tokens)."""
+        return self.work(1, len(requests), sum(self.tokens_ms(n_input, n_cached) for n_input, n_cached in requests))
 
-    def of_steps(self, n_steps: int, requests: Collection[tuple[int, int]]) -> Work:
-        """So many forward passes over all of these requests together."""
-        tokens_ms = sum(self._tokens_ms(n_input, n_cached) for n_input, n_cached in requests)
-        return Work(n_steps * self.step_ms + len(requests) * self.request_ms, tokens_ms)
+    def work(self, n_steps: int, n_requests: int, tokens_ms: float) -> Work:
+        """Predicts so many forward passes over so many requests, whose tokens add `tokens_ms`."""
+        return Work(n_steps * self.step_ms + n_requests * self.request_ms, tokens_ms)
 
-    def _tokens_ms(self, n_input_tokens: int, n_cached_tokens: int) -> float:
+    def tokens_ms(self, n_input_tokens: int, n_cached_tokens: int) -> float:
+        """Predicts what the tokens of one request add to a step."""
         n_miss, n_pairs, n_cached = _token_features(n_input_tokens, n_cached_tokens)
         return self.miss_token_ms * n_miss + self.pair_ms * n_pairs + self.cached_token_ms * n_cached
 
-    def full_price_tokens(self) -> int | None:
-        """Computed tokens from which on one more costs its full price: a step's fixed cost is a tenth of its time there.
+    def in_units_of(self, n_tokens: int) -> FittedJct:
+        """Returns the same model for lengths that are counted in units of so many tokens."""
+        return self._replace(
+            miss_token_ms=self.miss_token_ms * n_tokens - self.pair_ms * n_tokens * (n_tokens - 1) / 2,
+            pair_ms=self.pair_ms * n_tokens**2,
+            cached_token_ms=self.cached_token_ms * n_tokens,
+        )
 
-        None where a token costs nothing, so that no step is ever full.
+    def full_price_tokens(self) -> int | None:
+        """Returns the computed tokens from which on one more costs its full price: a step's fixed cost is a tenth of its
+        time there.
+
+        None where a token costs nothing, so that no step is ever full. Not less than LEAST_FULL_PRICE_TOKENS: a machine that
+        was busy while it was measured must not end up with one request a step.
         """
         if self.miss_token_ms == 0:
             return None
-        return math.ceil(self.step_ms / self.miss_token_ms * (1 / FIXED_SHARE - 1))
+        return max(math.ceil(self.step_ms / self.miss_token_ms * (1 / FIXED_SHARE - 1)), LEAST_FULL_PRICE_TOKENS)
 
 
 def _token_features(n_input_tokens: int, n_cached_tokens: int) -> tuple[float, float, float]:
@@ -84,13 +97,13 @@ def _token_features(n_input_tokens: int, n_cached_tokens: int) -> tuple[float, f
 
 
 def _features(requests: Sequence[tuple[int, int]]) -> list[float]:
-    """What each coefficient of FittedJct is multiplied by, in their order."""
+    """Returns what each coefficient of FittedJct is multiplied by, in their order."""
     of_tokens = np.array([_token_features(n_input, n_cached) for n_input, n_cached in requests]).sum(axis=0)
     return [1.0, *of_tokens, len(requests)]
 
 
 def fit(observations: Sequence[Observation]) -> FittedJct:
-    """Least squares of the relative error, so that a hit of 5 ms counts as much as a miss of 5 s.
+    """Fits by least squares of the relative error, so that a hit of 5 ms counts as much as a miss of 5 s.
 
     A coefficient that came out negative (noise) is set to 0 and the others are fitted anew. What a request costs is told from
     what a step costs by steps of several requests alone. Where there are none, or where the noise in them would leave a step
@@ -135,24 +148,49 @@ class Drift:
     SMALLEST_FACTOR = 0.05
 
     def __init__(self) -> None:
-        self._factors = np.ones(2)
-        self._covariance = np.eye(2) * self.DOUBT**2
+        # Of steps and of tokens. Plain numbers: of arrays so small every operation costs more than all of this.
+        self._factors = (1.0, 1.0)
+        self._variances = (self.DOUBT**2, self.DOUBT**2)
+        self._covariance = 0.0
 
     def ms(self, work: Work) -> float:
-        """What the model predicts, corrected."""
-        return float(self._factors @ work)
+        """Returns what the model predicts, corrected."""
+        return self._factors[0] * work.steps_ms + self._factors[1] * work.tokens_ms
 
     def observe(self, work: Work, actual_ms: float) -> None:
-        """One step has taken so long. Times of 0 say nothing."""
+        """Hears that one step has taken so long. Times of 0 say nothing."""
         predicted_ms = self.ms(work)
         if predicted_ms <= 0 or actual_ms <= 0:
             return
-        shares = np.array(work) / predicted_ms
+        shares = work.steps_ms / predicted_ms, work.tokens_ms / predicted_ms
         error = min(max(actual_ms / predicted_ms, 1 / self.LARGEST_RATIO), self.LARGEST_RATIO) - 1
-        spread = self._covariance @ shares
-        gain = spread / (shares @ spread + self.NOISE**2)
-        self._factors = np.maximum(self._factors + gain * error, self.SMALLEST_FACTOR)
-        covariance = self._covariance - np.outer(gain, spread) + np.eye(2) * self.WANDER**2
+        spread = (
+            self._variances[0] * shares[0] + self._covariance * shares[1],
+            self._covariance * shares[0] + self._variances[1] * shares[1],
+        )
+        of_error = shares[0] * spread[0] + shares[1] * spread[1] + self.NOISE**2
+        gain = spread[0] / of_error, spread[1] / of_error
+        self._factors = (
+            max(self._factors[0] + gain[0] * error, self.SMALLEST_FACTOR),
+            max(self._factors[1] + gain[1] * error, self.SMALLEST_FACTOR),
+        )
+        variances = [self._variances[i] - gain[i] * spread[i] + self.WANDER**2 for i in range(2)]
         # Scaling rows and columns alike keeps it a covariance.
-        scale = np.minimum(self.DOUBT / np.sqrt(covariance.diagonal()), 1.0)
-        self._covariance = covariance * np.outer(scale, scale)
+        scale = [min(self.DOUBT / math.sqrt(variance), 1.0) for variance in variances]
+        self._variances = variances[0] * scale[0] ** 2, variances[1] * scale[1] ** 2
+        self._covariance = (self._covariance - gain[0] * spread[1]) * scale[0] * scale[1]
+
+
+class Predictor:
+    """Milliseconds of steps before they run: a model of this machine, corrected by what steps have taken."""
+
+    def __init__(self, model: FittedJct) -> None:
+        self.model = model
+        self.drift = Drift()
+
+    def ms(self, work: Work) -> float:
+        return self.drift.ms(work)
+
+    def observe(self, work: Work, actual_ms: float) -> None:
+        """Learns from one step that has taken so long."""
+        self.drift.observe(work, actual_ms)

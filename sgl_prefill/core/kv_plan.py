@@ -24,12 +24,12 @@ class KVPlan(NamedTuple):
 
     @property
     def n_new_durable(self) -> int:
-        """Durable slots to allocate."""
+        """Counts the durable slots to allocate."""
         return self.n_durable - self.n_cached
 
     @property
     def n_scratch(self) -> int:
-        """Tokens whose KV lives for one layer only."""
+        """Counts the tokens whose KV lives for one layer only."""
         return self.n_input - self.n_durable
 
 
@@ -53,7 +53,7 @@ def plan_kv(n_input: int, n_cached: int, n_available: int, page_size: int = 1, *
 
 
 def available_beside_wanted(n_cached: int, n_shared: int, n_available: int, n_wanted: int) -> int:
-    """Durable slots for a request, where `n_wanted` of the `n_available` hold prefixes that waiting requests will use.
+    """Counts the durable slots for a request, where `n_wanted` of the `n_available` hold prefixes that waiting requests will use.
 
     The first `n_shared` tokens of the request are waited for too, by requests that share them: for those any slot is right.
     A tail that nobody shares takes only what nobody waits for. (PrefillOnly keeps a prefix of any request; this goes past it.)

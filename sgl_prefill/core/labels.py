@@ -66,7 +66,7 @@ def check_distinct(names: Sequence[str] | Sequence[int], field: str) -> None:
 def resolve_in_context(
     label: str, prompt_end: str, encode: Callable[[str], list[int]], decode: Callable[[list[int]], str]
 ) -> int:
-    """The one token that `label` is when it follows `prompt_end`.
+    """Returns the one token that `label` is when it follows `prompt_end`.
 
     The label is read as literal text: `Yes` and ` Yes` are two labels. Encoding `prompt_end + label` shows the tokens
     after the prompt's own, which can differ from encoding the label alone (SentencePiece marks the start of a text).

@@ -25,6 +25,9 @@ class LazyHeap(Generic[Item]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __contains__(self, item: Item) -> bool:
+        return item in self._entries
+
     def put(self, item: Item, key: Any) -> None:
         """Add an item, or change its key. Keys must compare with each other."""
         old = self._entries.get(item)
@@ -43,7 +46,7 @@ class LazyHeap(Generic[Item]):
         self._entries.pop(item, None)
 
     def first(self) -> Item | None:
-        """The item with the smallest key, which stays."""
+        """Returns the item with the smallest key, which stays."""
         while self._heap and not self._is_valid(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
@@ -51,13 +54,8 @@ class LazyHeap(Generic[Item]):
     def key_of(self, item: Item) -> Any:
         return self._entries[item][0]
 
-    def before(self, item: Item) -> list[Item]:
-        """Items with smaller keys, in no order. Costs O(n)."""
-        mine = self._entries[item]
-        return [other for other, entry in self._entries.items() if entry < mine]
-
     def in_order(self) -> Iterator[Item]:
-        """Items from the smallest key on, without removing them; costs O(log n) for each that is taken."""
+        """Yields items from the smallest key on, without removing them; costs O(log n) for each that is taken."""
         taken = []
         try:
             while (item := self.first()) is not None:

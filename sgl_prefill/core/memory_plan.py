@@ -8,7 +8,7 @@ Activations are a fixed part (one chunk) and a part for each token of the longes
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class MemoryUse(NamedTuple):
@@ -22,7 +22,7 @@ class MemoryUse(NamedTuple):
     durable_bytes_per_token: int  # all layers' K and V
 
     def input_bytes(self, n_tokens: int) -> int:
-        """What an input of this length takes besides durable slots."""
+        """Returns what an input of this length takes besides durable slots."""
         per_token = self.activation_bytes_per_token + self.scratch_bytes_per_token
         return self.fixed_bytes + math.ceil(n_tokens * per_token)
 
@@ -41,7 +41,7 @@ class MemoryPlan(NamedTuple):
 
 
 def largest_input(use: MemoryUse, min_durable_tokens: int) -> int:
-    """Tokens of the longest input that fits, at least 0.
+    """Counts the tokens of the longest input that fits, at least 0.
 
     Where the whole KV is kept (no scratch) the input itself must find durable slots.
     """
@@ -84,7 +84,7 @@ def plan_memory(
 
 
 def table(plan: MemoryPlan) -> list[tuple[str, float, float | None]]:
-    """Rows of (what, MiB, bytes per token of it): where the memory went."""
+    """Returns rows of (what, MiB, bytes per token of it): where the memory went."""
     use, n = plan.use, plan.max_input_tokens
     return [
         ("weights", use.weights_bytes / 2**20, None),
@@ -93,3 +93,23 @@ def table(plan: MemoryPlan) -> list[tuple[str, float, float | None]]:
         (f"suffix scratch of {n} tokens", n * use.scratch_bytes_per_token / 2**20, use.scratch_bytes_per_token),
         (f"durable KV of {plan.durable_tokens} tokens", plan.durable_bytes / 2**20, use.durable_bytes_per_token),
     ]
+
+
+def shown(plan: MemoryPlan) -> dict[str, Any]:
+    """Returns the plan for /server_info."""
+    return {
+        "max_input_tokens": plan.max_input_tokens,
+        "largest_input_tokens": plan.largest_input_tokens,
+        "durable_tokens": plan.durable_tokens,
+        "rows": [{"what": what, "mib": round(mib, 2), "bytes_per_token": each} for what, mib, each in table(plan)],
+    }
+
+
+def as_text(plan: MemoryPlan) -> str:
+    """Returns the plan for the log."""
+    lines = [
+        f"  {what:<42} {mib:10.1f} MiB" + (f" {each:12.0f} bytes a token" if each is not None else "")
+        for what, mib, each in table(plan)
+    ]
+    first = f"longest input {plan.max_input_tokens} tokens (this memory could serve {plan.largest_input_tokens}):"
+    return "\n".join([first, *lines])

@@ -1,69 +1,78 @@
-"""Which requests share a step, and how many steps they take (past the paper, which runs one a step).
+"""Which jobs share a step, and how many steps they take (past the paper, which runs one a step).
 
 A prefill of few tokens costs as much as reading the weights and starting the step: hits of 15 to 150 tokens cannot fill a
-machine alone. So a step takes the best request and, in order, others until its tokens cost their full price.
+machine alone. So a step takes the best job and, in order, others until its tokens cost their full price.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Hashable, Iterable
-from typing import NamedTuple, TypeVar
+from collections.abc import Hashable, Iterable
+from typing import NamedTuple
 
-Request = TypeVar("Request", bound=Hashable)
+from sgl_prefill.core.job import Job
+from sgl_prefill.core.kv_plan import ceil_to
 
 # A long run of candidates that must wait for each other is not searched to its end.
 LOOK_AT = 256
 
 
-def pack(
-    in_order: Iterable[Request],
-    miss_tokens: Callable[[Request], int],
-    waits_for: Callable[[Request], Hashable | None],
-    max_tokens: int,
-    max_requests: int,
-) -> list[Request]:
-    """The requests of the next step, in order; the first is always among them.
+class StepSize(NamedTuple):
+    """How much runs in one step."""
+
+    max_tokens: int = 0  # computed tokens of a step of several jobs; 0: one job a step
+    max_requests: int = 1
+    page_size: int = 1  # computed tokens are counted in whole pages
+
+    @property
+    def is_one(self) -> bool:
+        return self.max_tokens == 0 or self.max_requests == 1
+
+    def tokens_of(self, n_miss_tokens: int) -> int:
+        """Counts what a job takes of a step that computes so many of its tokens; one that is longer has a step to itself."""
+        n_tokens = ceil_to(n_miss_tokens, self.page_size)
+        return n_tokens if self.is_one else min(n_tokens, self.max_tokens)
+
+
+def pack(in_order: Iterable[Job], size: StepSize) -> list[Job]:
+    """Chooses the jobs of the next step, in order; the first is always among them.
+
+    Others join while all of them compute at most `max_tokens`. Of jobs that wait for the same page only the first goes: the
+    others will find that page cached, and nothing is computed twice.
 
     Args:
-        in_order: waiting requests, the best first.
-        miss_tokens: what the prefix cache does not hold of a request. Others join while the sum is at most `max_tokens`.
-        waits_for: names the next uncached page of a request, None where it has none. Of requests with the same page only the
-            first goes: the others will find that page cached, and nothing is computed twice.
+        in_order: waiting jobs, the best first.
     """
-    picked: list[Request] = []
+    if size.is_one:
+        return list(itertools.islice(in_order, 1))
+    picked: list[Job] = []
     pages: set[Hashable] = set()
     n_tokens = 0
-    for request in itertools.islice(in_order, LOOK_AT):
-        n_here = miss_tokens(request)
-        if picked and n_tokens + n_here > max_tokens:
+    for job in itertools.islice(in_order, LOOK_AT):
+        n_here = ceil_to(job.n_miss_tokens, size.page_size)
+        if picked and n_tokens + n_here > size.max_tokens:
             break
-        page = waits_for(request)
-        if page is not None and page in pages:
+        if job.next_page is not None and job.next_page in pages:
             continue
-        pages.add(page)
-        picked.append(request)
+        pages.add(job.next_page)
+        picked.append(job)
         n_tokens += n_here
-        if len(picked) >= max_requests:
+        if len(picked) >= size.max_requests:
             break
     return picked
 
 
 class Steps(NamedTuple):
-    """How requests fill steps."""
+    """How jobs fill steps."""
 
     n_steps: int
     room_tokens: int  # that the last of them leaves to others, as are
     room_requests: int
 
 
-def fill_steps(miss_tokens: Collection[int], max_tokens: int, max_requests: int) -> Steps:
-    """The steps of these requests, where each is filled to its end; a request that is longer than a step has one to itself.
-
-    One request a step where `max_tokens` is 0.
-    """
-    if max_tokens == 0:
-        return Steps(len(miss_tokens), 0, 0)
-    n_tokens = sum(min(n_miss, max_tokens) for n_miss in miss_tokens)
-    n_steps = max(-(-n_tokens // max_tokens), -(-len(miss_tokens) // max_requests))
-    return Steps(n_steps, n_steps * max_tokens - n_tokens, n_steps * max_requests - len(miss_tokens))
+def fill_steps(n_tokens: int, n_requests: int, size: StepSize) -> Steps:
+    """Counts the steps of so many jobs, where each step is filled to its end. n_tokens: the sum of `size.tokens_of` each."""
+    if size.is_one:
+        return Steps(n_requests, 0, 0)
+    n_steps = max(-(-n_tokens // size.max_tokens), -(-n_requests // size.max_requests))
+    return Steps(n_steps, n_steps * size.max_tokens - n_tokens, n_steps * size.max_requests - n_requests)

@@ -43,7 +43,7 @@ class Run(NamedTuple):
 
 
 def runs_of(slots: torch.Tensor) -> list[Run]:
-    """The KV slots of a request in position order, [n], as few runs as possible."""
+    """Returns the KV slots of a request in position order, [n], as few runs as possible."""
     n = slots.shape[0]
     breaks = (torch.nonzero(slots[1:] - slots[:-1] != 1).flatten() + 1).tolist()
     bounds = [0, *breaks, n]
@@ -74,7 +74,7 @@ class KVRows(NamedTuple):
         return self.runs[-1].end
 
     def between(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(key, value) of the positions [start, end); views within one run of consecutive slots, copies otherwise."""
+        """Returns (key, value) of the positions [start, end); views within one run of consecutive slots, copies otherwise."""
         parts = [
             _cut(run.slots, max(start, run.start) - run.start, min(end, run.end) - run.start)
             for run in self.runs
@@ -86,7 +86,7 @@ class KVRows(NamedTuple):
         return key, torch.cat([_read(self.value_pool, part) for part in parts])
 
     def tiles(self, end: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The positions [0, end) piece by piece; no piece crosses from one run to the next."""
+        """Returns the positions [0, end) piece by piece; no piece crosses from one run to the next."""
         for run in self.runs:
             for start in range(run.start, min(run.end, end), KEY_TILE_TOKENS):
                 yield self.between(start, min(start + KEY_TILE_TOKENS, run.end, end))
@@ -103,7 +103,7 @@ def attend(
     soft_cap: float = 0.0,
     only_last_block: bool = False,
 ) -> None:
-    """Attention of one request.
+    """Computes the attention of one request.
 
     Args:
         query: [n_q, query heads, head_dim], the last n_q positions of the request.
@@ -158,7 +158,7 @@ def _plain_block(block: torch.Tensor, rows: KVRows, positions: range, scale: flo
 def merge_by_log_sum_exp(
     left: torch.Tensor, left_lse: torch.Tensor, right: torch.Tensor, right_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention over the union of two disjoint key sets, from the results over each; float32, with its lse.
+    """Computes softmax attention over the union of two disjoint key sets, from the results over each; float32, with its lse.
 
     A float32 `left` is overwritten.
 
@@ -178,7 +178,7 @@ def _run_flash(
     is_causal: bool = False,
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output [n_q, heads, head_dim], log-sum-exp [n_q, heads]) of the flash kernel, which wants [1, heads, n, dim]."""
+    """Returns (output [n_q, heads, head_dim], log-sum-exp [n_q, heads]) of the flash kernel, which wants [1, heads, n, dim]."""
     key, value = key.to(query.dtype).transpose(0, 1), value.to(query.dtype).transpose(0, 1)
     if query.shape[0] >= PACK_FROM_QUERIES:
         key, value = key.contiguous(), value.contiguous()
@@ -196,7 +196,7 @@ def _run_flash(
 def _windowed_block(
     block: torch.Tensor, rows: KVRows, positions: range, scale: float, window_tokens: int
 ) -> torch.Tensor:
-    """Sliding window: a block sees its own keys and one window before them, so work is O(n_q x window)."""
+    """Attends in a sliding window: a block sees its own keys and one window before them, so work is O(n_q x window)."""
     first_key = max(0, positions.start - window_tokens)
     visible = _visible(positions, range(first_key, positions.stop), window_tokens)
     mask = torch.zeros(visible.shape, dtype=torch.float32).masked_fill_(~visible, -torch.inf)
@@ -213,7 +213,7 @@ def _soft_capped_block(
     window_tokens: int | None,
     soft_cap: float,
 ) -> torch.Tensor:
-    """Soft-capped scores, which the flash kernel lacks: a float32 score matrix of one query block."""
+    """Attends with soft-capped scores, which the flash kernel lacks: a float32 score matrix of one query block."""
     first_key = 0 if window_tokens is None else max(0, positions.start - window_tokens)
     keys = range(first_key, positions.stop if causal else rows.n_tokens)
     key, value = rows.between(keys.start, keys.stop)
@@ -228,7 +228,7 @@ def _soft_capped_block(
 
 
 def _visible(queries: range, keys: range, window_tokens: int | None) -> torch.Tensor:
-    """Boolean [queries, keys]: which keys each query sees."""
+    """Returns a boolean [queries, keys]: which keys each query sees."""
     q_pos = torch.arange(queries.start, queries.stop).unsqueeze(1)
     k_pos = torch.arange(keys.start, keys.stop).unsqueeze(0)
     visible = k_pos <= q_pos

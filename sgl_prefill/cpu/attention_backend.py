@@ -94,7 +94,7 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
         save_kv_cache: bool = True,
         **extra: Any,
     ) -> torch.Tensor:
-        """[tokens, query heads * head_dim] for the batch's new tokens, whose K, V are written to the pool first."""
+        """Returns [tokens, query heads * head_dim] for the batch's new tokens, whose K, V are written to the pool first."""
         _refuse_what_is_not_computed(layer, extra)
         if save_kv_cache and k is not None and v is not None:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
@@ -105,7 +105,7 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
     def attend_into(
         self, output: torch.Tensor, q: torch.Tensor, layer: RadixAttention, *, only_last_rows: bool = False
     ) -> None:
-        """Attention of the current batch, K and V being in the pool; `output` may be `q`.
+        """Computes the attention of the current batch, K and V being in the pool; `output` may be `q`.
 
         q, output: [tokens, query heads * head_dim]. only_last_rows: one row a request, its last position.
         """
@@ -132,7 +132,7 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
             attend(query[queries], rows, into[queries], only_last_block=self.only_last_block, **options)
 
     def pytorch_layers(self, model: torch.nn.Module, dtype: torch.dtype) -> list[int]:
-        """The layers that the native kernels, where there are any, do not compute."""
+        """Returns the layers that the native kernels, where there are any, do not compute."""
         if self.kernels is None:
             return []
         layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
@@ -140,7 +140,7 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def is_native(layer: RadixAttention, *dtypes: torch.dtype) -> bool:
-        """Whether the native kernels, where there are any, compute this layer."""
+        """Tells whether the native kernels, where there are any, compute this layer."""
         return Kernels.fits_attention(
             layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim, *dtypes
         )

@@ -30,7 +30,7 @@ def experts(
     activation: str,
     weights_on_input: bool,
 ) -> torch.Tensor:
-    """Sum over each token's experts of weight * down(act(gate x) * up x), accumulated in float32.
+    """Sums over each token's experts of weight * down(act(gate x) * up x), accumulated in float32.
 
     x: [tokens, hidden]; topk_weights, topk_ids: [tokens, experts of a token]; gate_up: of each expert, the product with
     weights of [2 * intermediate, hidden]; down: of [hidden, intermediate]; `weights_on_input`: weight * is applied to x instead.
@@ -58,7 +58,7 @@ def experts(
 
 
 def products_of(layer: Any) -> tuple[list[Linear], list[Linear]]:
-    """(gate and up, down) of each expert of a layer, which can be packed."""
+    """Returns (gate and up, down) of each expert of a layer, which can be packed."""
     if not hasattr(layer, "sgl_prefill_products"):
         weights = layer.w13_weight, layer.w2_weight
         kernels = native().kernels
@@ -91,7 +91,7 @@ def pack_experts(model: torch.nn.Module) -> tuple[list[Linear], str | None]:
 
 
 def forward_unquantized_experts(method: Any, layer: Any, dispatch_output: StandardDispatchOutput) -> CombineInput:
-    """`UnquantizedFusedMoEMethod.forward` for our platform. Raises UnsupportedModelError for what is not computed."""
+    """Stands for `UnquantizedFusedMoEMethod.forward` on our platform. Raises UnsupportedModelError for what is not computed."""
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
     config = method.moe_runner_config

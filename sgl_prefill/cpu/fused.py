@@ -27,7 +27,7 @@ _product: Any = torch.ops.mkldnn._linear_pointwise.default
 
 
 def define_operations() -> None:
-    """The operations that stand in a recorded graph. They have no kernel: `lower` takes them out again. Idempotent."""
+    """Defines the operations that stand in a recorded graph. They have no kernel: `lower` takes them out again. Idempotent."""
     global _library
     if _library is not None:
         return
@@ -50,7 +50,7 @@ def define_operations() -> None:
 def recorded_as_operations(
     body: torch.nn.Module, dtype: torch.dtype, longest_tokens: int | None = None
 ) -> Iterator[None]:
-    """Within it, layers of `body` that a kernel computes run as one operation each.
+    """Lets layers of `body` that a kernel computes run as one operation each.
 
     longest_tokens: of any request, None: no longer than the rotary tables. A table that is shorter stays SGLang's to read,
     which checks each position, as the kernel does not.
@@ -70,7 +70,7 @@ def recorded_as_operations(
 
 
 def _stand_in(module: Any, dtype: torch.dtype, longest_tokens: int) -> Callable[..., Any] | None:
-    """What runs in a layer's place while it is recorded; None where no kernel computes just what it computes."""
+    """Returns what runs in a layer's place while it is recorded; None where no kernel computes just what it computes."""
     from sglang.srt.layers.activation import GeluAndMul, SiluAndMul
     from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
@@ -145,7 +145,7 @@ def _rotary_stand_in(rotary: Any) -> Callable[..., Any]:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """[rows, columns] of [..., columns], the numbers of a row side by side, as the kernels read them."""
+    """Views [..., columns] as [rows, columns], the numbers of a row side by side, as the kernels read them."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
@@ -227,7 +227,8 @@ class _Rotate(torch.nn.Module):
 
 
 def _side_by_side(query: torch.Tensor, key: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Both as one tensor where each row of one begins behind the same row of the other, as in rows of query, key and value."""
+    """Returns both as one tensor where each row of one begins behind the same row of the other, as in rows of query, key and
+    value."""
     width = query.shape[1]
     is_one = (
         query.stride() == key.stride()
@@ -310,8 +311,9 @@ def _join_gates(module: fx.GraphModule, products: dict[fx.Node, Linear]) -> None
 
 
 def _is_only_read_by(node: fx.Node, x: Any) -> bool:
-    """Whether a value may be overwritten: a kernel or a product has made it for this node alone, or made what was split into it
-    and parts that do not overlap."""
+    """Tells whether a value may be overwritten: a kernel or a product has made it for this node alone, or made what was
+    split into it and parts that do not overlap.
+    """
     if not isinstance(x, fx.Node) or list(x.users) != [node]:
         return False
     maker = x
@@ -349,6 +351,6 @@ def pack(linears: Sequence[Linear]) -> str | None:
 
 
 def packed_bytes(linears: Sequence[Linear]) -> int:
-    """What packed weights take, which are no parameters of the model any more."""
+    """Counts what packed weights take, which are no parameters of the model any more."""
     kept = {id(linear.packed): linear.packed for linear in linears if linear.packed is not None}
     return sum(int(torch.ops.mkldnn._nbytes(packed)) if packed.is_mkldnn else packed.nbytes for packed in kept.values())

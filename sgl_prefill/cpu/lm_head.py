@@ -24,7 +24,9 @@ BLOCK_BYTES = 4 << 20
 
 
 def float32_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`hidden @ weight.T` in float32. hidden: [rows, hidden size]; weight: [vocabulary, hidden size]; any float dtype."""
+    """Computes `hidden @ weight.T` in float32. hidden: [rows, hidden size]; weight: [vocabulary, hidden size]; any float
+    dtype.
+    """
     n_rows, (n_vocab, n_hidden) = hidden.shape[0], weight.shape
     n_columns = 1 if n_rows == 1 else ceil_to(n_rows, COLUMNS)
     columns = torch.zeros(n_hidden, n_columns)
@@ -50,7 +52,6 @@ def around_compute_lm_head(
     weight: Any = getattr(lm_head, "weight", None)
     is_ours = (
         weight is not None
-        and weight.device.type == "cpu"
         and weight.dtype in (torch.bfloat16, torch.float16)
         and hidden_states.shape[0] <= MAX_ROWS
         and embedding_bias is None

@@ -43,11 +43,11 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
             server_args.decode_attention_backend = server_args.decode_attention_backend or DECODE_BACKEND_NAME
 
     def get_device(self, device_id: int = 0) -> str:
-        """A string, as the base class declares: SGLang splits it, which the CPU mixin's `torch.device` cannot bear."""
+        """Returns a string, as the base class declares: SGLang splits it, which the CPU mixin's `torch.device` cannot bear."""
         return "cpu"
 
     def init_backend(self) -> None:
-        """Called by SGLang in each model process before its model runner exists."""
+        """Is called by SGLang in each model process before its model runner exists."""
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
         from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
         from sglang.srt.layers.utils.multi_platform import MultiPlatformOp
@@ -66,7 +66,8 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         return NAME_WITHOUT_TRITON
 
     def get_torch_profiler_activity_str(self) -> str:
-        """What `/start_profile` records as the device's work; without these two, a request for a profile ends the scheduler."""
+        """Names what `/start_profile` records as the device's work; without these two, a request for a profile ends the
+        scheduler."""
         return "CPU"
 
     def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:

@@ -21,7 +21,7 @@ def connect(url: str) -> openai.OpenAI:
 
 
 def score(client: openai.OpenAI, prompt: str, labels: Sequence[str]) -> dict[str, Any]:
-    """`label_scores` of one prompt: probabilities over the labels, label mass, cached tokens and times."""
+    """Returns `label_scores` of one prompt: probabilities over the labels, label mass, cached tokens and times."""
     reply = client.completions.create(model="default", prompt=prompt, extra_body={"allowed_tokens": list(labels)})
     scores: dict[str, Any] = reply.choices[0].model_extra["label_scores"]  # type: ignore[index]
     return scores

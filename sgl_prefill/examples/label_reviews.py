@@ -75,13 +75,13 @@ class Row(NamedTuple):
 
 
 def prompt_for(review: str) -> str:
-    """The shared few-shot prompt, then this review."""
+    """Returns the shared few-shot prompt, then this review."""
     shots = "".join(f"Review: {text}\nSentiment:{label}\n\n" for text, label in SHOTS)
     return f"Decide whether the review is positive or negative.\n\n{shots}Review: {review}\nSentiment:"
 
 
 def label_all(url: str) -> list[Row]:
-    """All reviews at once, most positive first; progress on stderr."""
+    """Labels all reviews at once, most positive first; progress on stderr."""
     openai_client = client.connect(url)
 
     def label(review: tuple[str, str]) -> Row:
@@ -97,7 +97,7 @@ def label_all(url: str) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """Ranked, with the share labelled right in the last line."""
+    """Writes the table, ranked, with the share labelled right in the last line."""
     lines = [
         f"{'P(pos)':>6}  {'mass':>5}  {'cached':>6}  {'queue ms':>8}  {'pred. ms':>8}  {'actual ms':>9}     review"
     ]

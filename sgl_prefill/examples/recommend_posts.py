@@ -58,7 +58,7 @@ class Recommendation(NamedTuple):
 
 
 def profile() -> str:
-    """Profile and history of a made-up user, the same at every call."""
+    """Makes the profile and history of a made-up user, the same at every call."""
     lines = [
         f"{day + 1}. {VERBS[day % 6]} {FORMATS[(day // 6) % 6]} {INTERESTS[(day * 5 + day // 36) % 6]}, {3 + day % 17} minutes"
         for day in range(N_HISTORY_LINES)
@@ -75,7 +75,7 @@ def prompt_for(post: str, user_profile: str) -> str:
 
 
 def recommend(url: str) -> list[Recommendation]:
-    """All posts in one call (a batch of prompts), most interesting first."""
+    """Asks for all posts in one call (a batch of prompts), most interesting first."""
     user_profile = profile()
     reply = client.connect(url).completions.create(
         model="default",

@@ -41,7 +41,7 @@ def classify(s: Any, text: str) -> None:
 
 
 def decisions(url: str) -> list[str]:
-    """The topic of each text, in order."""
+    """Returns the topic of each text, in order."""
     sgl.set_default_backend(sgl.RuntimeEndpoint(url))
     return [state["topic"] for state in classify.run_batch([{"text": text} for text in TEXTS], num_threads=4)]
 

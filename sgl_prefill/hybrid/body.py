@@ -19,7 +19,7 @@ class LayerIO(Protocol):
         ...
 
     def attend(self, layer_id: int, query: torch.Tensor, output: torch.Tensor, *, only_last_rows: bool = False) -> None:
-        """Attention of all of the batch's tokens, K and V being in the pool. query, output: [tokens, ...].
+        """Computes the attention of all of the batch's tokens, K and V being in the pool. query, output: [tokens, ...].
 
         only_last_rows: of the last token of each request alone, [requests, ...].
         """
@@ -42,13 +42,15 @@ class HybridBody:
 
     @property
     def retained_bytes_per_token(self) -> int:
-        """Of the full-length buffers; K and V of one layer and the batch's own indices come on top."""
+        """Returns the bytes of a token in the full-length buffers; K and V of one layer and the batch's own indices come on
+        top.
+        """
         return sum(spec.row_bytes for spec in self.split.buffers)
 
     def run(
         self, token_rows: dict[str, torch.Tensor], io: LayerIO, last_rows: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Hidden states after the body, [tokens, hidden size].
+        """Returns the hidden states after the body, [tokens, hidden size].
 
         token_rows: the inputs named in `trace.TOKEN_INPUTS`. last_rows: int64 [requests], the last token of each request, where
         nobody reads the hidden states of others: behind the last layer's K and V only these are computed, and the other
@@ -84,7 +86,7 @@ class HybridBody:
         return self._only_last_rows(values, token_rows, io, last_rows)
 
     def _buffers(self, n_tokens: int, token_rows: dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
-        """Of full length, in which what crosses a cut lives."""
+        """Allocates the buffers of full length, in which what crosses a cut lives."""
         device = token_rows["input_ids"].device
         make = torch.zeros if self.only_what_decides_memory else torch.empty
         return [make((n_tokens, *spec.row_shape), dtype=spec.dtype, device=device) for spec in self.split.buffers]
@@ -97,7 +99,7 @@ class HybridBody:
         token_rows: dict[str, torch.Tensor],
         io: LayerIO,
     ) -> None:
-        """A piece over all rows: its results are the values that cross, and none is copied."""
+        """Runs a piece over all rows: its results are the values that cross, and none is copied."""
         n_tokens = token_rows["input_ids"].shape[0]
         results = self._run_chunk(piece, attention, values, token_rows, 0, n_tokens, io)
         for buffer, result in zip(piece.outputs, results, strict=True):
@@ -123,7 +125,7 @@ class HybridBody:
         io: LayerIO,
         last_rows: torch.Tensor,
     ) -> torch.Tensor:
-        """The last attention and the piece behind it, of these rows alone."""
+        """Computes the last attention and the piece behind it, of these rows alone."""
         attention, piece = self.split.attentions[-1], self.split.pieces[-1]
         read = {argument.buffer for argument in piece.arguments if argument.buffer is not None} | {attention.query}
         rows = [
@@ -159,7 +161,7 @@ class HybridBody:
         end: int,
         io: LayerIO,
     ) -> Sequence[torch.Tensor]:
-        """The results of the rows [start, end), whose K and V, the last two, go into the pool."""
+        """Returns the results of the rows [start, end), whose K and V, the last two, go into the pool."""
         is_whole = end - start == token_rows["input_ids"].shape[0]
 
         def value_of(argument: Argument) -> Any:

@@ -2,47 +2,77 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sgl_prefill import disk_cache
+from sgl_prefill.device import Device
 from sgl_prefill.hybrid.split import Argument, Piece, SplitBody
 
-CANDIDATES = {"cpu": (256, 512, 1024, 2048), "cuda": (1024, 2048, 4096, 8192)}
+if TYPE_CHECKING:
+    from sgl_prefill.hybrid.body import HybridBody
+    from sgl_prefill.startup.loaded_model import LoadedModel
+
+logger = logging.getLogger(__name__)
+
 TOLERATED_SLOWDOWN = 1.03
 ROUNDS, ENOUGH_S = 5, 1.0  # rounds, fewer where they have taken so long
 
 
-def measure_chunk_tokens(split: SplitBody, device: str) -> int:
-    """The smallest candidate within 3 % of the fastest: smaller chunks cost time, larger ones memory.
+def choose_chunk_tokens(model: LoadedModel, asked_tokens: int | None) -> None:
+    """Sets the chunk size: as asked for, as an earlier start has measured it, or measured now, the weights being laid out as
+    they will be served."""
+    hybrid = model.hybrid
+    assert hybrid is not None
+    hybrid.chunk_tokens = asked_tokens or _measured_chunk_tokens(model, hybrid)
+    logger.info(
+        "hybrid prefilling: chunks of %d tokens, %d bytes a token kept between layers",
+        hybrid.chunk_tokens,
+        hybrid.retained_bytes_per_token,
+    )
+
+
+def _measured_chunk_tokens(model: LoadedModel, hybrid: HybridBody) -> int:
+    depends_on = model.circumstances
+    if (stored := disk_cache.load("chunk size", depends_on, {"chunk_tokens": int})) is not None:
+        return max(int(stored["chunk_tokens"]), 1)
+    with model.outside_a_batch():
+        chunk_tokens = measure_chunk_tokens(hybrid.split, model.device)
+    disk_cache.store("chunk size", depends_on, {"chunk_tokens": chunk_tokens})
+    return chunk_tokens
+
+
+def measure_chunk_tokens(split: SplitBody, device: Device) -> int:
+    """Returns the smallest candidate within 3 % of the fastest: smaller chunks cost time, larger ones memory.
 
     Times one middle piece, which stands for all.
     """
-    candidates = CANDIDATES["cpu" if device == "cpu" else "cuda"]
+    candidates = device.chunk_candidates
     piece = split.pieces[len(split.pieces) // 2]
-    seconds = dict.fromkeys(candidates, float("inf"))
+    best_ms = dict.fromkeys(candidates, float("inf"))
     started = time.perf_counter()
     for number in range(ROUNDS):  # in turn, so that a slow moment of the machine hits all
         if number > 1 and time.perf_counter() - started > ENOUGH_S:
             break
         for chunk_tokens in candidates:
-            seconds[chunk_tokens] = min(
-                seconds[chunk_tokens], _seconds(piece, split, device, chunk_tokens, candidates[-1])
-            )
-    fast_enough = TOLERATED_SLOWDOWN * min(seconds.values())
-    return next(chunk_tokens for chunk_tokens in candidates if seconds[chunk_tokens] <= fast_enough)
+            ms = _time_ms(piece, split, device, chunk_tokens, candidates[-1])
+            best_ms[chunk_tokens] = min(best_ms[chunk_tokens], ms)
+    fast_enough = TOLERATED_SLOWDOWN * min(best_ms.values())
+    return next(chunk_tokens for chunk_tokens in candidates if best_ms[chunk_tokens] <= fast_enough)
 
 
-def _seconds(piece: Piece, split: SplitBody, device: str, chunk_tokens: int, n_tokens: int) -> float:
-    arguments = [_filler(argument, split, device, chunk_tokens) for argument in piece.arguments]
-    _synchronize(device)
-    started = time.perf_counter()
-    for _ in range(n_tokens // chunk_tokens):
-        with torch.no_grad():
+def _time_ms(piece: Piece, split: SplitBody, device: Device, chunk_tokens: int, n_tokens: int) -> float:
+    arguments = [_filler(argument, split, device.name, chunk_tokens) for argument in piece.arguments]
+
+    @torch.no_grad()
+    def run() -> None:
+        for _ in range(n_tokens // chunk_tokens):
             piece.module(*arguments)
-    _synchronize(device)
-    return time.perf_counter() - started
+
+    return device.time_ms(run)
 
 
 def _filler(argument: Argument, split: SplitBody, device: str, n_rows: int) -> Any:
@@ -52,8 +82,3 @@ def _filler(argument: Argument, split: SplitBody, device: str, n_rows: int) -> A
     if argument.token_rows is not None:
         return torch.zeros(n_rows, dtype=torch.int64, device=device)
     return n_rows if argument.is_chunk_length else argument.constant
-
-
-def _synchronize(device: str) -> None:
-    if device != "cpu":
-        torch.get_device_module(device).synchronize()

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from sgl_prefill.errors import UntraceableModelError
-from sgl_prefill.hybrid.trace import ATTENTION_OP, TracedBody, op_name
+from sgl_prefill.hybrid.trace import TracedBody, op_name
 
 # Arguments of SGLang's attention operation, by name, that plain softmax attention leaves at these values.
 PLAIN_ATTENTION_OPTIONS = {"use_mha_companion": False}
@@ -77,13 +77,13 @@ def split_body(traced: TracedBody, *, attention_in_place: bool) -> SplitBody:
     `attention_in_place`: the attention backend may write its output over the query.
     """
     cut = _Cut(traced)
-    plan = _BufferPlan(cut, attention_in_place)
-    pieces = [_build_piece(index, cut, plan) for index in range(cut.n_pieces)]
+    buffers = _BufferUse(cut, attention_in_place)
+    pieces = [_build_piece(index, cut, buffers) for index in range(cut.n_pieces)]
     attentions = [
-        Attention(cut.layer_id(node), plan.of[cut.query(node)], plan.of[node], cut.writes_kv(node))
+        Attention(cut.layer_id(node), buffers.of[cut.query(node)], buffers.of[node], cut.writes_kv(node))
         for node in cut.attentions
     ]
-    return SplitBody(pieces, attentions, plan.specs, plan.of[cut.result])
+    return SplitBody(pieces, attentions, buffers.specs, buffers.of[cut.result])
 
 
 class _Cut:
@@ -95,7 +95,7 @@ class _Cut:
     def __init__(self, traced: TracedBody) -> None:
         self.traced = traced
         self.graph = traced.module.graph
-        self.attentions = [node for node in self.graph.nodes if op_name(node) == ATTENTION_OP]
+        self.attentions = [node for node in self.graph.nodes if op_name(node) == traced.attention_op]
         self.n_pieces = len(self.attentions) + 1
         self._stands_for: dict[fx.Node, fx.Node] = {self._argument(node, 3, "output"): node for node in self.attentions}
         for node in self.attentions:
@@ -106,7 +106,7 @@ class _Cut:
         self.readers = self._find_readers()
 
     def resolve(self, node: fx.Node) -> fx.Node:
-        """The value behind a node: an attention's output buffer is the attention."""
+        """Returns the value behind a node: an attention's output buffer is the attention."""
         return self._stands_for.get(node, node)
 
     @staticmethod
@@ -152,7 +152,7 @@ class _Cut:
         return piece_of
 
     def _find_readers(self) -> dict[fx.Node, list[int]]:
-        """Step at which each crossing value is read: 2 i for piece i, 2 i + 1 for the attention behind it."""
+        """Finds the step at which each crossing value is read: 2 i for piece i, 2 i + 1 for the attention behind it."""
         readers: dict[fx.Node, list[int]] = {}
         for node in self.graph.nodes:
             if node in self.attentions:
@@ -167,7 +167,7 @@ class _Cut:
         return readers
 
     def row_spec(self, node: fx.Node) -> BufferSpec:
-        """Shape of one token's row. Raises UntraceableModelError where the value has no row a token."""
+        """Returns the shape of one token's row. Raises UntraceableModelError where the value has no row a token."""
         empty = {attention: output for output, attention in self._stands_for.items()}
         value = empty.get(node, node).meta.get("example_value")
         symbols = self.traced.token_symbols
@@ -183,7 +183,7 @@ def _is_symbol(size: Any, symbols: frozenset[Any]) -> bool:
     return isinstance(size, torch.SymInt) and size.node.expr in symbols
 
 
-class _BufferPlan:
+class _BufferUse:
     """A buffer for every crossing value, reused when its value is dead (a linear scan over the steps)."""
 
     def __init__(self, cut: _Cut, attention_in_place: bool) -> None:
@@ -213,7 +213,7 @@ class _BufferPlan:
                 free += [self.of[node] for node in dead]
 
 
-def _build_piece(index: int, cut: _Cut, plan: _BufferPlan) -> Piece:
+def _build_piece(index: int, cut: _Cut, buffers: _BufferUse) -> Piece:
     body = [node for node in cut.graph.nodes if cut.piece_of.get(node) == index and node not in cut.attentions]
     inside = set(body)
     outside = dict.fromkeys(
@@ -223,7 +223,7 @@ def _build_piece(index: int, cut: _Cut, plan: _BufferPlan) -> Piece:
     copies = {source: graph.placeholder(source.name) for source in outside}
     for node in body:
         copies[node] = graph.node_copy(node, lambda source: copies[cut.resolve(source)])
-    crossing = [node for node in body if node in plan.of]
+    crossing = [node for node in body if node in buffers.of]
     for_the_pool: list[fx.Node] = []
     if index < len(cut.attentions) and cut.writes_kv(cut.attentions[index]):
         for_the_pool = list(cut.key_value(cut.attentions[index]))
@@ -232,13 +232,13 @@ def _build_piece(index: int, cut: _Cut, plan: _BufferPlan) -> Piece:
     graph.output(tuple(copies[node] for node in [*crossing, *for_the_pool]))
     return Piece(
         module=fx.GraphModule(cut.traced.module, graph, class_name=f"Piece{index}"),
-        arguments=tuple(_argument_for(source, cut, plan) for source in outside),
-        outputs=(*(plan.of[node] for node in crossing), *(None for _ in for_the_pool)),
+        arguments=tuple(_argument_for(source, cut, buffers) for source in outside),
+        outputs=(*(buffers.of[node] for node in crossing), *(None for _ in for_the_pool)),
     )
 
 
-def _argument_for(source: fx.Node, cut: _Cut, plan: _BufferPlan) -> Argument:
+def _argument_for(source: fx.Node, cut: _Cut, buffers: _BufferUse) -> Argument:
     if source.op == "placeholder":
         given = cut.traced.inputs[source]
         return Argument(None, given.token_rows, given.is_token_count, given.constant)
-    return Argument(buffer=plan.of[source])
+    return Argument(buffer=buffers.of[source])

@@ -7,8 +7,8 @@ slots, the number of tokens, or a tensor of the model. A body that reads anythin
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -19,17 +19,21 @@ from sgl_prefill.errors import UntraceableModelError
 # Enough rows that no size of a small model is mistaken for it; Dynamo treats it as a symbol anyway.
 TRACE_TOKENS = 7
 
-ATTENTION_OP = "sglang.unified_attention_with_output"
-# SGLang registers every operation that must not be compiled into a piece. Of these, reductions over ranks are token-wise.
-TOKEN_WISE_SPLIT_OPS = frozenset({"sglang.inplace_all_reduce"})
-
 TOKEN_INPUTS = ("input_ids", "positions", "out_cache_loc")
+
+
+class OpaqueOps(NamedTuple):
+    """Operations that a graph shows by name, with nothing of their inside."""
+
+    attention: str  # of query, key, value, output, save_kv_cache, layer_id
+    sequence_mixing: frozenset[str]  # besides it, in which tokens see each other
 
 
 class TracedBody(NamedTuple):
     """One recorded forward pass over the body."""
 
     module: fx.GraphModule
+    attention_op: str
     # The sympy symbols of the number of tokens: more than one where nothing in the graph ties two inputs' lengths together.
     token_symbols: frozenset[Any]
     inputs: dict[fx.Node, InputSource]  # of every placeholder
@@ -43,11 +47,18 @@ class InputSource(NamedTuple):
     constant: Any = None  # a tensor of the model, or a number
 
 
-def trace_body(body: torch.nn.Module, make_batch: Callable[[torch.Tensor], Any], device: str) -> TracedBody:
-    """Record `body.forward(input_ids, positions, forward_batch)`; no kernel runs.
+def trace_body(
+    body: torch.nn.Module,
+    make_batch: Callable[[torch.Tensor], Any],
+    device: str,
+    traces: Callable[[Any], AbstractContextManager[None]],
+    ops: OpaqueOps,
+) -> TracedBody:
+    """Record `body.forward(input_ids, positions, forward_batch)`; no kernel runs. Raises UntraceableModelError with the reason.
 
-    `make_batch` builds a ForwardBatch of one extending request with these token ids. Raises UntraceableModelError with
-    the reason.
+    Args:
+        make_batch: makes the batch of one extending request with these token ids.
+        traces: while its context lasts, the body's attention and experts are opaque operations.
     """
     tokens = {
         "input_ids": torch.arange(TRACE_TOKENS, dtype=torch.int64, device=device),
@@ -60,7 +71,7 @@ def trace_body(body: torch.nn.Module, make_batch: Callable[[torch.Tensor], Any],
     recorder = _Recorder()
     forward = torch.compile(types.MethodType(type(body).forward, body), backend=recorder, fullgraph=True)
     try:
-        with _sglang_traces(forward_batch):
+        with torch.no_grad(), traces(forward_batch):
             result = forward(tokens["input_ids"], tokens["positions"], forward_batch)
     except UntraceableModelError:
         raise
@@ -80,8 +91,8 @@ def trace_body(body: torch.nn.Module, make_batch: Callable[[torch.Tensor], Any],
     symbols = _token_symbols(node for node, value in placeholders if id(value) in row_names)
     batch_fields = {id(value): name for name, value in vars(forward_batch).items() if isinstance(value, torch.Tensor)}
     sources = {node: _source_of(node, value, symbols, row_names, batch_fields) for node, value in placeholders}
-    _refuse_sequence_mixing(graph)
-    return TracedBody(recorder.module, symbols, sources)
+    _refuse_sequence_mixing(graph, ops)
+    return TracedBody(recorder.module, ops.attention, symbols, sources)
 
 
 class _Recorder:
@@ -104,27 +115,6 @@ class _Recorder:
             return (self.result,)
 
         return give_result
-
-
-@contextmanager
-def _sglang_traces(forward_batch: Any) -> Iterator[None]:
-    """SGLang's own switches for tracing: attention and experts become opaque operations, and no kernel is picked by size."""
-    from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
-        context_manager,
-        set_tc_piecewise_forward_context,
-    )
-
-    # On an error it logs a hint on CUDA graphs, which would send a reader of our own message astray.
-    context_manager.logger.disabled = True
-    try:
-        with (
-            torch.no_grad(),
-            context_manager.enable_tc_piecewise_cuda_graph(),
-            set_tc_piecewise_forward_context(forward_batch, [], None, [], []),
-        ):
-            yield
-    finally:
-        context_manager.logger.disabled = False
 
 
 def _token_symbols(token_rows: Iterable[fx.Node]) -> frozenset[Any]:
@@ -152,23 +142,19 @@ def _source_of(
     return InputSource(constant=real)
 
 
-def _refuse_sequence_mixing(graph: fx.Graph) -> None:
-    """Linear attention, Mamba, sparse attention: SGLang lists them as operations of their own."""
-    from sglang.srt.compilation.compilation_config import SPLIT_OPS
-
-    mixing = set(SPLIT_OPS) - {ATTENTION_OP} - TOKEN_WISE_SPLIT_OPS
+def _refuse_sequence_mixing(graph: fx.Graph, ops: OpaqueOps) -> None:
     n_attention = 0
     for node in graph.nodes:
         name = op_name(node)
-        n_attention += name == ATTENTION_OP
-        if name in mixing:
+        n_attention += name == ops.attention
+        if name in ops.sequence_mixing:
             raise UntraceableModelError(f"it mixes tokens outside softmax attention ({name})")
     if n_attention == 0:
         raise UntraceableModelError("its graph holds no attention")
 
 
 def op_name(node: fx.Node) -> str:
-    """`namespace.name` of a registered operation, without its overload; the target's name otherwise."""
+    """Returns `namespace.name` of a registered operation, without its overload; the target's name otherwise."""
     if isinstance(node.target, torch._ops.OpOverload):
         return str(node.target._schema.name).replace("::", ".")
     return str(node.target)

@@ -1,13 +1,7 @@
-"""Suffix-KV eviction by aliased memory (PrefillOnly, section 5): one layer's suffix KV is live at a time.
+"""Memory for suffix-KV eviction (PrefillOnly, section 5): one layer's suffix KV is live at a time.
 
 host.py, cuda.py   buffers whose tails are the same physical memory
-pool.py            SGLang's KV pool over them: [durable slots | scratch slots] in every layer
-allocator.py       who holds which slot
-prefix_cache.py    SGLang's radix cache, which sees durable slots only
-install.py         in SGLang: sizes, admission, allocation, limits
 
-The plan itself, how much of a request is durable, is `core/kv_plan.py`.
+`core/kv_plan.py` decides how much of a request is durable; `port/kv_pool.py`, `kv_allocator.py` and `radix_cache.py` are SGLang's
+KV pool over such buffers, who holds which slot of it, and the prefix cache that sees durable slots only.
 """
-
-# Under this name SGLang's registry of radix caches knows ours (`--radix-cache-backend`).
-PREFIX_CACHE_NAME = "sgl_prefill_suffix_kv"

@@ -59,7 +59,7 @@ class AliasedCudaMemory:
         self._committed_bytes = target
 
     def close(self) -> None:
-        """Idempotent. A driver that is shutting down may refuse; its memory goes with the process."""
+        """Gives all memory back; idempotent. A driver that is shutting down may refuse; its memory goes with the process."""
         with contextlib.suppress(AliasedMemoryError):
             for address, n_bytes in self._mapped:
                 self._call("cuMemUnmap", address, n_bytes)
@@ -104,7 +104,7 @@ class _CudaBytes:
 
 
 def granularity_bytes(device_index: int) -> int:
-    """What sizes and addresses must be multiples of: 2 MiB on the cards of today, but the driver says."""
+    """Returns what sizes and addresses must be multiples of: 2 MiB on the cards of today, but the driver says."""
     driver = _driver()
     minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
     return int(_call(driver, "cuMemGetAllocationGranularity", _properties(driver, device_index), minimum))
@@ -129,7 +129,7 @@ def _properties(driver: Any, device_index: int) -> Any:
 
 
 def _call(driver: Any, name: str, *arguments: Any) -> Any:
-    """Call the driver; its one result, or None. Raises AliasedMemoryError with the driver's error and the arguments."""
+    """Returns the one result of a call of the driver, or None. Raises AliasedMemoryError with its error and the arguments."""
     error, *results = getattr(driver, name)(*arguments)
     if error != driver.CUresult.CUDA_SUCCESS:
         shown = ", ".join(str(argument) for argument in arguments if isinstance(argument, int))

@@ -59,10 +59,10 @@ class AliasedHostMemory:
         self.tensors = [self._as_tensor(address) for address in self._addresses]
 
     def commit_own(self, n_bytes: int) -> None:
-        """Nothing to do on a host: the kernel commits on first use."""
+        """Does nothing on a host: the kernel commits on first use."""
 
     def close(self) -> None:
-        """Idempotent."""
+        """Gives all memory back; idempotent."""
         for address in self._addresses:
             _libc.munmap(address, self._n_bytes)
         self._addresses = []

@@ -1,44 +1,38 @@
-"""Replay of a trace on a simulated clock: the real policy, index, KV plan and radix tree; a JCT model for the forward pass.
+"""Replay of a trace on a simulated clock: the engine's own policy, KV plan and radix tree; a JCT model for the forward pass.
 
 Tokens are counted in pages, so that a prompt of 14,000 tokens is a key of some hundred symbols: a prefix is shared in whole
-pages, as in an engine with pages of that size. One request runs at a time.
+pages, as in an engine with pages of that size.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
-import torch
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
-
-from sgl_prefill.core.jct import FittedJct, JctModel, cache_miss_tokens
-from sgl_prefill.core.kv_plan import plan_kv
+from sgl_prefill import preflight
+from sgl_prefill.config import PrefillConfig
+from sgl_prefill.core.calibration import Calibration
+from sgl_prefill.core.jct import FittedJct
+from sgl_prefill.core.job import Job
+from sgl_prefill.core.packing import StepSize
+from sgl_prefill.core.policies import POLICIES
+from sgl_prefill.core.policy import PolicySettings
 from sgl_prefill.planner.workloads import Arrival
-from sgl_prefill.scheduling.calibrated_queue import CalibratedQueue
-from sgl_prefill.scheduling.watched_cache import WatchedRadixCache
-
-Order = Literal["fifo", "srjf", "calibrated-srjf"]
+from sgl_prefill.port.simulated_cache import SimulatedCache
 
 
-class Setting(NamedTuple):
-    """What is compared."""
-
-    order: Order
-    fairness_lambda: float = 0.0  # tokens of credit per second of waiting
-    max_queue_s: float | None = None
-    counts_sharers: bool = False
-
-    @property
-    def name(self) -> str:
-        bound = "" if self.max_queue_s is None else f", at most {self.max_queue_s:g} s"
-        sharers = ", sharers counted" if self.counts_sharers else ""
-        return self.order if self.order == "fifo" else f"{self.order}, lambda {self.fairness_lambda:g}{sharers}{bound}"
+def name_of(config: PrefillConfig) -> str:
+    """Names what of these options tells one replay from another."""
+    words = [config.scheduling]
+    words += [] if config.scheduling == "fifo" else [f"lambda {config.fairness_lambda:g}"]
+    words += ["sharers counted"] if config.scheduling == "calibrated-srjf" and config.sharers == "count" else []
+    words += ["cache-miss tokens"] if config.jct_model == "cache-miss" else []
+    words += [] if config.max_queue_s is None else [f"at most {config.max_queue_s:g} s"]
+    words += [] if config.pack_step_tokens == 0 else ["packed"]
+    return ", ".join(words)
 
 
 class Served(NamedTuple):
@@ -55,114 +49,80 @@ class Served(NamedTuple):
         return self.finish_s - self.arrival_s
 
 
-class _SlotCounter:
-    """Stands in for the KV allocator: durable slots are only counted."""
-
-    device = "cpu"
-
-    def __init__(self, n_slots: int) -> None:
-        self.n_free = n_slots
-
-    def free_segment(self, slots: torch.Tensor, *, start_pos: int) -> None:
-        self.n_free += len(slots)
-
-
-class _Request:
-    """What the queue asks of SGLang's `Req`."""
-
-    output_ids = ()
-    extra_key = None
-    priority = 0
-
-    def __init__(self, arrival: Arrival, keys: array[int]) -> None:
-        self.arrival = arrival
-        self.origin_input_ids = keys
-        self.time_stats = SimpleNamespace(
-            api_server_dispatch_time=arrival.arrival_s, wait_queue_entry_time=arrival.arrival_s
-        )
-
-    def _compute_max_prefix_len(self, n_pages: int) -> int:
-        return n_pages - 1
-
-
 def replay(
     arrivals: Iterable[Arrival],
-    setting: Setting,
-    jct_ms: JctModel,
+    config: PrefillConfig,
+    jct_ms: FittedJct,
     durable_tokens: int,
     *,
     page_tokens: int = 50,
     on_progress: Callable[[int], None] | None = None,
 ) -> Iterator[Served]:
-    """Requests in the order in which they are served.
+    """Yields requests in the order in which they are served.
 
     Args:
         arrivals: in time order.
-        jct_ms: how long a forward pass takes, (input tokens, cached tokens) -> milliseconds.
+        config: the options of the engine.
+        jct_ms: how long a forward pass takes.
         durable_tokens: KV slots of the prefix cache.
     """
-    slots = _SlotCounter(durable_tokens // page_tokens)
-    tree = WatchedRadixCache(
-        CacheInitParams(disable=False, req_to_token_pool=None, token_to_kv_pool_allocator=slots, page_size=1)
-    )
-    queue = CalibratedQueue(
-        tree,
-        *_order(setting, jct_ms, page_tokens),
-        setting.max_queue_s,
-        counts_sharers=setting.order == "calibrated-srjf" and setting.counts_sharers,
-    )
+    cache = SimulatedCache(durable_tokens // page_tokens)
+    policy = POLICIES[config.scheduling](settings_of(config, jct_ms, page_tokens))
+    calibration = Calibration(cache.tree, policy)
+    cache.connect(calibration, calibration.advisor)
     symbols = _Symbols(page_tokens)
     coming = iter(arrivals)
     next_one = next(coming, None)
+    arrival_of: dict[Job, Arrival] = {}
     now_s, n_served = 0.0, 0
-    while next_one is not None or len(queue.order) > 0:
+    while next_one is not None or arrival_of:
         while next_one is not None and next_one.arrival_s <= now_s:
-            queue.add(_Request(next_one, symbols.of(next_one)))
+            pages = symbols.of(next_one)
+            job = Job(pages, next_one.arrival_s, most_cached_tokens=len(pages) - 1)
+            arrival_of[job] = next_one
+            calibration.add(job)
             next_one = next(coming, None)
-        request: Any = queue.order.first(now_s)
-        if request is None:
-            assert next_one is not None
+        run, refuse = policy.decide(now_s)
+        for job in refuse:  # by a policy of one's own: arrivals of a trace have no deadline
+            calibration.remove(job)
+            del arrival_of[job]
+        if not run:
+            if next_one is None:
+                break
             now_s = next_one.arrival_s
             continue
-        n_cached = _serve(request, queue, tree, slots)
-        arrival, start_s = request.arrival, now_s
-        n_cached_tokens = min(n_cached * page_tokens, arrival.n_tokens - 1)
-        now_s += jct_ms(arrival.n_tokens, n_cached_tokens) / 1000
-        yield Served(arrival.arrival_s, start_s, now_s, arrival.n_tokens, n_cached_tokens)
-        n_served += 1
-        if on_progress is not None and n_served % 1000 == 0:
-            on_progress(n_served)
+        plans = cache.begin(run)
+        for job in run:
+            calibration.remove(job)
+        served = [arrival_of.pop(job) for job in run]
+        cached = [
+            min(plan.n_cached * page_tokens, arrival.n_tokens - 1) for plan, arrival in zip(plans, served, strict=True)
+        ]
+        start_s = now_s
+        work = jct_ms.of_step([(arrival.n_tokens, n) for arrival, n in zip(served, cached, strict=True)])
+        now_s += sum(work) / 1000
+        cache.end(run, plans)
+        for arrival, n_cached in zip(served, cached, strict=True):
+            yield Served(arrival.arrival_s, start_s, now_s, arrival.n_tokens, n_cached)
+            n_served += 1
+            if on_progress is not None and n_served % 1000 == 0:
+                on_progress(n_served)
 
 
-def _order(setting: Setting, jct_ms: JctModel, page_tokens: int) -> tuple[JctModel, float]:
-    """(cost of a request in pages, credit per second), in the units that the engine would use with this JCT model."""
-    if setting.order == "fifo":
-        return (lambda n_input, n_cached: 0.0), 1.0
-    is_fitted = isinstance(jct_ms, FittedJct)
-    cost: JctModel = jct_ms if is_fitted else cache_miss_tokens
-    token_cost = jct_ms(1000, 0) / 1000 if is_fitted else 1.0
-    calibrates = setting.order == "calibrated-srjf"
-    return (
-        lambda n_input, n_cached: cost(n_input * page_tokens, n_cached * page_tokens if calibrates else 0)
-    ), setting.fairness_lambda * token_cost
-
-
-def _serve(request: Any, queue: CalibratedQueue, tree: WatchedRadixCache, slots: _SlotCounter) -> int:
-    """What the engine does with the cache around a forward pass. Returns the cached pages."""
-    keys = request.origin_input_ids
-    n_pages = len(keys)
-    match = tree.match_prefix(MatchPrefixParams(key=RadixKey(keys[: n_pages - 1])))
-    n_cached, node = len(match.device_indices), match.last_device_node
-    tree.inc_lock_ref(node)
-    plan = plan_kv(n_pages, n_cached, queue.available_slots(request, n_cached, n_pages - n_cached, slots.n_free))
-    tree.evict_unwanted_first(plan.n_new_durable - slots.n_free)
-    slots.n_free -= plan.n_new_durable
-    queue.remove(request)
-    kept = keys[: plan.n_durable]
-    result = tree.insert(InsertParams(key=RadixKey(kept), value=torch.zeros(len(kept), dtype=torch.int64)))
-    slots.n_free += max(result.prefix_len - n_cached, 0)  # what was there already is given back
-    tree.dec_lock_ref(node)
-    return n_cached
+def settings_of(config: PrefillConfig, jct_ms: FittedJct, page_tokens: int) -> PolicySettings:
+    """Makes the settings of a policy whose jobs count pages."""
+    max_requests = preflight.most_requests_of_step(config) or sys.maxsize
+    pack_tokens = jct_ms.full_price_tokens() if config.pack_step_tokens is None else config.pack_step_tokens
+    most = pack_tokens if pack_tokens is not None else max_requests * page_tokens  # a token costs nothing
+    step = StepSize(max(most // page_tokens, 1), max_requests) if most else StepSize()
+    return PolicySettings.of(
+        step,
+        jct_ms=jct_ms if config.jct_model == "fitted" else None,
+        fairness_lambda=config.fairness_lambda,
+        max_queue_s=config.max_queue_s,
+        counts_sharers=config.sharers == "count",
+        unit_tokens=page_tokens,
+    )
 
 
 class _Symbols:

@@ -38,7 +38,7 @@ def post_recommendation(
     profile_range_tokens: tuple[int, int] | None = (11_000, 17_000),
     arrivals: Literal["burst", "single", "at-once"] = "burst",
 ) -> list[Arrival]:
-    """WL1: `n_posts` requests a user that share the user's profile.
+    """Makes WL1: `n_posts` requests a user that share the user's profile.
 
     Args:
         requests_per_s: mean rate of the Poisson process, in requests; ignored for "at-once".
@@ -67,7 +67,7 @@ def post_recommendation(
 def credit_verification(
     rng: random.Random, requests_per_s: float, *, n_users: int = 60, range_tokens: tuple[int, int] = (40_000, 60_000)
 ) -> list[Arrival]:
-    """WL2: one long request a user, nothing shared."""
+    """Makes WL2: one long request a user, nothing shared."""
     times = _poisson(rng, requests_per_s)
     return [
         Arrival(at_s, f"user-{user}", rng.randint(*range_tokens) - 1, 1)
@@ -76,7 +76,7 @@ def credit_verification(
 
 
 def read(path: Path) -> list[Arrival]:
-    """A trace file, sorted by time. Raises ValueError that names the line which is not an arrival."""
+    """Reads a trace file, sorted by time. Raises ValueError that names the line which is not an arrival."""
     arrivals = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         if not line.strip():
@@ -107,7 +107,7 @@ def write(path: Path, arrivals: Iterable[Arrival]) -> None:
 
 
 def ceiling_of_saving(arrivals: list[Arrival]) -> float:
-    """Share of all tokens that an unlimited cache would save: every prefix is computed once."""
+    """Returns the share of all tokens that an unlimited cache would save: every prefix is computed once."""
     prefixes = {arrival.prefix_id: arrival.prefix_tokens for arrival in arrivals}
     n_prefix_tokens = sum(arrival.prefix_tokens for arrival in arrivals)
     return (n_prefix_tokens - sum(prefixes.values())) / sum(arrival.n_tokens for arrival in arrivals)

@@ -1,1 +1,1 @@
-"""Glue from the core policy to SGLang's scheduler: what waits, what is cached, and the requests of a step."""
+"""What a live engine does around a policy: who has come, what the running step was predicted to take, what it took, metrics."""

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from sgl_prefill.core.srjf import SrjfQueue
+from sgl_prefill.core.job import Job
+from sgl_prefill.core.policy import Policy
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 _OVERHEAD_SECONDS = (0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
 _ERROR_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+
+
+class Facts(NamedTuple):
+    """What became of a request that has run, in tokens of its input."""
+
+    n_cached: int  # found in the prefix cache
+    n_kept: int | None  # whose KV stays there; None where all of it is kept
+    n_evicted: int | None  # whose KV lived for one layer
+
+
+def starvation_s(policy: Policy, taken: Collection[Job], now_s: float) -> float:
+    """Returns how long the oldest job has waited when later ones are taken; 0 where none is passed over."""
+    oldest = policy.oldest()
+    if oldest is None or oldest in taken or oldest.arrival_s >= max(job.arrival_s for job in taken):
+        return 0.0
+    return max(now_s - oldest.arrival_s, 0.0)
 
 
 class PolicyMetrics:
@@ -53,36 +69,37 @@ class PolicyMetrics:
         self._kept = counter("kept_tokens", "Input tokens whose KV was kept in the prefix cache.")
         self._evicted = counter("evicted_tokens", "Input tokens whose KV lived for one layer.")
 
-    def queue(self, order: SrjfQueue[Any], now_s: float) -> None:
-        """What waits after a step; the 99th percentile is looked up once a second, since it costs O(waiting requests)."""
-        self._waiting.set(len(order))
-        oldest = order.oldest()
-        self._oldest.set(0.0 if oldest is None else max(now_s - order.waiting(oldest).arrival_s, 0.0))
+    def set_queue(self, policy: Policy, now_s: float) -> None:
+        """Shows what waits after a step; the 99th percentile is looked up once a second, since it costs O(waiting requests)."""
+        self._waiting.set(len(policy.waiting))
+        oldest = policy.oldest()
+        self._oldest.set(0.0 if oldest is None else max(now_s - oldest.arrival_s, 0.0))
         if now_s - self._p99_read_s >= 1.0:
             self._p99_read_s = now_s
-            ages_s = heapq.nlargest(len(order) // 100 + 1, (now_s - order.waiting(req).arrival_s for req in order))
+            n_longest = len(policy.waiting) // 100 + 1
+            ages_s = heapq.nlargest(n_longest, (now_s - job.arrival_s for job in policy.waiting))
             self._p99.set(max(ages_s[-1], 0.0) if ages_s else 0.0)
 
-    def starvation(self, passed_over_s: float) -> None:
-        """Of the request that has waited longest, as a step begins."""
-        self._starvation.set(passed_over_s)
+    def set_starvation(self, policy: Policy, taken: Collection[Job], now_s: float) -> None:
+        """Shows who is passed over as a step begins that takes these."""
+        self._starvation.set(starvation_s(policy, taken, now_s))
 
-    def overhead(self, policy_s: float) -> None:
-        """Of the policy in the step that has ended."""
-        self._overhead.observe(policy_s)
+    def observe_policy_time(self, seconds: float) -> None:
+        """Counts the policy's time in the step that has ended."""
+        self._overhead.observe(seconds)
 
-    def wait(self, wait_s: float) -> None:
-        """Of a request that is about to run."""
+    def observe_wait(self, wait_s: float) -> None:
+        """Counts the wait of a request that is about to run."""
         self._wait.observe(max(wait_s, 0.0))
 
-    def request(self, facts: dict[str, Any], n_cached: int) -> None:
-        """A request has run; `facts` are those of its reply."""
-        self._cached.inc(n_cached)
-        if "kept_tokens" in facts:
-            self._kept.inc(facts["kept_tokens"])
-            self._evicted.inc(facts["evicted_tokens"])
+    def count_request(self, facts: Facts) -> None:
+        """Counts the tokens of a request that has run."""
+        self._cached.inc(facts.n_cached)
+        if facts.n_kept is not None and facts.n_evicted is not None:
+            self._kept.inc(facts.n_kept)
+            self._evicted.inc(facts.n_evicted)
 
-    def prediction(self, predicted_ms: float, actual_ms: float) -> None:
-        """Of the step that has just run."""
+    def observe_prediction(self, predicted_ms: float, actual_ms: float) -> None:
+        """Counts the error of the prediction for the step that has just run."""
         if actual_ms > 0:
             self._error.observe(abs(predicted_ms - actual_ms) / actual_ms)

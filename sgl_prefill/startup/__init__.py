@@ -1,7 +1,8 @@
 """What runs in the scheduler process between loading the model and the first request.
 
-made_up_request.py  a forward pass without a client
-memory_profile.py   how much memory an input takes, and the division of the budget
+loaded_model.py     what these parts need of the engine: a model that can run steps without clients
+memory_profile.py   how much memory an input takes
+jct_profile.py      how long steps take
 parity_gate.py      all paths give the same answers, or nothing is served
-install.py          in SGLang: when they run, and the limits that follow from them
+prepare.py          all of it in order, and the division of the memory
 """

@@ -7,7 +7,7 @@ give the fixed part and the part for each token.
 - On a host a whole run of the longest input would take minutes. There the tensors' part comes from what PyTorch's profiler
   says of its allocator, which is exact, at lengths that show the slope, from passes that compute what decides the peak: the
   first and the last chunk of a few pieces and the last block of their attention (`HybridBody.only_what_decides_memory`,
-  `attend(only_last_block)`). What lies beside tensors (libraries' scratch, pieces that malloc cannot give back) comes from
+  `LoadedModel.only_last_block`). What lies beside tensors (libraries' scratch, pieces that malloc cannot give back) comes from
   this process's resident memory, at one length.
 
 The result is kept on disk under everything that it depends on.
@@ -15,24 +15,15 @@ The result is kept on disk under everything that it depends on.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
-
-import torch
+from typing import NamedTuple
 
 from sgl_prefill import disk_cache, tensor_memory
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.memory_plan import MemoryUse
-from sgl_prefill.cpu.fused import packed_bytes
 from sgl_prefill.errors import MemoryPlanError
-from sgl_prefill.hybrid.install import hybrid_of, prefill_backend
-from sgl_prefill.resident_memory import PeakWatch, anonymous_bytes
-from sgl_prefill.startup.made_up_request import MadeUpRequest
-
-if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
+from sgl_prefill.startup.loaded_model import LoadedModel
 
 # What malloc holds beside the tensors varies from run to run: by this factor, and with any model up to so much.
 HOST_MARGIN = 1.5
@@ -42,68 +33,62 @@ HOST_FIRST_TOKENS = 8192  # the CPU attention's tiles grow up to here
 HOST_LONGEST_TOKENS = 32768
 HOST_PLAIN_PATH_TOKENS = 1024
 DEVICE_FIRST_TOKENS = 8192
-SAMPLE_INTERVAL_S = 0.0005
-
-_libc = ctypes.CDLL(None)
 
 
 class Activations(NamedTuple):
-    """Of one forward pass, in bytes."""
+    """What one forward pass takes, in bytes."""
 
     fixed_bytes: int
     bytes_per_token: float
 
 
-def measure_activations(
-    model_runner: ModelRunner, config: PrefillConfig, limit_tokens: int, budget_bytes: int
-) -> Activations:
-    """From this model's cached profile, or by running inputs of at most `limit_tokens`.
+def measure_activations(model: LoadedModel, config: PrefillConfig, limit_tokens: int, budget_bytes: int) -> Activations:
+    """Measures activations: from this model's cached profile, or by running inputs of at most `limit_tokens`.
 
     Raises MemoryPlanError before running an input that shorter ones show to be far over `budget_bytes`.
     """
-    hybrid = hybrid_of(model_runner)
-    on_host = model_runner.device == "cpu"
+    hybrid, extrapolates = model.hybrid, model.device.extrapolates_memory
     depends_on = {
-        **disk_cache.circumstances(model_runner),
+        **model.circumstances,
         "chunk_tokens": None if hybrid is None else hybrid.chunk_tokens,
         "options": (config.suffix_kv, config.logits_dtype),
-        "device_lengths": None if on_host else (config.max_input_length, limit_tokens, budget_bytes >> 20),
+        "device_lengths": None if extrapolates else (config.max_input_length, limit_tokens, budget_bytes >> 20),
     }
     longest = limit_tokens
-    if on_host:
+    if extrapolates:
         longest = min(limit_tokens, HOST_PLAIN_PATH_TOKENS if hybrid is None else HOST_LONGEST_TOKENS)
-    stored = disk_cache.load("memory profile", depends_on)
+    fields = {"fixed_bytes": int, "bytes_per_token": float, "longest_tokens": int}
+    stored = disk_cache.load("memory profile", depends_on, fields)
     if stored is not None and stored["longest_tokens"] >= longest:
         return Activations(stored["fixed_bytes"], stored["bytes_per_token"])
-    if not on_host:
-        activations = _measure_on_device(model_runner, config.max_input_length, limit_tokens, budget_bytes)
+    if not extrapolates:
+        activations = _measure_on_device(model, config.max_input_length, limit_tokens, budget_bytes)
     elif hybrid is None:
         # All tensors of the plain path grow with the input, and malloc's free pieces between them too (as much again).
-        activations = Activations(0, _peak_bytes(model_runner, longest) / longest)
+        activations = Activations(0, _peak_bytes(model, longest) / longest)
     else:
-        activations = _measure_on_host(model_runner, longest)
+        activations = _measure_on_host(model, longest)
     disk_cache.store("memory profile", depends_on, {**activations._asdict(), "longest_tokens": longest})
     return activations
 
 
-def _measure_on_host(model_runner: ModelRunner, longest_tokens: int) -> Activations:
+def _measure_on_host(model: LoadedModel, longest_tokens: int) -> Activations:
     first = min(longest_tokens, HOST_FIRST_TOKENS)
-    with _memory_decides_only(model_runner):
-        beside_tensors = _peak_bytes(model_runner, first) - _tensor_bytes(model_runner, first)
-        fixed, per_token = _fit(model_runner, longest_tokens, _tensor_bytes)
+    with _memory_decides_only(model):
+        beside_tensors = _peak_bytes(model, first) - _tensor_bytes(model, first)
+        fixed, per_token = _fit(model, longest_tokens, _tensor_bytes)
     return Activations(fixed + int(max(HOST_MARGIN * beside_tensors, HOST_RESERVE_BYTES)), per_token)
 
 
 def _measure_on_device(
-    model_runner: ModelRunner, wanted_tokens: int | None, limit_tokens: int, budget_bytes: int
+    model: LoadedModel, wanted_tokens: int | None, limit_tokens: int, budget_bytes: int
 ) -> Activations:
-    """The longest input that is wanted or may fit, and one of half its length, in full."""
-    hybrid = hybrid_of(model_runner)
-    one_layer, _ = kv_bytes_per_token(model_runner)
+    """Runs the longest input that is wanted or may fit, and one of half its length: a line through both."""
+    one_layer, _ = model.kv_bytes_per_token()
     first = min(limit_tokens, DEVICE_FIRST_TOKENS)
-    _run(model_runner, first)  # pays for what stays: kernels, workspaces
-    first_bytes = _peak_bytes(model_runner, first)
-    grows_by = first_bytes / first if hybrid is None else hybrid.retained_bytes_per_token + one_layer
+    _run(model, first)  # pays for what stays: kernels, workspaces
+    first_bytes = _peak_bytes(model, first)
+    grows_by = first_bytes / first if model.hybrid is None else model.hybrid.retained_bytes_per_token + one_layer
     fits = first + int(max(budget_bytes - first_bytes, 0) / grows_by)
     longest = wanted_tokens or min(limit_tokens, fits)
     if longest > fits:
@@ -114,56 +99,40 @@ def _measure_on_device(
             " Lower --max-input-length, or give the engine more memory"
         )
     # No more than the KV pool holds; the plan says so if that is too little.
-    return _fit(model_runner, min(longest, limit_tokens), _peak_bytes)
+    return _fit(model, min(longest, limit_tokens), _peak_bytes)
 
 
-def _fit(model_runner: ModelRunner, n_long: int, measure: Callable[[ModelRunner, int], int]) -> Activations:
-    """The line through the peaks at this length and half of it; where noise makes the slope negative, all is fixed."""
+def _fit(model: LoadedModel, n_long: int, measure: Callable[[LoadedModel, int], int]) -> Activations:
+    """Returns the line through the peaks at this length and half of it; where noise makes the slope negative, all is fixed."""
     n_short = max(n_long // 2, 1)
-    short_bytes, long_bytes = measure(model_runner, n_short), measure(model_runner, n_long)
+    short_bytes, long_bytes = measure(model, n_short), measure(model, n_long)
     per_token = max(long_bytes - short_bytes, 0) / max(n_long - n_short, 1)
     return Activations(int(max(long_bytes - per_token * n_long, 0)), per_token)
 
 
-def _run(model_runner: ModelRunner, n_tokens: int) -> None:
+def _run(model: LoadedModel, n_tokens: int) -> None:
     # Nobody holds a slot yet. The same slots each time: their memory is committed at the first, and counted elsewhere.
-    model_runner.token_to_kv_pool_allocator.clear()
-    MadeUpRequest(model_runner, [1] * n_tokens).release()
+    model.forget_slots()
+    step = model.step([[1] * n_tokens])
+    step.run()
+    step.release()
 
 
-def _tensor_bytes(model_runner: ModelRunner, n_tokens: int) -> int:
-    """On a host: peak of the tensors that one input allocates."""
-    backend = prefill_backend(model_runner.attn_backend)
-    backend.only_last_block = True
-    try:
-        return tensor_memory.peak_bytes(lambda: _run(model_runner, n_tokens))
-    finally:
-        backend.only_last_block = False
+def _tensor_bytes(model: LoadedModel, n_tokens: int) -> int:
+    """Measures, on a host, the peak of the tensors that one input allocates."""
+    with model.only_last_block():
+        return tensor_memory.peak_bytes(lambda: _run(model, n_tokens))
 
 
-def _peak_bytes(model_runner: ModelRunner, n_tokens: int) -> int:
-    """Peak memory of one input above the idle process."""
-    if model_runner.device != "cpu":
-        module = torch.get_device_module(model_runner.device)
-        module.synchronize()
-        module.empty_cache()
-        module.reset_peak_memory_stats()
-        before = module.memory_allocated()
-        _run(model_runner, n_tokens)
-        module.synchronize()
-        return int(module.max_memory_allocated() - before)
-    _run(model_runner, n_tokens)  # pays for what stays: KV slots, threads, kernels, caches
-    _libc.malloc_trim(0)
-    # Anonymous memory alone: suffix scratch is one piece that is mapped many times, and the kernel would count each.
-    with PeakWatch(anonymous_bytes, anonymous_bytes(), SAMPLE_INTERVAL_S) as watch:
-        _run(model_runner, n_tokens)
-    return watch.peak_bytes
+def _peak_bytes(model: LoadedModel, n_tokens: int) -> int:
+    """Measures the peak memory of one input above the idle process."""
+    return model.device.peak_bytes(lambda: _run(model, n_tokens))
 
 
 @contextmanager
-def _memory_decides_only(model_runner: ModelRunner) -> Iterator[None]:
+def _memory_decides_only(model: LoadedModel) -> Iterator[None]:
     """Compute only what decides the peak of hybrid prefilling; answers are meaningless."""
-    hybrid = hybrid_of(model_runner)
+    hybrid = model.hybrid
     assert hybrid is not None
     hybrid.only_what_decides_memory = True
     try:
@@ -172,32 +141,14 @@ def _memory_decides_only(model_runner: ModelRunner) -> Iterator[None]:
         hybrid.only_what_decides_memory = False
 
 
-def kv_bytes_per_token(model_runner: ModelRunner) -> tuple[int, int]:
-    """(of one layer, of all layers)."""
-    pool = model_runner.token_to_kv_pool
-    itemsize = pool.store_dtype.itemsize
-    one_layer = pool.head_num * (pool.head_dim + pool.v_head_dim) * itemsize
-    return one_layer, one_layer * pool.layer_num
-
-
-def weights_bytes(model: torch.nn.Module) -> int:
-    """Parameters and buffers, each once."""
-    tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
-    return sum(tensors.values())
-
-
-def memory_use(
-    model_runner: ModelRunner, activations: Activations, budget_bytes: int, *, is_evicting: bool
-) -> MemoryUse:
-    """All that the plan needs to know."""
-    one_layer, all_layers = kv_bytes_per_token(model_runner)
-    hybrid = hybrid_of(model_runner)
-    packed = 0 if hybrid is None else packed_bytes(hybrid.products)
+def memory_use(model: LoadedModel, activations: Activations, budget_bytes: int) -> MemoryUse:
+    """Returns all that the plan needs to know."""
+    one_layer, all_layers = model.kv_bytes_per_token()
     return MemoryUse(
-        weights_bytes=weights_bytes(model_runner.model) + packed,
+        weights_bytes=model.weights_bytes(),
         budget_bytes=budget_bytes,
         fixed_bytes=activations.fixed_bytes,
         activation_bytes_per_token=activations.bytes_per_token,
-        scratch_bytes_per_token=one_layer if is_evicting else 0,
+        scratch_bytes_per_token=one_layer if model.is_evicting else 0,
         durable_bytes_per_token=all_layers,
     )

@@ -9,18 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
 from sgl_prefill.errors import ParityError
-from sgl_prefill.hybrid.install import hybrid_of
-from sgl_prefill.kv.allocator import SuffixKVAllocator
-from sgl_prefill.startup.made_up_request import MadeUpRequest
-
-if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
+from sgl_prefill.startup.loaded_model import LoadedModel, MadeUpStep
 
 logger = logging.getLogger(__name__)
 
@@ -34,76 +28,68 @@ COMPARED_TOKENS = 100
 SEED = 0
 
 
-def reference(model_runner: ModelRunner) -> torch.Tensor:
-    """What SGLang's own layers answer, for `run`."""
-    with _plain_path(model_runner):
-        return answer(model_runner)
+def reference(model: LoadedModel) -> torch.Tensor:
+    """Asks SGLang's own layers, for `run`."""
+    with _plain_path(model):
+        return answer(model)
 
 
-def answer(model_runner: ModelRunner) -> torch.Tensor:
-    """What the engine as it stands answers to the gate's prompt."""
-    return _result(MadeUpRequest(model_runner, _token_ids(model_runner)), model_runner)
+def answer(model: LoadedModel) -> torch.Tensor:
+    """Asks the engine as it stands for its answer to the gate's prompt: log-probabilities, or the embedding of a model without
+    a vocabulary to answer from.
+    """
+    return _answer(model, model.step([_token_ids(model)]))
 
 
-def run(model_runner: ModelRunner, reference: torch.Tensor) -> dict[str, float]:
-    """The largest difference of each pair that this engine has. Raises ParityError above the tolerance."""
+def run(model: LoadedModel, reference: torch.Tensor) -> dict[str, float]:
+    """Returns the largest difference of each pair that this engine has. Raises ParityError above the tolerance."""
     started = time.perf_counter()
-    differences = dict(_pairs(model_runner, reference))
-    tolerance = TOLERANCE.get(model_runner.dtype, TOLERANCE[torch.bfloat16])
+    differences = dict(_pairs(model, reference))
+    tolerance = TOLERANCE.get(model.dtype, TOLERANCE[torch.bfloat16])
     if wrong := {pair: difference for pair, difference in differences.items() if not difference <= tolerance}:
         shown = ", ".join(f"{pair} differ by {difference:.3g}" for pair, difference in wrong.items())
         raise ParityError(
             f"the paths of this engine disagree on a made-up prompt: {shown} in a log-probability, and {tolerance} is"
-            f" the limit for {model_runner.dtype}. Nothing is served. Start with --hybrid-prefill off or --suffix-kv"
+            f" the limit for {model.dtype}. Nothing is served. Start with --hybrid-prefill off or --suffix-kv"
             " keep to find the part, and please report it; --skip-parity-gate serves in spite of it"
         )
     logger.info("parity gate passed in %.2f s: %s", time.perf_counter() - started, differences)
     return differences
 
 
-def _token_ids(model_runner: ModelRunner) -> list[int]:
+def _token_ids(model: LoadedModel) -> list[int]:
     generator = torch.Generator().manual_seed(SEED)
-    token_ids: list[int] = torch.randint(
-        0, model_runner.model_config.vocab_size, (GATE_TOKENS,), generator=generator
-    ).tolist()
+    token_ids: list[int] = torch.randint(0, model.vocab_size, (GATE_TOKENS,), generator=generator).tolist()
     return token_ids
 
 
-def _pairs(model_runner: ModelRunner, reference: torch.Tensor) -> Iterator[tuple[str, float]]:
-    token_ids = _token_ids(model_runner)
-    hybrid = hybrid_of(model_runner)
-    allocator = model_runner.token_to_kv_pool_allocator
+def _pairs(model: LoadedModel, reference: torch.Tensor) -> Iterator[tuple[str, float]]:
+    token_ids, hybrid = _token_ids(model), model.hybrid
     if hybrid is not None and hybrid.serves_short:
-        with _chunks_of(model_runner, 2 * GATE_TOKENS), _durable_slots(allocator, GATE_TOKENS):
-            at_once = _result(MadeUpRequest(model_runner, token_ids), model_runner)
-            yield "native kernels and plain", _difference(reference, at_once)
+        with _chunks_of(model, 2 * GATE_TOKENS), _room_for_two(model, GATE_TOKENS):
+            yield "native kernels and plain", _difference(reference, answer(model))
     if hybrid is not None:
-        with _chunks_of(model_runner, GATE_CHUNK_TOKENS), _durable_slots(allocator, GATE_TOKENS):
-            yield (
-                "hybrid and plain",
-                _difference(reference, _result(MadeUpRequest(model_runner, token_ids), model_runner)),
-            )
-    with _chunks_of(model_runner, GATE_CHUNK_TOKENS), _durable_slots(allocator, GATE_TOKENS):
-        n_cached = GATE_TOKENS // 2 // model_runner.page_size * model_runner.page_size
+        with _chunks_of(model, GATE_CHUNK_TOKENS), _room_for_two(model, GATE_TOKENS):
+            yield "hybrid and plain", _difference(reference, answer(model))
+    with _chunks_of(model, GATE_CHUNK_TOKENS), _room_for_two(model, GATE_TOKENS):
+        n_cached = GATE_TOKENS // 2 // model.page_size * model.page_size
         if n_cached > 0:
-            first = MadeUpRequest(model_runner, token_ids[:n_cached])
-            again = MadeUpRequest(model_runner, token_ids, cached_slots=first.slots)
-            yield "cache hit and miss", _difference(reference, _result(again, model_runner))
+            first = model.step([token_ids[:n_cached]])
+            first.run()
+            again = model.step([token_ids], cached_slots=first.slots(0))
+            yield "cache hit and miss", _difference(reference, _answer(model, again))
             first.release()
-    if isinstance(allocator, SuffixKVAllocator):
+    if model.is_evicting:
         # A layer that reads scratch which it has not written must show.
-        model_runner.token_to_kv_pool.fill_scratch(float("nan"), GATE_TOKENS)
-        with _chunks_of(model_runner, GATE_CHUNK_TOKENS), _durable_slots(allocator, 0):
-            yield (
-                "scratch and durable slots",
-                _difference(reference, _result(MadeUpRequest(model_runner, token_ids), model_runner)),
-            )
+        model.poison_scratch(GATE_TOKENS)
+        with _chunks_of(model, GATE_CHUNK_TOKENS), model.only_durable(0):
+            yield "scratch and durable slots", _difference(reference, answer(model))
 
 
-def _result(request: MadeUpRequest, model_runner: ModelRunner) -> torch.Tensor:
-    """Log-probabilities, or the embedding of a model without a vocabulary to answer from."""
-    request.release()
-    return request.output.log_softmax(-1) if model_runner.is_generation else request.output
+def _answer(model: LoadedModel, step: MadeUpStep) -> torch.Tensor:
+    output = step.run()[0]
+    step.release()
+    return output.log_softmax(-1) if model.is_generation else output
 
 
 def _difference(reference: torch.Tensor, other: torch.Tensor) -> float:
@@ -111,23 +97,28 @@ def _difference(reference: torch.Tensor, other: torch.Tensor) -> float:
     return float((reference[likeliest] - other[likeliest]).abs().max())
 
 
+def _room_for_two(model: LoadedModel, n_tokens: int) -> AbstractContextManager[None]:
+    """Counts durable slots for two prompts of so many tokens, in whole pages."""
+    return model.only_durable(2 * (n_tokens + model.page_size))
+
+
 @contextmanager
-def _plain_path(model_runner: ModelRunner) -> Iterator[None]:
-    hybrid = hybrid_of(model_runner)
+def _plain_path(model: LoadedModel) -> Iterator[None]:
+    hybrid = model.hybrid
     if hybrid is None:
         yield
         return
     kept, hybrid.serves_short = hybrid.serves_short, False
     try:
-        with _chunks_of(model_runner, 2 * GATE_TOKENS):
+        with _chunks_of(model, 2 * GATE_TOKENS):
             yield
     finally:
         hybrid.serves_short = kept
 
 
 @contextmanager
-def _chunks_of(model_runner: ModelRunner, chunk_tokens: int) -> Iterator[None]:
-    hybrid = hybrid_of(model_runner)
+def _chunks_of(model: LoadedModel, chunk_tokens: int) -> Iterator[None]:
+    hybrid = model.hybrid
     if hybrid is None:
         yield
         return
@@ -136,17 +127,3 @@ def _chunks_of(model_runner: ModelRunner, chunk_tokens: int) -> Iterator[None]:
         yield
     finally:
         hybrid.chunk_tokens = kept
-
-
-@contextmanager
-def _durable_slots(allocator: object, n_tokens: int) -> Iterator[None]:
-    """Let the suffix allocator own so many durable slots (in whole pages, and room for two prompts), then as before."""
-    if not isinstance(allocator, SuffixKVAllocator):
-        yield
-        return
-    before = allocator.size
-    allocator.resize_durable(min(before, 2 * (n_tokens + allocator.page_size)) if n_tokens else 0)
-    try:
-        yield
-    finally:
-        allocator.resize_durable(before)

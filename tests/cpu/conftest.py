@@ -6,6 +6,7 @@ import pytest
 
 from sgl_prefill.cpu.native import library
 from sgl_prefill.cpu.native.calls import Kernels
+from tests.support import quiet_imports  # noqa: F401  (before all else that imports SGLang)
 
 
 @pytest.fixture

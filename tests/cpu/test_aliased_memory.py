@@ -14,7 +14,7 @@ import torch
 from sgl_prefill.errors import AliasedMemoryError
 from sgl_prefill.kv import cuda, host
 from sgl_prefill.kv.host import GRANULARITY_BYTES, AliasedHostMemory
-from sgl_prefill.kv.pool import SuffixKVPool
+from sgl_prefill.port.kv_pool import SuffixKVPool
 
 
 def mappings() -> int:

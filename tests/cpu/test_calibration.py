@@ -15,12 +15,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from sgl_prefill.core.calibration import Calibration
 from sgl_prefill.core.jct import cache_miss_tokens
+from sgl_prefill.core.job import Job
 from sgl_prefill.core.lazy_heap import LazyHeap
-from sgl_prefill.core.srjf import cost_per_request
-from sgl_prefill.scheduling.calibrated_queue import CalibratedQueue
-from sgl_prefill.scheduling.radix_probe import count_cached_tokens, find_match
-from tests.cpu.test_scheduling_glue import insert, nodes, request, watched_tree
+from sgl_prefill.core.ordered_sums import OrderedSums
+from sgl_prefill.core.policies.srjf import CalibratedSrjf, cost_per_job
+from sgl_prefill.core.policy import PolicySettings
+from sgl_prefill.port.radix_cache import RadixTree
+from tests.cpu.test_scheduling_glue import calibrated, count_cached_tokens, insert, nodes, waiting_job, watched_tree
 
 FAIRNESS_LAMBDA = 3.0
 # Three letters: prefixes overlap often, and nodes split everywhere.
@@ -28,33 +31,34 @@ PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=14)
 SALTS = st.sampled_from([None, "salt"])
 
 
-class Calibration(RuleBasedStateMachine):
+class AnyHistory(RuleBasedStateMachine):
     """Arrivals, departures, insertions, look-ups that split, evictions and flushes in any order."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.waiting: list[Any] = []
+        self.waiting: list[Job] = []
         self.clock_s = 1.0  # 0 means "not stamped" to SGLang
 
     @initialize(page_size=st.sampled_from([1, 2]), counts_sharers=st.booleans())
     def start(self, page_size: int, counts_sharers: bool) -> None:
         self.tree = watched_tree(page_size)
         self.counts_sharers = counts_sharers
-        self.queue = CalibratedQueue(self.tree, cache_miss_tokens, FAIRNESS_LAMBDA, counts_sharers=counts_sharers)
+        settings = PolicySettings(fairness_lambda=FAIRNESS_LAMBDA, counts_sharers=counts_sharers)
+        self.policy = CalibratedSrjf(settings)
+        self.calibration = calibrated(self.tree, self.policy)
 
     @rule(tokens=PROMPTS, salt=SALTS, seconds=st.floats(0, 2))
     def arrive(self, tokens: list[int], salt: str | None, seconds: float) -> None:
         self.clock_s += seconds
-        req = request(str(len(self.waiting)), tokens, self.clock_s)
-        req.extra_key = salt
-        self.waiting.append(req)
-        self.queue.add(req)
+        job = waiting_job(tokens, self.clock_s, salt)
+        self.waiting.append(job)
+        self.calibration.add(job)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        req = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
-        self.queue.remove(req)
+        job = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
+        self.calibration.remove(job)
 
     @rule(tokens=PROMPTS, salt=SALTS)
     def cache(self, tokens: list[int], salt: str | None) -> None:
@@ -75,58 +79,68 @@ class Calibration(RuleBasedStateMachine):
 
     @invariant()
     def the_order_is_that_of_matching_anew(self) -> None:
-        if not hasattr(self, "queue"):
+        if not hasattr(self, "policy"):
             return
 
-        def score(req: Any) -> float:
-            n_input = len(req.origin_input_ids)
-            n_cached = min(count_cached_tokens(self.tree, req.origin_input_ids, req.extra_key), n_input - 1)
-            assert self.queue.order.waiting(req).n_cached_tokens == n_cached
-            cost = cost_per_request(cache_miss_tokens, self.queue.order.waiting(req))
-            assert self.counts_sharers or cost == n_input - n_cached
-            since_s = self.queue.order.waiting(req).since_s
-            assert since_s <= req.time_stats.api_server_dispatch_time
-            assert self.counts_sharers or since_s == req.time_stats.api_server_dispatch_time
-            return float(cost + FAIRNESS_LAMBDA * since_s)
+        def score(job: Job) -> float:
+            n_cached = min(count_cached_tokens(self.tree, list(job.tokens), job.namespace), job.n_input_tokens - 1)
+            assert job.n_cached_tokens == n_cached
+            cost = cost_per_job(cache_miss_tokens, job) if self.counts_sharers else job.n_miss_tokens
+            since_s = self.policy.since_s(job)
+            assert since_s <= job.arrival_s
+            assert self.counts_sharers or since_s == job.arrival_s
+            return cost + FAIRNESS_LAMBDA * since_s
 
         # `sorted` is stable: ties stay in the order of arrival.
-        assert list(self.queue.order.in_order(self.clock_s)) == sorted(self.waiting, key=score)
+        assert list(self.policy.in_order(self.clock_s)) == sorted(self.waiting, key=score)
 
     @invariant()
     def one_of_each_group_counts_the_others(self) -> None:
         """Groups found anew: those that leave the tree at one place and go on with the same page."""
-        if not hasattr(self, "queue"):
+        if not hasattr(self, "policy"):
             return
-        groups: dict[Any, list[Any]] = {}
-        for req in self.waiting:
-            match = find_match(self.tree, req.origin_input_ids, req.extra_key)
-            if match.next_key is not None:
-                groups.setdefault(match.place, []).append(req)
-        in_groups = {id(req) for group in groups.values() for req in group}
-        assert all(self.queue.order.waiting(req).n_sharers == 0 for req in self.waiting if id(req) not in in_groups)
+        groups: dict[Any, list[Job]] = {}
+        for job in self.waiting:
+            match = RadixTree(self.tree).match(job)
+            assert job.next_page == match.next_page
+            if match.next_page is not None:
+                groups.setdefault(match.next_page, []).append(job)
+        in_groups = {job for group in groups.values() for job in group}
+        assert all(job.n_sharers == 0 and not job.is_follower for job in self.waiting if job not in in_groups)
         for group in groups.values():
-            counted = sorted(self.queue.order.waiting(req).n_sharers for req in group)
-            expected = len(group) - 1 if self.counts_sharers else 0
-            assert counted == [0] * (len(group) - 1) + [expected]
+            assert sorted(job.n_sharers for job in group) == [0] * (len(group) - 1) + [len(group) - 1]
+            (leader,) = [job for job in group if not job.is_follower]
+            assert leader.n_sharers == len(group) - 1
+            assert all(job.n_shared_tokens <= job.n_input_tokens for job in group)
+
+    @invariant()
+    def the_kv_side_may_ask_about_anybody(self) -> None:
+        """Also about jobs shorter than a page, which stand at the root together, whatever their namespace."""
+        if not hasattr(self, "policy"):
+            return
+        for job in self.waiting:
+            room = self.calibration.advisor.room_for(job, job.n_cached_tokens, n_missing=100, n_free=0)
+            assert 0 <= room <= self.tree.evictable_size()
 
 
-Calibration.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-TestCalibration = Calibration.TestCase
+AnyHistory.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestCalibration = AnyHistory.TestCase
 
 
 def test_waiting_requests_leave_the_tree_as_it_is() -> None:
-    """1,000 of them: no access time, no split, and the same leaves are evicted in the same order as without."""
+    """1,000 of them: no access time, no split; where nobody is asked what is wanted, the same leaves go in the same order."""
     rng = random.Random(0)
     history = [rng.choices(range(3), k=rng.randrange(1, 30)) for _ in range(80)]
 
     def evicted(n_waiting: int) -> list[list[int]]:
         tree = watched_tree()
-        queue = CalibratedQueue(tree, cache_miss_tokens, 0.0)
+        calibration = Calibration(RadixTree(tree), CalibratedSrjf(PolicySettings()))
+        tree.listener = calibration
         for tokens in history:
             insert(tree, tokens)
         before = nodes(tree)
         for index in range(n_waiting):
-            queue.add(request(str(index), history[index % 7] + [9, 9]))
+            calibration.add(waiting_job([*history[index % 7], 9, 9]))
         assert nodes(tree) == before
         order: list[list[int]] = []
         tree.token_to_kv_pool_allocator = SimpleNamespace(free_segment=lambda value, **_: order.append(value.tolist()))
@@ -135,6 +149,45 @@ def test_waiting_requests_leave_the_tree_as_it_is() -> None:
         return order
 
     assert evicted(0) == evicted(1000)
+
+
+def test_what_waiting_requests_will_use_is_evicted_last_whoever_evicts() -> None:
+    """SGLang's own eviction, which is all that runs with --suffix-kv keep: the oldest prefix is wanted, and stays longest."""
+    tree = watched_tree()
+    calibration = calibrated(tree, CalibratedSrjf(PolicySettings()))
+    for prefix in (1, 2, 3):
+        insert(tree, [prefix] * 50)
+    job = waiting_job([*[1] * 50, 9])
+    calibration.add(job)
+    tree.evict(EvictParams(num_tokens=100))
+    assert [count_cached_tokens(tree, [prefix] * 50) for prefix in (1, 2, 3)] == [50, 0, 0]
+    calibration.remove(job)
+    insert(tree, [4] * 50)
+    tree.evict(EvictParams(num_tokens=50))
+    assert [count_cached_tokens(tree, [prefix] * 50) for prefix in (1, 4)] == [0, 50]
+
+
+def test_sorted_sums_stay_sorted_and_add_up() -> None:
+    """Against a dictionary sorted anew, with enough items to split blocks and empty them again."""
+    rng, sums, expected = random.Random(2), OrderedSums[int](n_weights=1), dict[int, tuple[int, float]]()
+    for number in range(8000):
+        item = rng.randrange(900)
+        if rng.random() < (0.2 if number < 6000 else 0.7):
+            sums.discard(item)
+            expected.pop(item, None)
+        else:
+            expected[item] = rng.randrange(100), rng.random()
+            sums.put(item, expected[item][0], (expected[item][1],))
+        assert (item in sums) == (item in expected)
+        if number % 100 == 0 and expected:
+            order = list(sums)
+            assert [expected[one][0] for one in order] == sorted(key for key, _ in expected.values())
+            assert (len(sums), sums.first()) == (len(expected), order[0])
+            place = rng.randrange(len(order))
+            n_before, (total,) = sums.before(order[place])
+            assert n_before == place
+            assert total == pytest.approx(sum(expected[one][1] for one in order[:place]))
+            assert list(sums.after(order[place])) == order[place + 1 :]
 
 
 def test_a_heap_with_changing_keys_stays_sorted() -> None:

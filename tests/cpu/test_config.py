@@ -16,6 +16,9 @@ from sgl_prefill import preflight
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.cpu import lm_head
 from sgl_prefill.errors import ConfigurationError
+from sgl_prefill.local_server import free_port
+
+FREE_PORT = str(free_port())
 
 
 def parsed(*words: str) -> PrefillConfig:
@@ -26,7 +29,13 @@ def parsed(*words: str) -> PrefillConfig:
 
 def test_the_command_line_defaults_are_the_dataclass_defaults() -> None:
     """One source of defaults."""
-    assert parsed() == PrefillConfig()
+    words = [
+        word
+        for field in dataclasses.fields(PrefillConfig)
+        if (value := getattr(PrefillConfig(), field.name)) is not None and not isinstance(value, bool)
+        for word in ("--" + field.name.replace("_", "-"), str(value))
+    ]
+    assert parsed() == parsed(*words, *("--pack-step-tokens", "auto")) == PrefillConfig()
     assert parsed("--fairness-lambda", "0", "--allow-generation").allow_generation
 
 
@@ -41,7 +50,7 @@ def test_the_config_survives_the_way_to_the_scheduler_process() -> None:
 def test_all_bad_values_stand_in_one_message() -> None:
     """Nobody should have to start four times."""
     with pytest.raises(ConfigurationError) as caught:
-        PrefillConfig(scheduling="lifo", fairness_lambda=float("nan"), memory_budget_gb=-1, max_body_mb=0)  # type: ignore[arg-type]
+        PrefillConfig(scheduling="lifo", fairness_lambda=float("nan"), memory_budget_gb=-1, max_body_mb=0)
     assert [line.split()[0] for line in str(caught.value).splitlines()] == [
         "--scheduling",
         "--fairness-lambda",
@@ -67,7 +76,7 @@ def test_a_policy_with_a_number_that_orders_nothing_is_refused(option: str, valu
 def test_steps_are_packed_unless_one_request_a_step_is_asked_for() -> None:
     """None is `auto`. Only one request a step needs the flag of SGLang that holds a step to one."""
     assert parsed().pack_step_tokens is None
-    argv = ["--prefill-max-requests", "8", "--port", "29999"]
+    argv = ["--prefill-max-requests", "8", "--port", FREE_PORT]
     assert preflight.check_argv(PrefillConfig(), argv) == []
     assert "--prefill-max-requests" not in preflight.required_flags(PrefillConfig())
     (problem,) = preflight.check_argv(PrefillConfig(pack_step_tokens=0), argv)
@@ -81,7 +90,7 @@ def test_stock_scheduling_is_not_packed_by_us_and_refuses_to_be_told_so() -> Non
     assert PrefillConfig(scheduling="stock").pack_step_tokens == 0
     assert parsed("--scheduling", "stock", "--pack-step-tokens", "0") == PrefillConfig(scheduling="stock")
     for value in (None, 300):
-        with pytest.raises(ConfigurationError, match="--scheduling calibrated-srjf"):
+        with pytest.raises(ConfigurationError, match="--pack-step-tokens is not for --scheduling stock"):
             PrefillConfig(scheduling="stock", pack_step_tokens=value)
 
 
@@ -92,7 +101,7 @@ def test_the_requests_of_a_packed_step_are_bounded(
     monkeypatch: pytest.MonkeyPatch, accelerator: bool, expected: int
 ) -> None:
     """On a host by the rows that get float32 logits, on a device by the memory that their logits take."""
-    monkeypatch.setattr(preflight, "has_accelerator", lambda: accelerator)
+    monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: accelerator)
     assert preflight.default_settings(PrefillConfig())["prefill_max_requests"] == expected
     for other in (PrefillConfig(pack_step_tokens=0), PrefillConfig(scheduling="stock")):
         assert "prefill_max_requests" not in preflight.default_settings(other)
@@ -142,13 +151,13 @@ def test_each_contradiction_of_the_papers_engine_is_named() -> None:
 
 def test_a_flag_of_sglangs_against_the_papers_engine_is_refused_with_a_remedy_that_works() -> None:
     """`--pack-step-tokens auto` alone would be refused beside --paper."""
-    (problem,) = preflight.check_argv(PrefillConfig(paper=True), ["--prefill-max-requests", "8", "--port", "29999"])
+    (problem,) = preflight.check_argv(PrefillConfig(paper=True), ["--prefill-max-requests", "8", "--port", FREE_PORT])
     assert problem.endswith("or start with --pack-step-tokens auto and without --paper")
 
 
 def test_the_offline_engine_takes_and_refuses_the_same() -> None:
     """Before anything is started; its keyword arguments are the fields."""
-    from sgl_prefill.engine import Engine, sglang_defaults
+    from sgl_prefill.port.engine import Engine, sglang_defaults
 
     assert sglang_defaults(PrefillConfig(paper=True))["prefill_max_requests"] == 1
     with pytest.raises(ConfigurationError, match="--pack-step-tokens is auto, and --paper means 0"):
@@ -159,7 +168,7 @@ def test_the_help_shows_every_default_and_what_the_paper_means() -> None:
     """None is written as a user would."""
     parser = argparse.ArgumentParser()
     PrefillConfig.add_cli_arguments(parser)
-    text = " ".join(parser.format_help().split())
+    text = " ".join(parser.format_help().split()).replace("- ", "-")  # lines may break behind a hyphen
     for words in ("(default: auto)", "(default: no bound)", "(default: 500)", "(default: half of the free memory)"):
         assert words in text
     for words in ("--pack-step-tokens 0", "--fairness-lambda 500", "--sharers ignore", "--jct-model cache-miss"):
@@ -169,7 +178,7 @@ def test_the_help_shows_every_default_and_what_the_paper_means() -> None:
 
 def test_contradicting_flags_are_all_named_with_the_remedy() -> None:
     """Seen in the bare command line, before SGLang's slow import."""
-    argv = ["--chunked-prefill-size", "512", "--schedule-policy=lpm", "--enable-mixed-chunk", "--port", "29999"]
+    argv = ["--chunked-prefill-size", "512", "--schedule-policy=lpm", "--enable-mixed-chunk", "--port", FREE_PORT]
     problems = preflight.check_argv(PrefillConfig(), argv)
     assert [problem.split()[0] for problem in problems] == [
         "--chunked-prefill-size",
@@ -191,7 +200,7 @@ def test_flags_that_agree_are_no_contradiction() -> None:
         "--prefill-max-requests",
         "1",
         "--port",
-        "29999",
+        FREE_PORT,
     ]
     assert preflight.check_argv(PrefillConfig(pack_step_tokens=0), argv) == []
 
@@ -208,12 +217,14 @@ def test_a_taken_port_is_named() -> None:
 
 def test_a_model_path_that_holds_no_model_is_named(tmp_path: Path) -> None:
     """A missing folder, and a folder without a model; a hub name is left to SGLang."""
-    assert "does not exist" in preflight.check_argv(PrefillConfig(), ["--model-path", "/no/such", "--port", "29999"])[0]
+    assert (
+        "does not exist" in preflight.check_argv(PrefillConfig(), ["--model-path", "/no/such", "--port", FREE_PORT])[0]
+    )
     assert (
         "without config.json"
-        in preflight.check_argv(PrefillConfig(), [f"--model-path={tmp_path}", "--port", "29999"])[0]
+        in preflight.check_argv(PrefillConfig(), [f"--model-path={tmp_path}", "--port", FREE_PORT])[0]
     )
-    assert preflight.check_argv(PrefillConfig(), ["--model", "org/name", "--port", "29999"]) == []
+    assert preflight.check_argv(PrefillConfig(), ["--model", "org/name", "--port", FREE_PORT]) == []
 
 
 @pytest.mark.parametrize(
@@ -236,12 +247,12 @@ def test_the_memory_budget_becomes_a_fraction_of_what_is_free(monkeypatch: pytes
     """Half of the free memory by default; more than there is, or a budget beside an accelerator, is refused."""
     free = type("Memory", (), {"available": 10 << 30})
     monkeypatch.setattr("psutil.virtual_memory", lambda: free)
-    monkeypatch.setattr(preflight, "has_accelerator", lambda: False)
+    monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: False)
     assert preflight.memory_fraction(PrefillConfig()) == 0.5
     assert preflight.memory_fraction(PrefillConfig(memory_budget_gb=4)) == 0.4
     with pytest.raises(ConfigurationError, match=r"10\.0 GiB free"):
         preflight.memory_fraction(PrefillConfig(memory_budget_gb=11))
-    monkeypatch.setattr(preflight, "has_accelerator", lambda: True)
+    monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: True)
     assert preflight.memory_fraction(PrefillConfig()) is None
     with pytest.raises(ConfigurationError, match="--mem-fraction-static"):
         preflight.memory_fraction(PrefillConfig(memory_budget_gb=4))
@@ -257,7 +268,7 @@ def test_a_processor_that_is_slow_in_bfloat16_serves_in_float32(
     """oneDNN has no bfloat16 below AVX-512; "DEFAULT" is what other kinds of processor say. A device decides for itself."""
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
     monkeypatch.setattr("sgl_prefill.cpu.detect.has_accelerator", lambda: accelerator)
-    monkeypatch.setattr(preflight, "has_accelerator", lambda: accelerator)
+    monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: accelerator)
     assert preflight.default_settings(PrefillConfig()).get("dtype") == dtype
     assert ("--dtype" in preflight.default_flags(PrefillConfig())) == (dtype is not None)
 
@@ -272,8 +283,21 @@ def test_a_processor_that_is_slow_in_bfloat16_serves_in_float32(
 )
 def test_a_refused_start_exits_with_2_and_one_message(flags: list[str], expected: str) -> None:
     """On stderr, without a traceback."""
-    command = [sys.executable, "-m", "sgl_prefill.launch_server", "--port", "29999", *flags]
+    command = [sys.executable, "-m", "sgl_prefill.launch_server", "--port", FREE_PORT, *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("module", ["launch_server", "mil", "plan", "demo_model"])
+def test_help_comes_at_once(module: str) -> None:
+    """It needs neither torch nor SGLang, which are blocked here, so that no import warning and no 20 seconds come before it."""
+    code = (
+        "import runpy, sys; sys.modules['torch'] = sys.modules['sglang'] = None; sys.argv = ['x', '--help'];"
+        f" runpy.run_module('sgl_prefill.{module}', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: ")
+    assert done.stderr == ""

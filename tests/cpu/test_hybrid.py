@@ -16,6 +16,7 @@ from sgl_prefill.errors import UntraceableModelError
 from sgl_prefill.hybrid.body import HybridBody
 from sgl_prefill.hybrid.split import Argument, BufferSpec, Piece, SplitBody, split_body
 from sgl_prefill.hybrid.trace import TracedBody, trace_body
+from sgl_prefill.port.hybrid import opaque_ops, sglang_traces
 
 HIDDEN, VOCABULARY = 24, 40
 
@@ -68,7 +69,7 @@ def make_batch(input_ids: torch.Tensor) -> Any:
 def trace(body: torch.nn.Module) -> TracedBody:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return trace_body(body, make_batch, "cpu")
+        return trace_body(body, make_batch, "cpu", sglang_traces, opaque_ops())
 
 
 class RunningMean:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sgl_prefill import plan
-from sgl_prefill.core.jct import FittedJct, cache_miss_tokens
+from sgl_prefill.config import PrefillConfig
+from sgl_prefill.core.jct import FittedJct
 from sgl_prefill.planner import workloads
-from sgl_prefill.planner.simulate import Setting, replay
+from sgl_prefill.planner.simulate import replay, settings_of
 from sgl_prefill.planner.workloads import Arrival
+from tests.support import toy_policy
 
 TOKEN_A_MS = FittedJct(step_ms=0.0, miss_token_ms=1.0, pair_ms=0.0, cached_token_ms=0.0)
 PAGE = 10
@@ -25,22 +28,27 @@ FIGURE_5 = [
 ]
 
 
-def order_and_hits(setting: Setting) -> tuple[str, int]:
+def one_a_step(**options: Any) -> PrefillConfig:
+    """One request a step, each for itself; without credit for waiting unless told."""
+    return PrefillConfig(**{"pack_step_tokens": 0, "sharers": "ignore", "fairness_lambda": 0.0, **options})
+
+
+def order_and_hits(config: PrefillConfig) -> tuple[str, int]:
     names = {100: "A", 140: "B", 120: "C", 160: "D"}
-    served = list(replay(FIGURE_5, setting, TOKEN_A_MS, durable_tokens=160, page_tokens=PAGE))
+    served = list(replay(FIGURE_5, config, TOKEN_A_MS, durable_tokens=160, page_tokens=PAGE))
     return "".join(names[one.n_tokens] for one in served), sum(one.n_cached_tokens > 0 for one in served)
 
 
 def test_figure_5_through_the_replay() -> None:
     """Calibration finds two hits; what the paper's FIFO loses, keeping a wanted prefix does not lose here."""
-    assert order_and_hits(Setting("calibrated-srjf")) == ("ADCB", 2)
-    assert order_and_hits(Setting("fifo"))[0] == "ABCD"
+    assert order_and_hits(one_a_step()) == ("ADCB", 2)
+    assert order_and_hits(one_a_step(scheduling="fifo"))[0] == "ABCD"
 
 
 def test_time_and_cache_add_up() -> None:
     """1 ms a token: 100 computed, then 20 of 100 computed, one waits for the other."""
     arrivals = [Arrival(1.0, "p", 80, 20), Arrival(1.0, "p", 80, 20), Arrival(9.0, "q", 0, 50)]
-    first, second, third = replay(arrivals, Setting("calibrated-srjf"), TOKEN_A_MS, 1000, page_tokens=PAGE)
+    first, second, third = replay(arrivals, one_a_step(), TOKEN_A_MS, 1000, page_tokens=PAGE)
     starts_and_ends = [time_s for one in (first, second, third) for time_s in (one.start_s, one.finish_s)]
     assert starts_and_ends == pytest.approx([1.0, 1.1, 1.1, 1.12, 9.0, 9.05])
     assert [one.n_cached_tokens for one in (first, second, third)] == [0, 80, 0]
@@ -51,7 +59,7 @@ def test_a_cache_of_two_users_saves_what_an_unlimited_one_would_for_bursts() -> 
     arrivals = workloads.post_recommendation(random.Random(0), 1000.0)
     ceiling = workloads.ceiling_of_saving(arrivals)
     assert ceiling == pytest.approx(0.9696, abs=0.0005)
-    served = list(replay(arrivals, Setting("calibrated-srjf", 500.0), TOKEN_A_MS, durable_tokens=2 * 14_150))
+    served = list(replay(arrivals, one_a_step(fairness_lambda=500.0), TOKEN_A_MS, durable_tokens=2 * 14_150))
     saved = sum(one.n_cached_tokens for one in served) / sum(one.n_tokens for one in served)
     assert 0.95 * ceiling < saved <= ceiling
 
@@ -61,24 +69,56 @@ def test_a_strong_lambda_costs_no_hits_where_sharers_count_together() -> None:
     arrivals = workloads.post_recommendation(random.Random(0), 1.0, n_users=10, n_posts=20, arrivals="single")
 
     def saved(counts_sharers: bool) -> float:
-        setting = Setting("calibrated-srjf", 2000.0, counts_sharers=counts_sharers)
-        served = list(replay(arrivals, setting, TOKEN_A_MS, durable_tokens=2 * 17_150))
+        config = one_a_step(fairness_lambda=2000.0, sharers="count" if counts_sharers else "ignore")
+        served = list(replay(arrivals, config, TOKEN_A_MS, durable_tokens=2 * 17_150))
         return sum(one.n_cached_tokens for one in served) / sum(one.n_tokens for one in served)
 
     assert saved(counts_sharers=True) > 0.8
     assert saved(counts_sharers=False) < 0.6
 
 
+def test_a_step_of_several_requests_is_paid_for_once() -> None:
+    """100 ms a step and 1 ms a token: four hits of 20 tokens behind one prefix take 180 ms together, and 120 ms each alone."""
+    machine = FittedJct(step_ms=100.0, miss_token_ms=1.0, pair_ms=0.0, cached_token_ms=0.0)
+    arrivals = [Arrival(0.0, "p", 80, 20), *(Arrival(1.0, "p", 80, 20) for _ in range(4))]
+
+    def last(pack_step_tokens: int | None) -> float:
+        config = one_a_step(pack_step_tokens=pack_step_tokens)
+        return max(one.finish_s for one in replay(arrivals, config, machine, 1000, page_tokens=PAGE))
+
+    assert last(0) == pytest.approx(1.0 + 4 * 0.12)
+    assert last(60) == pytest.approx(1.0 + 0.16 + 0.12)
+    assert last(None) == pytest.approx(1.0 + 0.18)
+
+
+def test_a_replay_runs_the_policy_with_what_the_engines_options_say() -> None:
+    """In pages: the credit for waiting is worth the same, and `--max-queue-s` holds for every policy."""
+    found = settings_of(PrefillConfig(max_queue_s=3.0, scheduling="srjf"), TOKEN_A_MS, page_tokens=PAGE)
+    assert (found.max_queue_s, found.counts_sharers) == (3.0, True)
+    assert found.fairness_lambda == pytest.approx(500.0)
+    assert found.cost(7, 2) == pytest.approx(TOKEN_A_MS(70, 20))
+    paper = settings_of(PrefillConfig(paper=True), TOKEN_A_MS, page_tokens=PAGE)
+    assert (paper.step.is_one, paper.counts_sharers, paper.fairness_lambda) == (True, False, 500.0 / PAGE)
+    assert paper.cost(7, 2) == 5
+
+
+def test_the_policy_of_ten_lines_that_the_page_shows_is_replayed() -> None:
+    """Newest first: of three that wait, the last one runs next."""
+    arrivals = [Arrival(0.0, "a", 0, 100), *(Arrival(0.01 * n, f"q{n}", 0, 10 * n) for n in (1, 2, 3))]
+    served = list(replay(arrivals, one_a_step(scheduling=toy_policy.register()), TOKEN_A_MS, 1000, page_tokens=PAGE))
+    assert [one.n_tokens for one in served] == [100, 30, 20, 10]
+
+
 def test_a_bound_on_waiting_holds() -> None:
     """One long request under a stream of short ones that alone fill the machine."""
     arrivals = [Arrival(0.0, "long", 0, 5000), *(Arrival(0.009 * n, f"s{n}", 0, 10) for n in range(2000))]
 
-    def longest_wait(setting: Setting) -> float:
-        served = replay(arrivals, setting, TOKEN_A_MS, 10_000, page_tokens=PAGE)
+    def longest_wait(config: PrefillConfig) -> float:
+        served = replay(arrivals, config, TOKEN_A_MS, 10_000, page_tokens=PAGE)
         return max(one.start_s - one.arrival_s for one in served if one.n_tokens == 5000)
 
-    assert longest_wait(Setting("calibrated-srjf", 0.0)) > 17
-    assert longest_wait(Setting("calibrated-srjf", 0.0, max_queue_s=3.0)) == pytest.approx(3.0, abs=0.02)
+    assert longest_wait(one_a_step()) > 17
+    assert longest_wait(one_a_step(max_queue_s=3.0)) == pytest.approx(3.0, abs=0.02)
 
 
 def test_workloads_are_as_the_paper_prints_them() -> None:
@@ -105,13 +145,14 @@ def test_the_command_prints_a_row_for_each_setting(tmp_path: Path, capsys: pytes
     options = ["--durable-tokens", "160", "--page-tokens", "10", "--lambda", "0,500", "--json", str(numbers)]
     assert plan.main(["--trace", str(trace), *options]) == 0
     rows = capsys.readouterr().out.splitlines()
-    assert [row.split("  ")[0].strip() or row.strip().split("  ")[0] for row in rows[2:]][-1].startswith("calibrated")
+    assert rows[-1].strip().startswith("calibrated")
     settings = json.loads(numbers.read_text())["settings"]
     assert [one["name"] for one in settings] == [
-        "fifo",
-        "srjf, lambda 0",
-        "calibrated-srjf, lambda 0, sharers counted",
-        "calibrated-srjf, lambda 500, sharers counted",
+        "fifo, packed",
+        "srjf, lambda 500, packed",
+        "calibrated-srjf, lambda 0, sharers counted, packed",
+        "calibrated-srjf, lambda 500, sharers counted, packed",
+        "calibrated-srjf, lambda 500, cache-miss tokens",
     ]
     assert settings[2]["hit_rate"] == 0.5
 
@@ -124,6 +165,11 @@ def test_the_command_prints_a_row_for_each_setting(tmp_path: Path, capsys: pytes
         ("", [], "holds no request"),
         ('{"arrival_s": 1, "prefix_id": "a", "prefix_tokens": 1, "tail_tokens": 1}', ["--lambda", "nan"], "--lambda"),
         ('{"arrival_s": 1, "prefix_id": "a", "prefix_tokens": 1, "tail_tokens": 1}', ["--rate", "-1"], "--rate"),
+        (
+            '{"arrival_s": 1, "prefix_id": "a", "prefix_tokens": 1, "tail_tokens": 1}',
+            ["--max-queue-s", "-1"],
+            "--max-queue-s",
+        ),
     ],
 )
 def test_nonsense_is_refused_with_its_place(
@@ -138,4 +184,3 @@ def test_nonsense_is_refused_with_its_place(
 def test_percentiles() -> None:
     values = [float(n) for n in range(1, 101)]
     assert (plan.percentile(values, 50), plan.percentile(values, 99), plan.percentile([7.0], 99)) == (50.0, 99.0, 7.0)
-    assert cache_miss_tokens(5, 5) == 0.0

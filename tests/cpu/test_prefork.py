@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from sgl_prefill import prefork
+from sgl_prefill.port import prefork
 
 
 def test_a_process_gets_the_environment_of_the_moment_it_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EARLIER", "1")
-    environment = prefork.ParentEnvironment()
+    environment = prefork.ParentEnvironment(signal.SIGQUIT)
     monkeypatch.setenv("SET_BY_SGLANG", "2")
     monkeypatch.delenv("EARLIER")
     sent = pickle.dumps(environment)
@@ -24,9 +24,10 @@ def test_a_process_gets_the_environment_of_the_moment_it_is_started(monkeypatch:
     monkeypatch.setenv("EARLIER", "1")
     before = signal.getsignal(signal.SIGQUIT)
     try:
-        pickle.loads(sent).adopt()
+        launcher = pickle.loads(sent).adopt()
     finally:
         signal.signal(signal.SIGQUIT, before)
+    assert launcher == (os.getpid(), signal.SIGQUIT)
     assert os.environ["SET_BY_SGLANG"] == "2"
     assert "EARLIER" not in os.environ
 
@@ -43,7 +44,7 @@ def test_only_processes_that_adopt_the_environment_are_forked(
     server_args: Any = SimpleNamespace(dp_size=dp_size, detokenizer_worker_num=n_detokenizers)
     try:
         multiprocessing.set_start_method("spawn", force=True)
-        prefork.after_set_envs_and_config(None, server_args)
+        prefork.fork_from_here(server_args)
         assert multiprocessing.get_start_method() == expected
     finally:
         multiprocessing.set_start_method(before, force=True)

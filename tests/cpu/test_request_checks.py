@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
-from sgl_prefill.api.tokenizer_manager import check_lists_against_prompts, check_sampling_options
+from sgl_prefill.api.tokenizer_manager import (
+    PrefillTokenizerManager,
+    check_lists_against_prompts,
+    check_sampling_options,
+)
+from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError
 
 VOCABULARY_SIZE = 100
@@ -78,3 +84,48 @@ def test_lists_that_fit_pass() -> None:
     """A batch of two with two keys; one value for all; label ids are a list for one prompt too."""
     check_lists_against_prompts(GenerateReqInput(text=["a", "b"], extra_key=["x", "y"], rid="r"))
     check_lists_against_prompts(GenerateReqInput(input_ids=[1, 2], token_ids_logprob=[5, 6], rid="r"))
+
+
+def test_a_deadline_is_refused_where_nobody_keeps_it() -> None:
+    """SGLang's own scheduler does not look at it: a late answer would come as if in time."""
+    manager = PrefillTokenizerManager.__new__(PrefillTokenizerManager)
+    options = {"custom_params": {"deadline_ms": 50}}
+    manager.prefill_config = PrefillConfig()
+    manager._check_deadline_is_known(options)
+    manager.prefill_config = PrefillConfig(scheduling="stock")
+    manager._check_deadline_is_known({})
+    with pytest.raises(BadRequestError, match=r"deadline_ms is 50, .* leave it out, or start the server without"):
+        manager._check_deadline_is_known(options)
+
+
+def test_options_of_an_embedding_request_are_checked_too() -> None:
+    """A deadline that is no number had ended the scheduler."""
+    manager = PrefillTokenizerManager.__new__(PrefillTokenizerManager)
+    manager.prefill_config, manager.preferred_sampling_params = PrefillConfig(), None
+    manager.model_config, manager.tokenizer = SimpleNamespace(vocab_size=VOCABULARY_SIZE), TOKENIZER
+    manager._check_sampling_params(EmbeddingReqInput(text="x"))
+    wrong = EmbeddingReqInput(text="x", sampling_params={"custom_params": {"deadline_ms": "soon"}})
+    with pytest.raises(BadRequestError, match="deadline_ms is 'soon'"):
+        manager._check_sampling_params(wrong)
+
+
+def test_no_id_of_a_session_begins_another_and_earlier_requests_are_found_by_it() -> None:
+    """SGLang ends all requests whose id begins with the one that is to be ended, and there were plain ids in sessions."""
+    manager = PrefillTokenizerManager.__new__(PrefillTokenizerManager)
+    manager._given_rids, manager._hidden_rids = {}, {}
+    inside = {}
+    for rid in ("a", "ab", "1:a", "b"):
+        obj = GenerateReqInput(input_ids=[1], rid=rid, session_params={"id": "s", "rid": "ab"})
+        assert manager._hide_rids(obj, None) == [obj.rid]
+        inside[rid] = obj.rid
+        assert obj.session_params["rid"] == inside.get("ab", obj.session_params["rid"])
+        output = {"meta_info": {"id": obj.rid}}
+        manager._show_rid(output)
+        assert output["meta_info"]["id"] == rid
+    for one, other in itertools.permutations([*inside.values(), "0123456789abcdef0123456789abcdef"], 2):
+        assert not one.startswith(other)
+    unnamed = GenerateReqInput(input_ids=[1], session_params={})
+    assert manager._hide_rids(unnamed, None) == []
+    named = GenerateReqInput(input_ids=[1], rid="a", session_params={"id": None})
+    assert manager._hide_rids(named, None) == [named.rid]
+    assert len(named.rid) == 32

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from types import SimpleNamespace
-from typing import Any
-from unittest import mock
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,14 +14,14 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.core.jct import FittedJct, Work, cache_miss_tokens
+from sgl_prefill.core.calibration import Calibration
+from sgl_prefill.core.job import Job
+from sgl_prefill.core.policy import Policy
+from sgl_prefill.engine_state import EngineState
 from sgl_prefill.errors import SeamError
-from sgl_prefill.scheduling import step
-from sgl_prefill.scheduling.calibrated_queue import CalibratedQueue
-from sgl_prefill.scheduling.radix_probe import count_cached_tokens
-from sgl_prefill.scheduling.waiting_list import WaitingList
-from sgl_prefill.scheduling.watched_cache import WatchedRadixCache
-from sgl_prefill.seam import record
+from sgl_prefill.port import request_state, scheduler
+from sgl_prefill.port.radix_cache import RadixTree, WatchedRadixCache
+from sgl_prefill.port.waiting_list import WaitingList
 
 
 def key(tokens: list[int], extra_key: str | None = None) -> RadixKey:
@@ -39,6 +38,22 @@ def watched_tree(page_size: int = 1) -> WatchedRadixCache:
         disable=False, req_to_token_pool=None, token_to_kv_pool_allocator=allocator, page_size=page_size
     )
     return WatchedRadixCache(parameters)
+
+
+def calibrated(tree: WatchedRadixCache, policy: Policy) -> Calibration:
+    """A policy that follows a tree."""
+    calibration = Calibration(RadixTree(tree), policy)
+    tree.connect(calibration, calibration.advisor)
+    return calibration
+
+
+def waiting_job(tokens: list[int], arrival_s: float = 1.0, namespace: str | None = None) -> Job:
+    return Job(array("q", tokens), arrival_s, len(tokens) - 1, namespace)
+
+
+def count_cached_tokens(tree: RadixCache, tokens: list[int], namespace: str | None = None) -> int:
+    """By the probe that changes nothing."""
+    return RadixTree(tree).match(Job(array("q", tokens), 0.0, len(tokens), namespace)).n_tokens
 
 
 def nodes(tree: RadixCache) -> list[tuple[Any, ...]]:
@@ -61,7 +76,7 @@ def test_the_probe_counts_what_match_prefix_finds_and_changes_nothing(page_size:
     for _ in range(200):
         tokens, extra_key = rng.choices(range(3), k=rng.randrange(0, 50)), rng.choice([None, "salt", "other"])
         before, n_nodes = nodes(tree), TreeNode.counter
-        counted = count_cached_tokens(tree, array("q", tokens), extra_key)
+        counted = count_cached_tokens(tree, tokens, extra_key)
         assert nodes(tree) == before
         assert TreeNode.counter == n_nodes, "a lookup created a node"
         assert counted == len(tree.match_prefix(MatchPrefixParams(key=key(tokens, extra_key))).device_indices)
@@ -74,10 +89,10 @@ def test_waiting_requests_do_not_change_what_is_evicted_first() -> None:
     insert(tree, old)
     insert(tree, new)
     for _ in range(1000):
-        assert count_cached_tokens(tree, array("q", [*old, 3]), None) == 50
+        assert count_cached_tokens(tree, [*old, 3]) == 50
     tree.evict(EvictParams(num_tokens=50))
-    assert count_cached_tokens(tree, array("q", old), None) == 0
-    assert count_cached_tokens(tree, array("q", new), None) == 50
+    assert count_cached_tokens(tree, old) == 0
+    assert count_cached_tokens(tree, new) == 50
 
 
 class Request(SimpleNamespace):
@@ -101,13 +116,24 @@ def request(name: str, tokens: list[int], arrival_s: float = 1.0, priority: int 
     )
 
 
-def scheduler_with(tree: Any, waiting: list[Any], fairness_lambda: float = 0.0, **options: Any) -> Any:
+class Engine(NamedTuple):
+    """SGLang's scheduler as far as our hooks look at it, and what they know."""
+
+    scheduler: Any
+    state: EngineState
+
+    def step(self, admit: Any) -> Any:
+        """One prefill admission; `admit` stands in for SGLang's."""
+        return scheduler.around_get_new_batch_prefill(self.state, admit, self.scheduler, None)
+
+
+def engine_with(tree: Any, waiting: list[Any], fairness_lambda: float = 0.0, **options: Any) -> Engine:
     defaults = {"enable_priority_scheduling": False, "schedule_low_priority_values_first": False}
-    scheduler = SimpleNamespace(tree_cache=tree, waiting_queue=waiting, **{**defaults, **options})
+    stand_in = SimpleNamespace(tree_cache=tree, waiting_queue=waiting, **{**defaults, **options})
     config = PrefillConfig(fairness_lambda=fairness_lambda, jct_model="cache-miss", pack_step_tokens=0)
-    with mock.patch.object(record, "config", return_value=config):
-        step.after_init_schedule_policy(None, scheduler)
-    return scheduler
+    state = EngineState(config)
+    scheduler.after_init_schedule_policy(state, None, stand_in)
+    return Engine(stand_in, state)
 
 
 def admit_first(scheduler: Any, running_batch: Any) -> Any:
@@ -132,10 +158,10 @@ def test_a_step_admits_the_shortest_calibrated_request_and_keeps_the_others_in_o
     tree = watched_tree()
     insert(tree, [7] * 90)
     waiting = [request("B", [5] * 40), request("A", [6] * 30), request("C", [7] * 100)]
-    scheduler = scheduler_with(tree, waiting)
+    engine = engine_with(tree, waiting)
     ran, pending = "", []
-    while scheduler.waiting_queue:
-        plan = step.around_get_new_batch_prefill(admit_first, scheduler, None)
+    while engine.scheduler.waiting_queue:
+        plan = engine.step(admit_first)
         ran += names(plan.batch_to_run.reqs)
         pending.append(plan.batch_to_run.prefill_stats.num_pending_tokens)
     assert ran == "CAB"
@@ -144,26 +170,26 @@ def test_a_step_admits_the_shortest_calibrated_request_and_keeps_the_others_in_o
 
 def test_a_request_that_is_not_admitted_keeps_its_place_and_new_ones_queue_behind() -> None:
     """SGLang may refuse the picked one for lack of memory, and may itself queue a preempted one."""
-    scheduler = scheduler_with(watched_tree(), [request("B", [5] * 40), request("A", [6] * 30)])
+    engine = engine_with(watched_tree(), [request("B", [5] * 40), request("A", [6] * 30)])
 
     def refuse_and_preempt(scheduler: Any, running_batch: Any) -> Any:
         scheduler.waiting_queue.append(request("P", [8] * 10))
         return admit_nothing(scheduler, running_batch)
 
-    step.around_get_new_batch_prefill(refuse_and_preempt, scheduler, None)
-    assert names(scheduler.waiting_queue) == "BAP"
+    engine.step(refuse_and_preempt)
+    assert names(engine.scheduler.waiting_queue) == "BAP"
 
 
 def test_the_queue_is_restored_when_sglang_raises() -> None:
     """An error inside SGLang's admission loses no request."""
-    scheduler = scheduler_with(watched_tree(), [request("B", [5] * 40), request("A", [6] * 30)])
+    engine = engine_with(watched_tree(), [request("B", [5] * 40), request("A", [6] * 30)])
 
     def fail(scheduler: Any, running_batch: Any) -> Any:
         raise RuntimeError("inside SGLang")
 
     with pytest.raises(RuntimeError, match="inside SGLang"):
-        step.around_get_new_batch_prefill(fail, scheduler, None)
-    assert names(scheduler.waiting_queue) == "BA"
+        engine.step(fail)
+    assert names(engine.scheduler.waiting_queue) == "BA"
 
 
 def test_arrival_is_counted_from_the_http_process_and_priorities_come_first() -> None:
@@ -172,10 +198,10 @@ def test_arrival_is_counted_from_the_http_process_and_priorities_come_first() ->
     urgent = request("urgent", [9] * 500, priority=2)
 
     def order(waiting: list[Any], fairness_lambda: float) -> list[str]:
-        scheduler = scheduler_with(watched_tree(), waiting, fairness_lambda, enable_priority_scheduling=True)
+        engine = engine_with(watched_tree(), waiting, fairness_lambda, enable_priority_scheduling=True)
         picked = []
-        while scheduler.waiting_queue:
-            plan = step.around_get_new_batch_prefill(admit_first, scheduler, None)
+        while engine.scheduler.waiting_queue:
+            plan = engine.step(admit_first)
             picked.append(plan.batch_to_run.reqs[0].name)
         return picked
 
@@ -190,17 +216,17 @@ def test_arrival_is_counted_from_the_http_process_and_priorities_come_first() ->
 def test_a_request_that_sglang_takes_from_its_list_leaves_the_policy(how: str) -> None:
     """A client that leaves: SGLang pops it, or assigns a list without it."""
     waiting = [request("A", [5] * 30), request("B", [6] * 20), request("C", [7] * 10)]
-    scheduler = scheduler_with(watched_tree(), waiting)
-    step.around_get_new_batch_prefill(admit_nothing, scheduler, None)
-    queue, gone = scheduler.waiting_queue, waiting[2]
+    engine = engine_with(watched_tree(), waiting)
+    engine.step(admit_nothing)
+    queue, gone = engine.scheduler.waiting_queue, waiting[2]
     if how == "remove":
         queue.remove(gone)
     elif how == "new list":
-        scheduler.waiting_queue = [req for req in queue if req is not gone]
+        engine.scheduler.waiting_queue = [req for req in queue if req is not gone]
     else:
         queue.pop(2)
         queue.insert(0, request("D", [8] * 5))
-    plan = step.around_get_new_batch_prefill(admit_first, scheduler, None)
+    plan = engine.step(admit_first)
     assert plan.batch_to_run.reqs[0].name == ("D" if how == "pop and insert" else "B")
     assert plan.batch_to_run.prefill_stats.num_pending_tokens == (50 if how == "pop and insert" else 30)
 
@@ -232,37 +258,21 @@ def test_the_list_takes_requests_out_by_identity_and_knows_what_else_happened_to
         assert followed == expected
 
 
-MACHINE = FittedJct(step_ms=100.0, miss_token_ms=1.0, pair_ms=0.0, cached_token_ms=0.0, request_ms=5.0)
+def test_what_hangs_on_a_request_is_gone_once_it_waits_no_longer() -> None:
+    """The job is there while it waits, for the KV side; afterwards the policy knows nothing of it."""
+    waiting = [request("A", [5] * 30)]
+    engine = engine_with(watched_tree(), waiting)
+    seen: list[Any] = []
 
+    def admit(stand_in: Any, running_batch: Any) -> Any:
+        seen.append(request_state.of(waiting[0]).job)
+        return admit_first(stand_in, running_batch)
 
-@pytest.mark.parametrize(
-    ("lengths", "asked", "work"),
-    [
-        ([30, 31, 32], 2, Work(100 + 3 * 5, 30 + 31 + 32)),  # one step holds them all
-        ([30, 31, 32], 0, Work(100 + 3 * 5, 30 + 31 + 32)),  # and the first waits for its company
-        ([30, 31, 32, 33, 34], 4, Work(2 * 100 + 5 * 5, 30 + 31 + 32 + 33 + 34)),
-        ([14_000], 0, Work(100 + 5, 14_000)),  # a miss has its step to itself, and it is one
-        ([30, 14_000], 0, Work(100 + 5, 30)),  # which the other does not share
-    ],
-)
-def test_a_deadline_counts_the_steps_of_several_requests_that_lie_before_it(
-    lengths: list[int], asked: int, work: Work
-) -> None:
-    """100 tokens a step. It had counted 140 steps for one request of 14,000 tokens, and nothing for those that ride along."""
-    queue = CalibratedQueue(watched_tree(), cache_miss_tokens, fairness_lambda=0.0)
-    waiting = [request(str(n), [10 + index] * n) for index, n in enumerate(lengths)]
-    for req in waiting:
-        queue.add(req)
-    assert queue.work_until_done(waiting[asked], MACHINE, 100, 32) == (work, asked)
-
-
-def test_a_deadline_counts_two_steps_where_a_request_waits_for_anothers_prefix() -> None:
-    """50 tokens and 5 more of another that shares them would fit one step, but the second finds them cached after it."""
-    queue = CalibratedQueue(watched_tree(), cache_miss_tokens, fairness_lambda=0.0)
-    first, second = request("first", [7] * 50), request("second", [7] * 50 + [8] * 5)
-    queue.add(first)
-    queue.add(second)
-    assert queue.work_until_done(second, MACHINE, 100, 32) == (Work(2 * 100 + 2 * 5, 50 + 5), 1)
+    engine.step(admit)
+    assert seen[0].n_input_tokens == 30
+    assert request_state.of(waiting[0]).job is None
+    assert engine.state.scheduling is not None
+    assert engine.state.scheduling.live.policy.waiting == {}
 
 
 def test_a_prefix_cache_that_the_probe_cannot_read_is_refused_by_name() -> None:
@@ -272,4 +282,4 @@ def test_a_prefix_cache_that_the_probe_cannot_read_is_refused_by_name() -> None:
         pass
 
     with pytest.raises(SeamError, match=r"SWARadixCache.*--scheduling stock"):
-        scheduler_with(SWARadixCache(), [])
+        engine_with(SWARadixCache(), [])

@@ -13,6 +13,7 @@ import requests
 
 from benchmarks import shapes
 from sgl_prefill import demo_model, local_server
+from tests.support import quiet_imports  # noqa: F401  (before all else that imports SGLang)
 
 
 class Server(NamedTuple):

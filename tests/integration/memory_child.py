@@ -1,26 +1,25 @@
-"""A process of its own for schedulers without a server: python -m tests.integration.memory_child SCENARIO FOLDER
+"""What runs in processes of its own (`children.run_scenario`): schedulers without a server.
 
-Prints one JSON line on stdout. SGLang keeps process-wide state, which the test process must not get.
+SGLang keeps process-wide state, which the test process must not get.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from sgl_prefill import tensor_memory
 from sgl_prefill.config import PrefillConfig
+from sgl_prefill.core.jct import FittedJct
 from sgl_prefill.errors import SglPrefillError
-from sgl_prefill.seam import record
-from sgl_prefill.startup import install as startup
+from sgl_prefill.port.loaded_model import SglangModel
 from sgl_prefill.startup import memory_profile, parity_gate
 from tests.support import tiny_models
 from tests.support.in_process import Answer, InProcessScheduler
@@ -31,11 +30,15 @@ DURABLE = 300
 PLAIN = 10**9  # a chunk that no prompt exceeds
 
 
+# What a start would measure, were these tests to depend on what else the machine does.
+MACHINE = FittedJct(step_ms=5.0, miss_token_ms=0.05, pair_ms=1e-6, cached_token_ms=1e-4, request_ms=0.1)
+
+
 def start(folder: Path, family: str, *, config: dict[str, Any] | None = None, **options: Any) -> InProcessScheduler:
     defaults: dict[str, Any] = {"hybrid_prefill": "on", "hybrid_chunk_tokens": CHUNK, "memory_budget_gb": 1}
     server = {"dtype": "float32", "max_total_tokens": 2000, **options}
     model = tiny_models.write(folder / family, family)
-    return InProcessScheduler(PrefillConfig(**{**defaults, **(config or {})}), model, **server)
+    return InProcessScheduler(PrefillConfig(**{**defaults, **(config or {})}), model, jct_ms=MACHINE, **server)
 
 
 def prompt(rng: random.Random, n_tokens: int) -> list[int]:
@@ -65,10 +68,8 @@ def families(folder: Path) -> dict[str, Any]:
 @contextmanager
 def unpacked() -> Iterator[None]:
     """A start within it leaves the model's weights as they are, so that SGLang's own layers can be asked too."""
-    pack = startup._pack_weights
-    startup._pack_weights = lambda runner: None
-    yield
-    startup._pack_weights = pack
+    with mock.patch.object(SglangModel, "pack_weights", return_value=(None, None)):
+        yield
 
 
 @contextmanager
@@ -97,7 +98,7 @@ def one_family(folder: Path, family: str) -> dict[str, Any]:
     with sglangs_own_layers(engine):
         expected = [fresh(engine, text, 2000) for text in (long, sharer, as_wide_as_a_weight)]
     assert not runs, "the reference must not be hybrid"
-    startup._pack_weights(engine.scheduler.tp_worker.model_runner)
+    engine.model.pack_weights()
     result: dict[str, Any] = {"spread": max(expected[0].label_logprobs) - min(expected[0].label_logprobs)}
     for name, chunk, durable in (("hybrid", CHUNK, 2000), ("evict", PLAIN, DURABLE), ("both", CHUNK, DURABLE)):
         with chunks_of(engine, chunk):
@@ -188,10 +189,9 @@ def faults(folder: Path) -> dict[str, Any]:
     result: dict[str, Any] = {}
     engine = start(folder, "llama", config={"max_input_length": 900, "allow_generation": True}, max_total_tokens=400)
     rng = random.Random(2)
-    result["limit"] = engine.scheduler.max_req_input_len
     result["exact"] = engine.ask(prompt(rng, 900)).finish_reason
     result["one_over"] = engine.ask(prompt(rng, 901)).finish_reason
-    result["memory"] = record.get("memory")
+    result["memory"] = engine.state.record()["memory"]
 
     run = engine.hybrid.run
 
@@ -211,9 +211,8 @@ def faults(folder: Path) -> dict[str, Any]:
     result["decodes_and_does_not"] = engine.ask(prompt(rng, 500), max_new_tokens=5).finish_reason
     result["one_token_beyond_durable"] = engine.ask(prompt(rng, 500), max_new_tokens=1).finish_reason
 
-    runner = engine.scheduler.tp_worker.model_runner
     engine.flush()
-    gate = functools.partial(parity_gate.run, runner, parity_gate.answer(runner))
+    gate = functools.partial(parity_gate.run, engine.model, parity_gate.answer(engine.model))
     result["gate"] = gate()
     replace_run(engine, lambda *a: run(*a) * 1.5)
     result["gate_with_wrong_hybrid"] = raised(gate)
@@ -230,8 +229,13 @@ def faults(folder: Path) -> dict[str, Any]:
     result["kept_slots_free"] = keeping.allocator.available_size()
     automatic = start(folder, "mixtral", config={"hybrid_chunk_tokens": None})
     result["chunk_tokens_of_experts"] = automatic.hybrid.chunk_tokens
+    plain = start(folder, "gpt2", config={"hybrid_prefill": "auto", "hybrid_chunk_tokens": None})
+    result["plain_family"] = plain.ask(prompt(rng, 300)).finish_reason
+    result["plain_family_is_hybrid"] = plain.state.hybrid is not None
+    result["plain_family_on"] = raised(lambda: start(folder, "gpt2"))
     result["too_long"] = raised(lambda: start(folder, "llama", config={"max_input_length": 4096}))
     small = {"memory_budget_gb": 0.004, "max_input_length": 4000}
+    result["waiting"], result["kept"] = waiting(folder), kept(folder)
     result["does_not_fit"] = raised(lambda: start(folder, "llama", config=small))
     return result
 
@@ -283,29 +287,95 @@ def waiting(folder: Path) -> dict[str, Any]:
     }
 
 
+def kept(folder: Path) -> dict[str, Any]:
+    """--suffix-kv keep: 420 slots hold two prefixes of 150, the older of which a waiting request will use, when one of 130
+    runs."""
+    config = {"suffix_kv": "keep", "max_input_length": 300, "fairness_lambda": 0.0, "pack_step_tokens": 0}
+    engine = start(folder, "llama", config=config, max_total_tokens=420)
+    rng = random.Random(4)
+    wanted, other = prompt(rng, 150), prompt(rng, 150)
+    engine.ask(wanted)
+    engine.ask(other)
+    first = engine.submit(prompt(rng, 130))
+    sharer = engine.submit([*wanted, *prompt(rng, 140)])
+    engine.run_all()
+    return {
+        "ran_first": engine.answered[2] == first,
+        "sharer": engine.answer(sharer).cached_tokens,
+        "other": engine.ask([*other, 7]).cached_tokens,
+    }
+
+
+def unusual(folder: Path) -> dict[str, Any]:
+    """Pages of 16 tokens, sharers that count together, no prefix cache, embeddings, many deadlines at once."""
+    rng = random.Random(5)
+    result: dict[str, Any] = {}
+    few, many = prompt(rng, 200), prompt(rng, 240)
+    for sharers in ("count", "ignore"):
+        config = {"fairness_lambda": 0.0, "pack_step_tokens": 0, "sharers": sharers}
+        engine = start(folder, "llama", config=config, page_size=16)
+        named = {engine.submit([*few, *prompt(rng, 10)]): "few"}
+        named |= {engine.submit([*many, *prompt(rng, 10)]): "many" for _ in range(4)}
+        engine.run_all()
+        engine.check_slots()
+        result[f"order_{sharers}"] = " ".join(named[rid] for rid in engine.answered)
+        result[f"cached_{sharers}"] = sorted(engine.answer(rid).cached_tokens for rid in named)
+
+    engine = start(folder, "llama", disable_radix_cache=True)
+    again = prompt(rng, 300)
+    answers = [engine.ask(again, label_ids=LABELS) for _ in range(2)]
+    result["no_cache"] = [one.cached_tokens for one in answers]
+    result["no_cache_difference"] = largest_difference(answers[0].label_logprobs, answers[1].label_logprobs)
+    result["no_cache_scratch"] = engine.allocator.n_scratch_lent
+
+    engine = start(folder, "llama", config={"jct_model": "fitted"})
+    jct_ms = engine.live.predictor.model(100, 0) if engine.live.predictor is not None else 0.0
+    prompts = [prompt(rng, 100) for _ in range(300)]  # made before the deadlines begin
+    rids = [engine.submit(one, deadline_ms=20 * jct_ms) for one in prompts]
+    engine.step()
+    refused = sum(rid in engine.refusals for rid in rids)
+    engine.run_all()
+    result["burst"] = {
+        "refused_at_once": refused,
+        "answered": sum(engine.has_answer(rid) for rid in rids),
+        "refused": len(engine.refusals),
+        "waiting": len(engine.live.policy.waiting),
+    }
+
+    embedding = start(folder, "llama-embedding", config={"hybrid_prefill": "auto"}, is_embedding=True)
+    expected = tiny_models.last_hidden_state(folder / "llama-embedding", again)
+    for name, durable in (("embedding", 2000), ("embedding_evicting", 128)):
+        embedding.set_durable(durable)
+        result[name] = largest_difference(embedding.embed(again), expected)
+    return result
+
+
 def profile(folder: Path) -> dict[str, Any]:
     """The pass that computes only what decides memory takes the memory of a whole one; and what a token retains."""
     wide = {"hidden_size": 512, "intermediate_size": 1792, "num_attention_heads": 8, "head_dim": 64}
     model = tiny_models.write(folder / "wide", "llama", **wide, num_hidden_layers=6, max_position_embeddings=40000)
     config = PrefillConfig(hybrid_prefill="on", hybrid_chunk_tokens=256, memory_budget_gb=2, max_input_length=24000)
     engine = InProcessScheduler(config, model, dtype="bfloat16", max_total_tokens=100)
-    runner = engine.scheduler.tp_worker.model_runner
     engine.allocator.resize_durable(0)
-    whole = tensor_memory.peak_bytes(lambda: memory_profile._run(runner, 12001))
-    with memory_profile._memory_decides_only(runner):
-        short = memory_profile._tensor_bytes(runner, 12001)
-    rows = {row["what"].split(" of ")[0]: row for row in record.get("memory")["rows"]}
+    whole = tensor_memory.peak_bytes(lambda: memory_profile._run(engine.model, 12001))
+    with memory_profile._memory_decides_only(engine.model):
+        short = memory_profile._tensor_bytes(engine.model, 12001)
+    rows = {row["what"].split(" of ")[0]: row for row in engine.state.record()["memory"]["rows"]}
     planned_mib = rows["activations, fixed"]["mib"] + rows["activations"]["bytes_per_token"] * 12001 / 2**20
     return {
         "whole": whole,
         "decides": short,
-        "resident": memory_profile._peak_bytes(runner, 12001),
+        "resident": memory_profile._peak_bytes(engine.model, 12001),
         "planned": planned_mib * 2**20,
         "measured_bytes_per_token": rows["activations"]["bytes_per_token"],
         "retained_bytes_per_token": engine.hybrid.retained_bytes_per_token,
     }
 
 
-if __name__ == "__main__":
-    scenarios = {"families": families, "storm": storm, "faults": faults, "profile": profile, "waiting": waiting}
-    print(json.dumps(scenarios[sys.argv[1]](Path(sys.argv[2]))))
+SCENARIOS: dict[str, Callable[[Path], Any]] = {
+    "families": families,
+    "storm": storm,
+    "faults": faults,
+    "profile": profile,
+    "unusual": unusual,
+}

@@ -1,13 +1,8 @@
-"""The policy in a real scheduler, without a server: python -m tests.integration.scheduling_child SCENARIO FOLDER [FAMILY]
-
-Prints one JSON line on stdout, like memory_child.
-"""
+"""The policy in a real scheduler, without a server; in processes of its own, like `memory_child`."""
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,8 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from sgl_prefill.scheduling import step
+from sgl_prefill.port import scheduler
 from tests.integration.memory_child import largest_difference, prompt, start
+from tests.support import toy_policy
 from tests.support.in_process import InProcessScheduler
 
 
@@ -32,6 +28,8 @@ def order(folder: Path) -> dict[str, Any]:
         "reversed": reversed_order(engine),
         "cancelled": cancelled(engine),
         "deadlines": deadlines(engine),
+        "newest_first": newest_first(folder),
+        "credit": [credit(folder, fairness_lambda) for fairness_lambda in (0.0, 500.0)],
     }
 
 
@@ -106,23 +104,25 @@ def deadlines(engine: InProcessScheduler) -> dict[str, Any]:
     """Refused on arrival, met, and passed in the queue."""
     rng = random.Random(10)
     engine.flush()
-    policy = engine.scheduler.sgl_prefill_policy
-    policy.drift.__init__()  # earlier scenarios were slow for other reasons
+    live = engine.live
+    assert live.predictor is not None
+    live.predictor.drift.__init__()  # type: ignore[misc]  # earlier scenarios were slow for other reasons
     for _ in range(20):
         engine.submit(prompt(rng, 1000))
-    refused = engine.submit(prompt(rng, 1500), deadline_ms=10 * policy.jct_ms(1000, 0))
+    refused = engine.submit(prompt(rng, 1500), deadline_ms=10 * live.predictor.model(1000, 0))
     met = engine.submit(prompt(rng, 50), deadline_ms=60_000.0)
     late = engine.submit(prompt(rng, 1400), deadline_ms=60_000.0)
     engine.step()
     with clock_ahead(61.0):
         engine.run_all()
-    n_left = len(policy.queue.order), policy.n_pending_tokens
+    n_left = len(live.policy.waiting), live.n_pending_tokens
     sharers = prompt(rng, 1000)
     group = [engine.submit([*sharers, *prompt(rng, 10)]) for _ in range(5)]
-    policy.follow(engine.scheduler.waiting_queue)
-    last = list(policy.queue.order)[-1]
-    work, n_before = policy.queue.work_until_done(last, policy.jct_ms, 0, 1)
-    alone_ms = policy.jct_ms(1010, 0)
+    assert engine.state.scheduling is not None
+    engine.state.scheduling.follow(engine.scheduler.waiting_queue)
+    forecast = live.policy.forecast(list(live.policy.waiting)[-1])
+    assert forecast is not None
+    alone_ms = live.predictor.ms(live.predictor.model.of_step([(1010, 0)]))
     engine.run_all()
     assert all(engine.has_answer(rid) for rid in group)
     return {
@@ -130,20 +130,52 @@ def deadlines(engine: InProcessScheduler) -> dict[str, Any]:
         "met": engine.answer(met).finish_reason["type"],
         "late": engine.refusals[late],
         "n_left": n_left,
-        "burst_ms_over_one": sum(work) / alone_ms,
-        "n_before": n_before,
+        "burst_ms_over_one": forecast.ms / alone_ms,
+        "n_before": forecast.n_before,
     }
+
+
+def newest_first(folder: Path) -> str:
+    """The policy that STRUCTURE.md shows."""
+    engine = start(folder, "llama", config={"scheduling": toy_policy.register(), "pack_step_tokens": 0})
+    rng = random.Random(12)
+    rids = {engine.submit(prompt(rng, n)): name for name, n in (("A", 30), ("B", 20), ("C", 40))}
+    engine.run_all()
+    return "".join(rids[rid] for rid in engine.answered)
+
+
+def credit(folder: Path, fairness_lambda: float) -> str:
+    """Of two that wait, the one of 301 tokens came before 30 others and so some milliseconds before the one of 300."""
+    config = {"fairness_lambda": fairness_lambda, "pack_step_tokens": 0, "jct_model": "cache-miss"}
+    engine = start(folder, "llama", config=config)
+    rng = random.Random(13)
+    rids = {engine.submit(prompt(rng, 301)): "older"}
+    for _ in range(30):
+        engine.submit(prompt(rng, 1000))
+    rids[engine.submit(prompt(rng, 300))] = "shorter"
+    engine.run_all()
+    return rids[next(rid for rid in engine.answered if rid in rids)]
 
 
 @contextmanager
 def clock_ahead(seconds: float) -> Iterator[SimpleNamespace]:
     """The policy's clock, and nobody else's, runs so many seconds ahead; they may be changed on the way."""
     clock = SimpleNamespace(seconds=seconds)
-    with mock.patch.object(step, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + clock.seconds)):
+    with mock.patch.object(
+        scheduler, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + clock.seconds)
+    ):
         yield clock
 
 
-def packing(folder: Path, family: str) -> dict[str, Any]:
+PACKED_FAMILIES = ("llama", "gemma2", "qwen2-moe")
+
+
+def packing(folder: Path) -> dict[str, Any]:
+    """Of each family, one scheduler after the other."""
+    return {family: packed(folder, family) for family in PACKED_FAMILIES}
+
+
+def packed(folder: Path, family: str) -> dict[str, Any]:
     """Packed steps give what the requests give alone, in fewer steps, and compute nothing twice."""
     config = {"fairness_lambda": 0.0, "pack_step_tokens": 300}
     engine = start(folder, family, config=config, prefill_max_requests=16)
@@ -185,6 +217,4 @@ def one_at_a_time(engine: InProcessScheduler, tokens: list[int]) -> list[float]:
     return engine.ask(tokens).label_logprobs
 
 
-if __name__ == "__main__":
-    scenarios: dict[str, Callable[..., Any]] = {"order": order, "packing": packing}
-    print(json.dumps(scenarios[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])))
+SCENARIOS: dict[str, Callable[[Path], Any]] = {"order": order, "packing": packing}

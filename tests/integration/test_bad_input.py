@@ -43,6 +43,16 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     (GENERATE, {**NATIVE, "allowed_tokens": []}, ["allowed_tokens is empty"]),
     (
         COMPLETIONS,
+        {**PROMPT, "prompt": [f"{n}? Answer:" for n in range(150)], "allowed_tokens": [f" a{n}" for n in range(1873)]},
+        ["1873 allowed answers after 150 prompts", "280950", "50000 are the limit"],
+    ),
+    (
+        COMPLETIONS,
+        {**PROMPT, "prompt": [f"{n}? Answer:" for n in range(20)], "allowed_tokens": [f" a{n}" for n in range(1873)]},
+        ["1873 allowed_tokens after 20 different ends", "37460", "30000 are the limit"],
+    ),
+    (
+        COMPLETIONS,
         {**PROMPT, "allowed_token_ids": [1, VOCABULARY_SIZE]},
         [str(VOCABULARY_SIZE), "vocabulary has 49152"],
     ),
@@ -161,3 +171,15 @@ def test_a_broken_http_request_does_not_stop_the_server(server: Server) -> None:
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         connection.sendall(b"\x00\x01 nonsense\r\n\r\n")
         assert b"400" in connection.recv(1000)
+
+
+def test_the_ids_of_clients_are_returned_as_given(server: Server) -> None:
+    """Equal ids are two requests."""
+    sampling = {"sampling_params": {"max_new_tokens": 0}, "allowed_token_ids": [5, 6]}
+    names = ["job-1", "job-19", "job-1"]
+    reply = server.post(GENERATE, {"input_ids": [[5, 6], [7, 8], [9, 10]], "rid": names, **sampling})
+    assert [one["meta_info"]["id"] for one in reply.json()] == names
+    alone = server.post(GENERATE, {"input_ids": [5, 6], "rid": "job-1", **sampling}).json()
+    assert alone["meta_info"]["id"] == "job-1"
+    several = server.post(GENERATE, {"input_ids": [[5, 6], [7, 8]], "rid": "job", **sampling}).json()
+    assert [one["meta_info"]["id"] for one in several] == ["job_0", "job_1"]

@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-from benchmarks.harness import engines
+import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-# A benchmark refuses to count ours without the kernel, unless that was asked for; these also run where nothing can build it.
-WITHOUT_KERNEL = {**os.environ, engines.KERNEL_VARIABLE: "off"}
-OURS, STOCK = engines.OURS.name, engines.stock("fcfs").on(engines.PYTORCH_PATH).name
+from benchmarks import report
+from benchmarks.harness import client, engines, turns
+from benchmarks.harness.compare import SATURATION, Comparison
+from tests.integration.conftest import Server
+from tests.integration.prompts import CANDIDATES, PROMPTS
 
-
-def test_a_benchmark_runs_and_the_long_request_waits_no_longer_than_its_bound() -> None:
-    """Not a measurement: the stream lasts 12 seconds. The run refuses lost requests and answers that are all alike."""
-    command = [sys.executable, "benchmarks/long_among_short/run.py", "--quick"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=WITHOUT_KERNEL)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "the long request's time in the queue, ours, --max-queue-s 10" in done.stdout
+STOCK = engines.stock("fcfs")
 
 
-def test_ours_and_stock_are_compared_and_agree(tmp_path: Path) -> None:
-    """12 requests to each of two servers: the run refuses log-probabilities that differ, and a stock server that is ours."""
-    command = [sys.executable, "benchmarks/short_mix/run.py", "--quick", "--json", str(tmp_path / "result.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=WITHOUT_KERNEL)
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_ours_and_stock_are_compared_and_agree(
+    server: Server, stock_server: Server, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32 requests to each of two servers that run already: a run refuses log-probabilities that differ, and it refuses a
+    stock server that is ours."""
+    by_name = {engines.OURS.name: server, STOCK.name: stock_server}
+
+    def look_at(_: turns.Servers, engine: engines.Engine) -> engines.Running:
+        one = by_name[engine.name]
+        return engines.look_at(engine, one.url, one.process.pid, ["python", "-m", engine.module])
+
+    monkeypatch.setattr(turns.Servers, "of", look_at)
+    # Ours without the kernel is refused, unless that was asked for; these also run where nothing can build it.
+    monkeypatch.setattr(engines, "check_kernel", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", [str(report.REPOSITORY / "benchmarks" / "guard" / "run.py")])
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    labels = [tokenizer.encode(label)[0] for label in CANDIDATES]
+    dues = [client.Due(0.0, tokenizer.encode(prompt), labels) for prompt in PROMPTS]
+    arguments = argparse.Namespace(json=tmp_path / "result.json")
+    with Comparison(arguments, lambda _: dues, turns.Served(None, [], []), n_servers=turns.MANY) as comparison:
+        for engine in (engines.OURS, STOCK):
+            comparison.measure(engine, [SATURATION])
+        with pytest.raises(report.InvalidRunError, match="the activation record is"):
+            engines.look_at(STOCK, server.url, server.process.pid, [])
+    comparison.finish([])
     result = json.loads((tmp_path / "result.json").read_text())
-    assert {row["engine"]: row["requests"] for row in result["rows"]} == {OURS: 12, STOCK: 12}
+    assert {row["engine"]: row["requests"] for row in result["rows"]} == dict.fromkeys(by_name, len(PROMPTS))
     assert min(row["told_apart"] for row in result["rows"]) > 0.5
-    records = result["activation_records"]
-    assert records[OURS]["hooks"]
-    assert records[STOCK] is None
+    assert result["activation_records"][engines.OURS.name]["hooks"]
+    assert result["activation_records"][STOCK.name] is None

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
+from sgl_prefill.local_server import free_port
 from tests.integration.conftest import running
 
 
 @pytest.fixture
 def tiny_model(tmp_path: Path, demo_folder: Path) -> Path:
+    return write_tiny_model(tmp_path / "tiny", demo_folder)
+
+
+def write_tiny_model(folder: Path, demo_folder: Path) -> Path:
     """The demo model's tokenizer and a config of 2 layers; weights are random at load."""
-    folder = tmp_path / "tiny"
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (folder / name).write_text((demo_folder / name).read_text())
@@ -25,6 +31,108 @@ def tiny_model(tmp_path: Path, demo_folder: Path) -> Path:
         json.dumps({**config, "num_hidden_layers": 2, "hidden_size": 144, "head_dim": 16})
     )
     return folder
+
+
+@pytest.fixture(scope="module")
+def in_vain(tmp_path_factory: pytest.TempPathFactory, demo_folder: Path) -> dict[str, subprocess.CompletedProcess[str]]:
+    """Starts that must fail, all at once: most of each is imports."""
+    folder = tmp_path_factory.mktemp("in_vain")
+    starts = {
+        "memory": (
+            *("--load-format", "dummy", "--memory-budget-gb", "0.1", "--max-input-length", "8000"),
+            *("--hybrid-prefill", "off", "--suffix-kv", "keep"),
+        ),
+        "weights": ("--load-format", "auto", "--memory-budget-gb", "1"),
+        "intruder": ("--load-format", "dummy"),
+    }
+    environments = {"intruder": {"PYTHONPATH": str(write_intruder(folder))}}
+
+    def start(name: str) -> subprocess.CompletedProcess[str]:
+        model = write_tiny_model(folder / name, demo_folder)
+        command = [
+            sys.executable,
+            "-m",
+            "sgl_prefill.launch_server",
+            "--model-path",
+            str(model),
+            "--port",
+            str(free_port()),
+        ]
+        done = subprocess.run(
+            [*command, *starts[name]],
+            env={**os.environ, **environments.get(name, {})},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert not [p for p in psutil.process_iter(["cmdline"]) if str(model) in (p.info["cmdline"] or [])]
+        return done
+
+    with ThreadPoolExecutor() as threads:
+        return dict(zip(starts, threads.map(start, starts), strict=True))
+
+
+def write_intruder(folder: Path) -> Path:
+    """A foreign plugin on our target, as a user would have it installed."""
+    intruder = folder / "plugin"
+    info = intruder / "intruder-1.0.dist-info"
+    info.mkdir(parents=True)
+    (intruder / "intruder.py").write_text(
+        "def register():\n"
+        "    from sglang.srt.plugins.hook_registry import HookRegistry, HookType\n"
+        "    HookRegistry.register('sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill',\n"
+        "                          lambda original, *a, **k: original(*a, **k), HookType.AROUND)\n"
+    )
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: intruder\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nintruder = intruder:register\n")
+    return intruder
+
+
+def test_with_two_keys_the_server_starts_and_its_end_by_force_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    """The warm-up had called an administrator's route with the user's key; and `kill -9` of the launcher had left 3 GB."""
+    keys = ["--api-key", "user", "--admin-api-key", "admin"]
+    flags = ["--model-path", str(tiny_model), "--load-format", "dummy", "--memory-budget-gb", "1", *keys]
+    with running("sgl_prefill.launch_server", tmp_path / "log.txt", *flags) as server:
+        body = {"model": "tiny", "prompt": "a b c", "allowed_token_ids": [5, 6]}
+        assert server.post("/v1/completions", body).status_code == 401
+        answered = server.post("/v1/completions", body, headers={"Authorization": "Bearer user"})
+        assert answered.status_code == 200, answered.text
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        assert len(children) >= 3, "prefork, scheduler and detokenizer"
+        server.process.kill()
+        _, alive = psutil.wait_procs(children, timeout=2)
+        assert alive == []
+
+
+def test_a_scheduler_that_cannot_start_ends_with_one_message_last(
+    in_vain: dict[str, subprocess.CompletedProcess[str]],
+) -> None:
+    """An input that does not fit the memory is found after the model is loaded; no traceback, and no process left."""
+    done = in_vain["memory"]
+    assert done.returncode == 2
+    *_, first, last = done.stderr.strip().splitlines()
+    assert first == "sgl_prefill: cannot start"
+    assert "the longest input that fits has" in last
+    assert "Traceback" not in done.stderr
+
+
+def test_weights_that_are_not_there_end_the_start_with_a_status(
+    in_vain: dict[str, subprocess.CompletedProcess[str]],
+) -> None:
+    """An error of SGLang's own, with its traceback; the launcher had ended by SIGKILL."""
+    done = in_vain["weights"]
+    assert done.returncode in (1, 2)
+    assert "for the reason above" in done.stderr.strip().splitlines()[-1]
+
+
+def test_a_hook_that_does_not_take_ends_the_start_with_its_message(
+    in_vain: dict[str, subprocess.CompletedProcess[str]],
+) -> None:
+    """A foreign plugin on our target: refused by name, with no process left."""
+    done = in_vain["intruder"]
+    assert done.returncode != 0
+    assert "get_new_batch_prefill is also hooked by intruder" in done.stderr
 
 
 def test_a_dead_scheduler_takes_the_launcher_down_with_a_failure(tiny_model: Path, tmp_path: Path) -> None:
@@ -40,26 +148,3 @@ def test_a_dead_scheduler_takes_the_launcher_down_with_a_failure(tiny_model: Pat
         assert server.process.wait(timeout=60) != 0
         _, alive = psutil.wait_procs(children, timeout=30)
         assert alive == []
-
-
-def test_a_hook_that_does_not_take_ends_the_start_with_its_message(tiny_model: Path, tmp_path: Path) -> None:
-    """A foreign plugin on our target, as a user would have it installed: refused by name, with no process left."""
-    intruder = tmp_path / "intruder"
-    info = intruder / "intruder-1.0.dist-info"
-    info.mkdir(parents=True)
-    (intruder / "intruder.py").write_text(
-        "def register():\n"
-        "    from sglang.srt.plugins.hook_registry import HookRegistry, HookType\n"
-        "    HookRegistry.register('sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill',\n"
-        "                          lambda original, *a, **k: original(*a, **k), HookType.AROUND)\n"
-    )
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: intruder\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nintruder = intruder:register\n")
-    command = [sys.executable, "-m", "sgl_prefill.launch_server", "--model-path", str(tiny_model), "--port", "29878"]
-    environment = {**psutil.Process().environ(), "PYTHONPATH": str(intruder)}
-    done = subprocess.run(
-        [*command, "--load-format", "dummy"], env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode != 0
-    assert "get_new_batch_prefill is also hooked by intruder" in done.stderr
-    assert not [p for p in psutil.process_iter(["cmdline"]) if str(tiny_model) in (p.info["cmdline"] or [])]

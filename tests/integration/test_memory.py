@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from sgl_prefill.hybrid.chunk_size import CANDIDATES
-from tests.integration.children import run_child
+from sgl_prefill.device import Host
+from tests.integration.children import run_scenario
 from tests.support.tiny_models import FAMILIES
 
 # float32: chunks change the order in which matrix products are summed, and tiles that of attention: 2^-23 each, over a few
@@ -18,12 +18,12 @@ CLOSE = 1e-4
 
 @pytest.fixture(scope="module")
 def families(folder: Path) -> dict[str, Any]:
-    return run_child("memory_child", "families", str(folder))
+    return run_scenario("memory_child", "families", folder)
 
 
 @pytest.fixture(scope="module")
 def faults(folder: Path) -> dict[str, Any]:
-    return run_child("memory_child", "faults", str(folder))
+    return run_scenario("memory_child", "faults", folder)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -55,7 +55,7 @@ def test_durable_space_smaller_than_the_prompt_keeps_a_prefix_and_says_so(
 
 def test_a_storm_of_500_requests_is_answered_as_if_each_ran_alone(folder: Path) -> None:
     """512 durable slots, prompts of up to 3 times that; SGLang's slot count and ours are checked after every step."""
-    result = run_child("memory_child", "storm", str(folder))
+    result = run_scenario("memory_child", "storm", folder)
     assert result["finished"] + result["cancelled"] == 500
     assert result["worst"] <= CLOSE
     assert min(result["with_tail"], result["evicting"], result["cached"], result["cancelled"]) >= 20, result
@@ -73,7 +73,7 @@ def test_an_input_of_the_limit_is_served_and_one_more_is_refused(faults: dict[st
 
 def test_a_model_with_experts_gets_a_chunk_size_too(faults: dict[str, Any]) -> None:
     """Measuring one runs a piece outside a forward pass; the operation for experts once found no layer there."""
-    assert faults["chunk_tokens_of_experts"] in CANDIDATES["cpu"]
+    assert faults["chunk_tokens_of_experts"] in Host.chunk_candidates
 
 
 def test_where_all_kv_is_kept_sglangs_own_allocator_follows_the_plan(faults: dict[str, Any]) -> None:
@@ -120,13 +120,52 @@ def test_an_input_length_that_cannot_be_served_fails_the_start_with_the_longest_
     assert "longest" in faults["does_not_fit"]
 
 
-def test_what_waiting_requests_will_use_is_kept_and_computed_once(folder: Path) -> None:
+def test_what_waiting_requests_will_use_is_kept_and_computed_once(faults: dict[str, Any]) -> None:
     """300 slots hold a prefix of 200 that two requests wait to use: a lone prompt of 400 gets the other 100."""
-    result = run_child("memory_child", "waiting", str(folder))
+    result = faults["waiting"]
     assert (result["lone"]["kept_tokens"], result["lone"]["evicted_tokens"]) == (100, 300)
     assert result["lone"]["predicted_jct_ms"] > 0
     assert result["sharers"] == [200, 200]
     assert result["burst"] == [0, 300, 300, 300, 300]
+
+
+def test_what_waiting_requests_will_use_is_evicted_last_where_all_kv_is_kept_too(faults: dict[str, Any]) -> None:
+    """The older of two prefixes is waited for: the other one goes."""
+    assert faults["kept"] == {"ran_first": True, "sharer": 150, "other": 0}
+
+
+@pytest.fixture(scope="module")
+def unusual(folder: Path) -> dict[str, Any]:
+    return run_scenario("memory_child", "unusual", folder)
+
+
+def test_a_prefix_that_more_requests_wait_for_goes_first_also_in_pages(unusual: dict[str, Any]) -> None:
+    """200 tokens for one request, 240 for four: together they cost less a request. Cached are whole pages of 16."""
+    assert unusual["order_count"] == "many many many many few"
+    assert unusual["order_ignore"] == "few many many many many"
+    assert unusual["cached_count"] == unusual["cached_ignore"] == [0, 0, 240, 240, 240]
+
+
+def test_without_a_prefix_cache_nothing_is_kept_and_nothing_leaks(unusual: dict[str, Any]) -> None:
+    """--disable-radix-cache: the same prompt again is computed again."""
+    assert unusual["no_cache"] == [0, 0]
+    assert unusual["no_cache_difference"] == 0
+    assert unusual["no_cache_scratch"] == 0
+
+
+def test_of_many_deadlines_at_once_those_that_cannot_be_met_are_refused_at_once(unusual: dict[str, Any]) -> None:
+    """300 requests, and time for some twenty, one step after the other or together: each is answered or refused."""
+    burst = unusual["burst"]
+    assert 100 < burst["refused_at_once"] < 300
+    assert burst["answered"] + burst["refused"] == 300
+    assert burst["answered"] > 0
+    assert burst["waiting"] == 0
+
+
+def test_an_embedding_model_gives_what_transformers_does_also_where_it_evicts(unusual: dict[str, Any]) -> None:
+    """300 tokens, whole and on 128 durable slots."""
+    assert unusual["embedding"] <= CLOSE
+    assert unusual["embedding_evicting"] <= CLOSE
 
 
 def test_the_short_memory_pass_takes_the_memory_of_a_whole_one(folder: Path) -> None:
@@ -134,7 +173,14 @@ def test_the_short_memory_pass_takes_the_memory_of_a_whole_one(folder: Path) -> 
 
     Resident memory spreads from run to run, so its bound is wide.
     """
-    result = run_child("memory_child", "profile", str(folder))
+    result = run_scenario("memory_child", "profile", folder)
     assert result["whole"] == pytest.approx(result["decides"], rel=0.02)
     assert result["measured_bytes_per_token"] == pytest.approx(result["retained_bytes_per_token"] + 28, rel=0.1)
     assert 0.3 < result["resident"] / result["planned"] < 1.2
+
+
+def test_a_model_whose_body_has_another_name_is_served_on_the_plain_path(faults: dict[str, Any]) -> None:
+    """GPT-2's is `transformer`: the start had ended with an AttributeError of SGLang's."""
+    assert faults["plain_family"]["type"] == "length"
+    assert not faults["plain_family_is_hybrid"]
+    assert "GPT2LMHeadModel cannot be prefilled in a hybrid way: it has no `model`" in faults["plain_family_on"]

@@ -1,9 +1,11 @@
-"""Numerics in the two strengths of DESIGN section 4, through the offline engine and the server."""
+"""Numerics, exact in float32 and close in bfloat16, through the offline engine and the server."""
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -28,13 +30,15 @@ def reference(token_ids: list[int]) -> list[list[float]]:
 
 
 @pytest.fixture(scope="module")
-def float32_engine() -> dict[str, Any]:
-    return engine_child("float32")
+def engine_children() -> Iterator[dict[str, Future[dict[str, Any]]]]:
+    """What `tests.integration.engine_child` prints; both at once, since most of it is starting."""
+    with ThreadPoolExecutor() as threads:
+        yield {kind: threads.submit(run_child, "engine_child", kind) for kind in ("float32", "features_off")}
 
 
-def engine_child(kind: str) -> dict[str, Any]:
-    """What `tests.integration.engine_child` prints."""
-    return run_child("engine_child", kind)
+@pytest.fixture(scope="module")
+def float32_engine(engine_children: dict[str, Future[dict[str, Any]]]) -> dict[str, Any]:
+    return engine_children["float32"].result()
 
 
 def largest_difference(left: list[list[float]], right: list[list[float]]) -> float:
@@ -78,10 +82,10 @@ def test_the_engine_has_the_labels_hooks_and_errors_of_the_server(float32_engine
 
 
 def test_with_our_features_off_the_answers_are_those_of_stock_bit_for_bit(
-    stock_server: Server, token_ids: list[int]
+    stock_server: Server, token_ids: list[int], engine_children: dict[str, Future[dict[str, Any]]]
 ) -> None:
     """*identical*: the same prompts in the same order from an empty cache give the same ids and log-probabilities."""
-    ours = engine_child("features_off")["outputs"]
+    ours = engine_children["features_off"].result()["outputs"]
     requests.post(stock_server.url + "/flush_cache", timeout=60)
     params = {"max_new_tokens": 1, "temperature": 0}
     options = {"return_logprob": True, "token_ids_logprob": token_ids, "top_logprobs_num": 3}

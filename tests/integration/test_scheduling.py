@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.children import run_child
+from tests.integration.children import run_scenario
+from tests.integration.scheduling_child import PACKED_FAMILIES
 
 # float32: the rows of other requests change the order in which matrix products are summed (see test_memory.py).
 CLOSE = 1e-4
@@ -15,7 +16,7 @@ CLOSE = 1e-4
 
 @pytest.fixture(scope="module")
 def order(folder: Path) -> dict[str, Any]:
-    return run_child("scheduling_child", "order", str(folder))
+    return run_scenario("scheduling_child", "order", folder)
 
 
 def test_figure_5_runs_in_the_papers_order_with_its_two_hits(order: dict[str, Any]) -> None:
@@ -43,6 +44,16 @@ def test_a_cancelled_request_gives_its_place_up_at_once(order: dict[str, Any]) -
     assert order["cancelled"] == {"other_ran_first": True, "cached_of_it": 0}
 
 
+def test_waiting_is_worth_tokens(order: dict[str, Any]) -> None:
+    """500 a second: two milliseconds are worth the one token that the older request is longer; without a credit they are not."""
+    assert order["credit"] == ["shorter", "older"]
+
+
+def test_the_policy_of_ten_lines_that_the_page_shows_serves(order: dict[str, Any]) -> None:
+    """Newest first."""
+    assert order["newest_first"] == "CBA"
+
+
 def test_deadlines_are_refused_on_arrival_met_or_passed_in_the_queue(order: dict[str, Any]) -> None:
     """Behind 20 times 1,000 tokens, with the time of 10 of them; nothing is left of the refused ones."""
     deadlines = order["deadlines"]
@@ -59,11 +70,16 @@ def test_a_prediction_counts_a_prefix_that_several_wait_for_once(order: dict[str
     assert 1 < order["deadlines"]["burst_ms_over_one"] < 2.5
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2-moe"])
-def test_packed_requests_get_the_answers_that_they_get_alone(folder: Path, family: str) -> None:
+@pytest.fixture(scope="module")
+def packing(folder: Path) -> dict[str, Any]:
+    return run_scenario("scheduling_child", "packing", folder)
+
+
+@pytest.mark.parametrize("family", PACKED_FAMILIES)
+def test_packed_requests_get_the_answers_that_they_get_alone(packing: dict[str, Any], family: str) -> None:
     """23 requests with two shared profiles: with room for all, nothing is computed twice; with 260 slots, many have tails
     in scratch, next to each other. Scratch is filled with NaN before every step, and slots are counted after it."""
-    result = run_child("scheduling_child", "packing", str(folder), family)
+    result = packing[family]
     for slots in ("2000", "260"):
         assert result[slots]["worst"] <= CLOSE, slots
         assert result[slots]["steps"] < 10

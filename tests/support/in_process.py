@@ -11,18 +11,22 @@ import itertools
 import math
 from array import array
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import prometheus_client
 import torch
 
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.engine import sglang_defaults
+from sgl_prefill.core.jct import FittedJct
 from sgl_prefill.hybrid.body import HybridBody
-from sgl_prefill.hybrid.install import hybrid_of
-from sgl_prefill.scheduling import deadlines, reply_facts
-from sgl_prefill.startup import scheduler_alone
+from sgl_prefill.port import deadlines, reply_facts, scheduler_alone
+from sgl_prefill.port.engine import sglang_defaults
+from sgl_prefill.port.loaded_model import SglangModel
+from sgl_prefill.scheduling.live import LiveScheduling
+from sgl_prefill.startup import jct_profile
 
 
 class Answer(NamedTuple):
@@ -36,9 +40,15 @@ class Answer(NamedTuple):
 
 
 class InProcessScheduler:
-    """Starts at once; `ask` runs requests to their end."""
+    """Starts at once; `ask` runs requests to their end.
 
-    def __init__(self, config: PrefillConfig, model_folder: Path, **server_options: Any) -> None:
+    Args:
+        jct_ms: what the start would measure of this machine, for runs that must not depend on it; None: it is measured.
+    """
+
+    def __init__(
+        self, config: PrefillConfig, model_folder: Path, *, jct_ms: FittedJct | None = None, **server_options: Any
+    ) -> None:
         from sglang.srt.plugins import load_plugins
         from sglang.srt.server_args import ServerArgs
 
@@ -53,7 +63,9 @@ class InProcessScheduler:
             "random_seed": 1,
             **server_options,
         }
-        self.scheduler = scheduler_alone.build(config, ServerArgs(**options))
+        told = mock.patch.object(jct_profile, "fitted_model", return_value=jct_ms)
+        with nullcontext() if jct_ms is None else told:
+            self.state, self.scheduler = scheduler_alone.build(config, ServerArgs(**options))
         self._numbers = itertools.count()
         self._outputs: dict[str, Any] = {}
         self.answered: list[str] = []  # in the order in which they finished; `flush` forgets them
@@ -113,6 +125,30 @@ class InProcessScheduler:
         self.scheduler.process_input_requests([request])
         return rid
 
+    def embed(self, token_ids: Sequence[int]) -> list[float]:
+        """The embedding of a prompt, from a model that was started with `is_embedding`."""
+        from sglang.srt.managers.io_struct import TokenizedEmbeddingReqInput
+        from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        params = SamplingParams(max_new_tokens=0)
+        params.normalize(None)
+        rid = f"request-{next(self._numbers)}"
+        request = TokenizedEmbeddingReqInput(
+            rid=rid,
+            input_text=None,
+            input_ids=array("q", token_ids),
+            mm_inputs=None,
+            token_type_ids=None,
+            sampling_params=params,
+            time_stats=APIServerReqTimeStats(),
+        )
+        self.scheduler.process_input_requests([request])
+        self.run_all()
+        output, index = self._outputs.pop(rid)
+        embedding: list[float] = output.embeddings[index]
+        return embedding
+
     def cancel(self, rid: str) -> None:
         from sglang.srt.managers.io_struct import AbortReq
 
@@ -164,9 +200,18 @@ class InProcessScheduler:
 
     @property
     def hybrid(self) -> HybridBody:
-        body = hybrid_of(self.scheduler.tp_worker.model_runner)
-        assert body is not None
-        return body
+        assert self.state.hybrid is not None
+        return self.state.hybrid
+
+    @property
+    def live(self) -> LiveScheduling:
+        assert self.state.scheduling is not None
+        return self.state.scheduling.live
+
+    @property
+    def model(self) -> SglangModel:
+        """As the start sees it."""
+        return SglangModel(self.state, self.scheduler.tp_worker.model_runner)
 
     @property
     def allocator(self) -> Any:

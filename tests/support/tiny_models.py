@@ -67,23 +67,50 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [],
     },
 }
+EMBEDDING_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama-embedding": {"architectures": ["LlamaModel"], "model_type": "llama"},
+}
+
+# Served on SGLang's own path: the body is not `model.model`.
+PLAIN_FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": 64,
+        "n_head": 4,
+        "n_layer": 4,
+        "n_positions": 4096,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+    },
+}
 
 
 def write(folder: Path, family: str, **changes: Any) -> Path:
     """The model's folder; made once."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+    kind = AutoModel if family in EMBEDDING_FAMILIES else AutoModelForCausalLM
     if (folder / "config.json").exists():
         return folder
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        settings = {**_COMMON, **FAMILIES[family], **changes}
+        settings = {**_COMMON, **{**FAMILIES, **EMBEDDING_FAMILIES, **PLAIN_FAMILIES}[family], **changes}
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            AutoConfig.for_model(**settings), dtype=torch.float32
-        )
+        model = kind.from_config(AutoConfig.for_model(**settings), dtype=torch.float32)  # type: ignore[no-untyped-call]
         model.save_pretrained(folder)
     # As real checkpoints have it: SGLang reads names that transformers' own config class may rename or drop.
     written = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**written, **settings}))
     return folder
+
+
+def last_hidden_state(folder: Path, token_ids: list[int]) -> list[float]:
+    """What transformers says of the last token, normalized: the embedding that SGLang makes of a prompt."""
+    from transformers import AutoModel
+
+    with warnings.catch_warnings(), torch.inference_mode():
+        warnings.simplefilter("ignore")
+        hidden = AutoModel.from_pretrained(folder).eval()(torch.tensor([token_ids])).last_hidden_state[0, -1]
+    normalized: list[float] = torch.nn.functional.normalize(hidden, dim=0).tolist()
+    return normalized

@@ -47,7 +47,7 @@ class BuildError(Exception):
 
 
 def digest() -> str:
-    """Of all that the library is made from."""
+    """Hashes all that the library is made from."""
     made_from = hashlib.sha256(repr((FLAGS, X86_BUILDS)).encode())
     for source in sorted([*FOLDER.glob("*.h"), *FOLDER.glob("*.cpp")]):
         made_from.update(source.read_bytes())
@@ -86,7 +86,7 @@ def compile_library(target: Path = LIBRARY) -> tuple[str, ...]:
 
 
 def _compiler() -> list[str]:
-    """The command: CXX may bring arguments or a wrapper ("ccache g++")."""
+    """Returns the command: CXX may bring arguments or a wrapper ("ccache g++")."""
     named = shlex.split(os.environ.get("CXX", ""))
     found = named or [name for name in COMPILERS if shutil.which(name)][:1]
     if not found:
@@ -117,7 +117,7 @@ def _run(command: list[str]) -> subprocess.Popen[str]:
 
 
 def _errors(process: subprocess.Popen[str]) -> str:
-    """What it had to say, once it has ended."""
+    """Returns what the compiler had to say, once it has ended."""
     try:
         return process.communicate(timeout=TIMEOUT_S)[1]
     except subprocess.TimeoutExpired:
@@ -136,7 +136,7 @@ def _first_error(text: str) -> str:
 
 
 def is_current() -> bool:
-    """Whether the library is there and made from these sources."""
+    """Tells whether the library is there and made from these sources."""
     return LIBRARY.exists() and digest().encode() in LIBRARY.read_bytes()
 
 

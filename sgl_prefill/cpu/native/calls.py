@@ -165,7 +165,7 @@ class StepRequests:
 
 
 def _recorded(kernel: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """A kernel is no operator of PyTorch's: its profiler sees it because it is told."""
+    """Tells PyTorch's profiler of a kernel, which is no operator of PyTorch's."""
 
     @functools.wraps(kernel)
     def call(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
@@ -186,7 +186,7 @@ class Kernels:
 
     @staticmethod
     def fits_attention(heads: int, kv_heads: int, head_dim: int, v_head_dim: int, *dtypes: torch.dtype) -> bool:
-        """Whether `attention` computes a layer of these sizes."""
+        """Tells whether `attention` computes a layer of these sizes."""
         return (
             head_dim == v_head_dim
             and head_dim % 2 == 0
@@ -211,7 +211,7 @@ class Kernels:
         soft_cap: float = 0.0,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Attention of all requests of a step, each over its own positions.
+        """Computes the attention of all requests of a step, each over its own positions.
 
         Args:
             query, output: [tokens, heads, head_dim]; may be the same.
@@ -260,7 +260,8 @@ class Kernels:
         residual: torch.Tensor | None = None,
         weight_offset: float = 0.0,
     ) -> torch.Tensor:
-        """RMSNorm of x + residual over the last dimension, times (weight_offset + weight); `residual` becomes the sum.
+        """Computes the RMSNorm of x + residual over the last dimension, times (weight_offset + weight); `residual` becomes
+        the sum.
 
         x: [rows, columns] with rows of any stride; weight: [columns]; residual: as x, contiguous; all of one of DTYPES. Where
         the offset is not 0 (Gemma) the sum is rounded before it is normalized.
@@ -286,7 +287,7 @@ class Kernels:
 
     @_recorded
     def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        """activation(gate) * up. gate_up: [rows, 2 * columns], contiguous; `activation` of ACTIVATIONS."""
+        """Computes activation(gate) * up. gate_up: [rows, 2 * columns], contiguous; `activation` of ACTIVATIONS."""
         rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
         output = torch.empty((rows, columns), dtype=gate_up.dtype)
         kind, is_float32 = ACTIVATIONS[activation], gate_up.dtype == torch.float32
@@ -296,7 +297,7 @@ class Kernels:
 
     @_recorded
     def rotate(self, x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, is_neox: bool) -> None:
-        """Rotary embedding of the first dimensions of each head, in place.
+        """Applies the rotary embedding to the first dimensions of each head, in place.
 
         x: [rows, heads, head_dim], rows and heads of any stride; positions: int64 [rows]; cos_sin: float32 [positions,
         rotary dimensions], cosines first. is_neox: halves are rotated against each other, else neighbours.
@@ -327,7 +328,7 @@ class Kernels:
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> None:
-        """`key_pool[slots] = key`, and so the values.
+        """Does `key_pool[slots] = key`, and so the values.
 
         Pools: [slots, ...]; slots: int64 [rows]; key, value: [rows, ...], what follows as in their pools and in one piece, rows
         of any stride; one number type.
@@ -353,13 +354,15 @@ class Kernels:
 
     @staticmethod
     def fits_logits(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Whether `logits` computes this product."""
+        """Tells whether `logits` computes this product."""
         same_type = hidden.dtype == weight.dtype and hidden.dtype in DTYPES
         return same_type and weight.is_contiguous() and hidden.is_contiguous() and weight.shape[1] % 32 == 0
 
     @_recorded
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """`hidden @ weight.T`, exact products added in float32. hidden: [rows, columns]; weight: [vocabulary, columns]."""
+        """Computes `hidden @ weight.T`, exact products added in float32. hidden: [rows, columns]; weight: [vocabulary,
+        columns].
+        """
         rows, columns = hidden.shape
         output = torch.empty((rows, weight.shape[0]))
         is_float32, threads = hidden.dtype == torch.float32, torch.get_num_threads()
@@ -368,7 +371,7 @@ class Kernels:
         return output
 
     def fits_product(self, weight: torch.Tensor) -> bool:
-        """Whether `product` serves these weights, [outputs, depth], at least as fast as oneDNN."""
+        """Tells whether `product` serves these weights, [outputs, depth], at least as fast as oneDNN."""
         outputs, depth = weight.shape
         is_whole = outputs % 32 == depth % 32 == 0 and depth <= MOST_DEPTH
         return bool(self._table.has_products) and weight.dtype == torch.bfloat16 and weight.is_contiguous() and is_whole
@@ -385,7 +388,7 @@ class Kernels:
     def product(
         self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None
     ) -> torch.Tensor:
-        """x @ weight.T + bias, or, of weights that were packed with a gate, activation(gate) * up of it, rounded once.
+        """Computes x @ weight.T + bias, or, of weights that were packed with a gate, activation(gate) * up of it, rounded once.
 
         x: [rows, depth], rows of any stride; packed: of [outputs, depth]; bias: [outputs]; all bfloat16.
         """

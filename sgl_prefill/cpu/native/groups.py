@@ -39,7 +39,7 @@ def shared_groups(slot: Callable[[int, int], int], cached_tokens: Sequence[int])
 def _best_groups(
     requests: Sequence[int], at_least: int, slot: Callable[[int, int], int], cached_tokens: Sequence[int]
 ) -> list[Group]:
-    """Of requests that have `at_least` cached positions: those with the same slots there together, or finer where that
+    """Groups requests that have `at_least` cached positions: those with the same slots there together, or finer where that
     saves more."""
     by_slot: dict[int, list[int]] = {}
     for request in requests:

@@ -33,13 +33,13 @@ class Native(NamedTuple):
     reason: str | None  # why there are none
 
     def shown(self) -> dict[str, Any]:
-        """For /server_info."""
+        """Describes it for /server_info."""
         return {"build": None if self.kernels is None else self.kernels.build, "reason": self.reason}
 
 
 @functools.cache
 def native() -> Native:
-    """The kernels of this process, found and checked once. Raises ConfigurationError for a build that is not there."""
+    """Returns the kernels of this process, found and checked once. Raises ConfigurationError for a build that is not there."""
     found = find(os.environ.get(VARIABLE, "auto"))
     if found.kernels is None:
         logger.warning("PyTorch's own kernels serve, several times slower than the native ones: %s", found.reason)
@@ -47,7 +47,7 @@ def native() -> Native:
 
 
 def find(choice: str) -> Native:
-    """`choice`: auto, off, or the name of a build. Raises ConfigurationError where a named one does not run here."""
+    """Finds them. `choice`: auto, off, or the name of a build. Raises ConfigurationError where a named one does not run here."""
     if choice == "off":
         return Native(None, f"{VARIABLE} is off")
     try:
@@ -91,7 +91,7 @@ def _load() -> ctypes.CDLL:
 
 
 def self_test(kernels: Kernels) -> str | None:
-    """What is wrong, or None. Every kernel once on small inputs, against plain float32; takes milliseconds."""
+    """Returns what is wrong, or None. Runs every kernel once on small inputs, against plain float32; takes milliseconds."""
     generator = torch.Generator().manual_seed(0)
     for dtype, tolerance in MAX_ERROR.items():
 
@@ -114,7 +114,7 @@ def self_test(kernels: Kernels) -> str | None:
 
 
 def _attention_error(kernels: Kernels, random: Any) -> float:
-    """Two requests of 9 and 40 new tokens behind 70 shared positions; slots in disorder, NaN in those that are not used."""
+    """Tries two requests of 9 and 40 new tokens behind 70 shared positions; slots in disorder, NaN in those that are not used."""
     n_shared, n_new, heads, kv_heads, dim = 70, (9, 40), 6, 2, 64
     n_slots = n_shared + sum(n_new)
     slots = torch.randperm(n_slots + 8, generator=torch.Generator().manual_seed(1)).to(torch.int32)

@@ -1,0 +1,130 @@
+"""What a scheduling policy is: one object that decides who runs in the next step, and who is refused with what.
+
+The live scheduler, the planner and batch jobs call the same object. A policy of one's own overrides `choose`:
+
+    class NewestFirst(Policy):
+        def choose(self, now_s):
+            return self.fill_step(sorted(self.waiting, key=lambda job: -job.arrival_s))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from sgl_prefill.core.deadlines import Deadlines, Refusal
+from sgl_prefill.core.jct import FittedJct, JctModel, Predictor, cache_miss_tokens
+from sgl_prefill.core.job import Job
+from sgl_prefill.core.lazy_heap import LazyHeap
+from sgl_prefill.core.packing import StepSize, pack
+
+# A credit for waiting is given in tokens, whatever the cost model: at what a token of a cold prompt of this length costs.
+TYPICAL_TOKENS = 1000
+
+
+class Decision(NamedTuple):
+    """What happens next."""
+
+    run: list[Job]  # the jobs of the next step, the best first; they go on waiting until the caller takes them out
+    refuse: dict[Job, Refusal]  # they wait no longer
+
+
+class PolicySettings(NamedTuple):
+    """What a policy may need to know; costs are in units of `cost`."""
+
+    step: StepSize = StepSize()
+    cost: JctModel = cache_miss_tokens  # of a job, by its input and its cached tokens; pure
+    fairness_lambda: float = 0.0  # credit of a waiting job, in units of `cost` a second
+    max_queue_s: float | None = None  # no job waits longer while a later one is taken; None: no bound
+    counts_sharers: bool = False
+    predictor: Predictor | None = None  # of milliseconds; None where nobody knows them
+
+    @classmethod
+    def of(
+        cls,
+        step: StepSize,
+        *,
+        jct_ms: FittedJct | None,
+        fairness_lambda: float,
+        max_queue_s: float | None,
+        counts_sharers: bool,
+        unit_tokens: int = 1,
+    ) -> PolicySettings:
+        """Makes the settings from what a user says.
+
+        Args:
+            jct_ms: the model of milliseconds; None: a job costs its cache-miss tokens.
+            fairness_lambda: in tokens per second.
+            unit_tokens: what `step` and all jobs count as one token (a simulation counts pages).
+        """
+        if jct_ms is None:
+            return cls(step, cache_miss_tokens, fairness_lambda / unit_tokens, max_queue_s, counts_sharers)
+        credit = fairness_lambda * jct_ms(TYPICAL_TOKENS, 0) / TYPICAL_TOKENS
+        model = jct_ms.in_units_of(unit_tokens)
+        return cls(step, model, credit, max_queue_s, counts_sharers, Predictor(model))
+
+
+class Policy:
+    """Keeps the waiting jobs, and their deadlines. A subclass says who runs next."""
+
+    def __init__(self, settings: PolicySettings) -> None:
+        self.settings = settings
+        self.waiting: dict[Job, None] = {}  # in the order in which they came here
+        self._by_arrival: LazyHeap[Job] = LazyHeap()
+        self._deadlines = Deadlines()
+
+    def choose(self, now_s: float) -> list[Job]:
+        """Chooses the jobs of the next step, the best first; none only where none waits."""
+        raise NotImplementedError
+
+    def fill_step(self, in_order: Iterable[Job]) -> list[Job]:
+        """Takes the first of these, and those behind it that the step has room for."""
+        return pack(in_order, self.settings.step)
+
+    def add(self, job: Job) -> None:
+        """Takes in a job that begins to wait."""
+        self.waiting[job] = None
+        self._by_arrival.put(job, job.arrival_s)
+        self._deadlines.add(job)
+
+    def remove(self, job: Job) -> None:
+        """Takes out a job that runs, or has left. It may have been refused before."""
+        self.waiting.pop(job, None)
+        self._by_arrival.discard(job)
+        self._deadlines.discard(job)
+
+    def recalibrated(self, job: Job) -> None:
+        """Hears that what the prefix cache holds of a job has changed, or how many share its prefix. It may have been
+        refused before."""
+
+    def prefix_computed(self, jobs: Sequence[Job]) -> None:
+        """Hears that the page that all of these waited for is in the cache now; of each, `recalibrated` follows."""
+
+    def forecast(self, job: Job) -> Forecast | None:
+        """Predicts when a waiting job will be done, were nobody to arrive any more; None where this policy cannot say."""
+        return None
+
+    def decide(self, now_s: float) -> Decision:
+        """Refuses what comes too late, and chooses among the others. Who is refused delays nobody else's forecast."""
+        refuse = self._deadlines.take_expired(now_s)
+        for job in refuse:
+            self.remove(job)
+        for job in self._deadlines.take_new():
+            assert job.deadline_ms is not None
+            if (forecast := self.forecast(job)) is not None:
+                finish_ms = 1000 * (now_s - job.arrival_s) + forecast.ms
+                if finish_ms > job.deadline_ms:
+                    refuse[job] = Refusal.unreachable(job.deadline_ms, finish_ms, forecast.n_before)
+                    self.remove(job)
+        return Decision(self.choose(now_s), refuse)
+
+    def oldest(self) -> Job | None:
+        """Returns the job that has waited longest."""
+        return self._by_arrival.first()
+
+
+class Forecast(NamedTuple):
+    """What lies before the end of a job."""
+
+    ms: float  # from now on
+    n_before: int  # jobs that run before it

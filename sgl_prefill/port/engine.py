@@ -1,0 +1,71 @@
+"""`sgl_prefill.Engine`: the offline counterpart of `sglang.Engine`, with the same hooks and checks as the server."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import signal
+from typing import Any
+
+from sglang.srt.entrypoints.engine import Engine as StockEngine
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.plugins import load_plugins
+
+from sgl_prefill import preflight
+from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer, ScoredPrompt
+from sgl_prefill.config import PrefillConfig
+from sgl_prefill.errors import SeamError
+from sgl_prefill.port import activation, fingerprints, prefork, processes
+
+
+class Engine(StockEngine):  # type: ignore[misc]
+    """Takes the arguments of `sglang.Engine` (names of ServerArgs) and those of PrefillConfig.
+
+    Raises ConfigurationError or SeamError before anything is started. Use it in a `with` statement, or call
+    `shutdown()`. As with `sglang.Engine`, the calling script needs `if __name__ == "__main__":`.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        if problem := fingerprints.version_problem():
+            raise SeamError(problem)
+        names = {field.name for field in dataclasses.fields(PrefillConfig)}
+        config = PrefillConfig(**{name: kwargs.pop(name) for name in list(kwargs) if name in names})
+        kwargs = {**sglang_defaults(config), "log_level": "error", **kwargs}
+        if "model_path" in kwargs:
+            preflight.check_model_path(kwargs["model_path"])
+        load_plugins()
+        server_args = self.server_args_class(**kwargs)
+        preflight.check_server_args(config, server_args, listens=False)
+        activation.activate(config, "http")
+        environment = prefork.ParentEnvironment(signal.SIGQUIT)
+        self.init_tokenizer_manager_func = functools.partial(processes.init_tokenizer_manager, config)
+        self.run_scheduler_process_func = functools.partial(processes.run_scheduler_process, config, environment)
+        self.run_detokenizer_process_func = functools.partial(processes.run_detokenizer_process, config, environment)
+        super().__init__(server_args=server_args)
+        self.tokenizer_manager.scheduler_info = self._scheduler_init_result.scheduler_infos[0]
+
+    def score_labels(
+        self,
+        prompts: str | list[str] | list[int] | list[list[int]],
+        *,
+        allowed_tokens: list[str] | None = None,
+        allowed_token_ids: list[int] | None = None,
+    ) -> list[ScoredPrompt]:
+        """Returns the distribution over the allowed answers after each prompt, in the order of the prompts.
+
+        Raises BadRequestError or LabelError for what can never be answered.
+        """
+        is_text = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], str))
+        obj = GenerateReqInput(text=prompts) if is_text else GenerateReqInput(input_ids=prompts)
+        answers = AllowedAnswers(allowed_tokens, allowed_token_ids)
+        return self.loop.run_until_complete(self._label_scorer.score(obj, answers))  # type: ignore[no-any-return]
+
+    @functools.cached_property
+    def _label_scorer(self) -> LabelScorer:
+        return LabelScorer(self.tokenizer_manager)
+
+
+def sglang_defaults(config: PrefillConfig) -> dict[str, Any]:
+    """Returns SGLang's arguments that this configuration needs, and those that suit this machine."""
+    needs = {need.field: need.value for need in preflight.required_for(config)}
+    return {**needs, **preflight.default_settings(config)}

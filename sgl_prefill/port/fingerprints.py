@@ -1,0 +1,94 @@
+"""Is the installed SGLang the one that the hooks were written against? Compares the source of each touched function.
+
+python -m sgl_prefill.port.fingerprints            list what differs, exit 1 if anything does
+python -m sgl_prefill.port.fingerprints --write    after reading the differences: accept the installed source
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import inspect
+import json
+import pkgutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from sgl_prefill.errors import SeamError
+
+SUPPORTED_SGLANG_VERSION = "0.5.17"
+FINGERPRINT_FILE = Path(__file__).with_name("fingerprints.json")
+
+
+def installed_sglang_version() -> str:
+    """Reads the version of the distribution, without importing it; "none" where it is not installed."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def fingerprint(target: str) -> str:
+    """Returns the SHA-256 of the source of a function or class; "missing" where the installed SGLang has no such thing.
+
+    A hooked function still answers with SGLang's source, since `inspect` follows `__wrapped__`.
+    """
+    try:
+        source = inspect.getsource(pkgutil.resolve_name(target))
+    except (ImportError, AttributeError):
+        return "missing"
+    return hashlib.sha256(source.encode()).hexdigest()
+
+
+def differing(targets: Iterable[str]) -> list[str]:
+    """Returns one line for each target whose source is not the recorded one."""
+    known: dict[str, str] = json.loads(FINGERPRINT_FILE.read_text())
+    lines = []
+    for target in targets:
+        found = fingerprint(target)
+        if found == "missing":
+            lines.append(f"{target} does not exist in the installed SGLang")
+        elif known.get(target) != found:
+            lines.append(f"{target} differs from the source that this package was written for")
+    return lines
+
+
+def version_problem() -> str | None:
+    """Says what is wrong with the installed version, or None. Imports nothing of SGLang's."""
+    version = installed_sglang_version()
+    if version == SUPPORTED_SGLANG_VERSION:
+        return None
+    return (
+        f"SGLang {version} is installed, and this package hooks into {SUPPORTED_SGLANG_VERSION} only:"
+        f" run `pip install sglang=={SUPPORTED_SGLANG_VERSION}`"
+    )
+
+
+def check_source() -> None:
+    """Raise SeamError, naming every target, unless version and source of the touched functions are as recorded."""
+    if problem := version_problem():
+        raise SeamError(problem)
+    from sgl_prefill.port.hooks import fingerprinted_targets
+
+    if lines := differing(fingerprinted_targets()):
+        raise SeamError(
+            "the installed SGLang was changed where this package hooks into it:\n  "
+            + "\n  ".join(lines)
+            + f"\nreinstall it: `pip install --force-reinstall --no-deps sglang=={SUPPORTED_SGLANG_VERSION}`"
+        )
+
+
+def main(argv: list[str]) -> int:
+    from sgl_prefill.port.hooks import fingerprinted_targets
+
+    targets = fingerprinted_targets()
+    if argv == ["--write"]:
+        FINGERPRINT_FILE.write_text(json.dumps({t: fingerprint(t) for t in sorted(targets)}, indent=1) + "\n")
+    lines = differing(targets)
+    print("\n".join(lines) or f"all {len(targets)} targets are as recorded")
+    return 1 if lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,420 @@
+"""Every place where this engine touches SGLang's insides, in lists: hooks, overridden methods, attributes that we set, switches,
+routes, and what we rely on. `activation` applies and verifies the hooks; the source of all of it is fingerprinted.
+
+Besides these, SGLang's own parameters carry our parts: `launch_server(init_tokenizer_manager_func,
+run_scheduler_process_func, run_detokenizer_process_func, execute_warmup_func)`, the platform and the attention-backend
+registries.
+"""
+
+from __future__ import annotations
+
+from sgl_prefill.config import PrefillConfig
+from sgl_prefill.cpu import kernels, lm_head
+from sgl_prefill.device import this_device
+from sgl_prefill.port import arrival, hybrid, kv, out_of_memory, processes, reply_facts, scheduler, startup
+from sgl_prefill.port.declare import Hook, Override, Poke, Relied, Route, Switch
+
+HOOKS: tuple[Hook, ...] = (
+    Hook(
+        target="sglang.srt.entrypoints.engine._set_envs_and_config",
+        kind="after",
+        process="http",
+        feature="always",
+        reason="fork scheduler and detokenizer from a process that has imported SGLang meanwhile, instead of spawning them; and"
+        " end with a message and a status where one of them fails, not with SIGKILL",
+        function=processes.after_set_envs_and_config,
+        takes_state=True,
+    ),
+    Hook(
+        target="sglang.srt.observability.req_time_stats.APIServerReqTimeStats.__getstate__",
+        kind="after",
+        process="http",
+        feature="always",
+        reason="tell the scheduler when a request arrived: it is deaf during a forward and would stamp it afterwards",
+        function=arrival.after_getstate,
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.__init__",
+        kind="around",
+        process="scheduler",
+        feature="always",
+        reason="what cannot start says so in one message, and not in a traceback of SGLang's",
+        function=processes.around_scheduler_init,
+        takes_state=True,
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.init_schedule_policy",
+        kind="after",
+        process="scheduler",
+        feature="scheduling",
+        reason="build the policy, and refuse a prefix cache that it cannot read",
+        function=scheduler.after_init_schedule_policy,
+        takes_state=True,
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill",
+        kind="around",
+        process="scheduler",
+        feature="scheduling",
+        reason="show SGLang's prefill admission only what the policy picked for this step",
+        function=scheduler.around_get_new_batch_prefill,
+        takes_state=True,
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.process_batch_result",
+        kind="after",
+        process="scheduler",
+        feature="scheduling",
+        reason="compare the predicted time of a request with what it took",
+        function=scheduler.after_process_batch_result,
+        takes_state=True,
+    ),
+    Hook(
+        target="sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends",
+        kind="after",
+        process="scheduler",
+        feature="hybrid-prefill",
+        reason="trace the model's body and run long extends through it, all but attention chunk by chunk",
+        function=hybrid.after_init_attention_backends,
+        takes_state=True,
+    ),
+    Hook(
+        target="sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
+        kind="around",
+        process="scheduler",
+        feature="always",
+        reason="on a host, --memory-budget-gb is an amount: what is free at one moment must not change the KV pool",
+        function=startup.around_profile_available_bytes,
+        takes_state=True,
+    ),
+    Hook(
+        target="sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool",
+        kind="around",
+        process="scheduler",
+        feature="suffix-kv",
+        reason="KV buffers whose tails all layers share",
+        function=kv.around_build_pool,
+        takes_state=True,
+    ),
+    Hook(
+        target="sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool_allocator",
+        kind="around",
+        process="scheduler",
+        feature="suffix-kv",
+        reason="durable slots and scratch have different rules",
+        function=kv.around_build_allocator,
+    ),
+    Hook(
+        target="sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
+        kind="around",
+        process="scheduler",
+        feature="suffix-kv",
+        reason="SGLang admits a request only if the whole of it fits the durable slots",
+        function=kv.around_add_one_req,
+    ),
+    Hook(
+        target="sglang.srt.mem_cache.allocation.alloc_for_extend",
+        kind="around",
+        process="scheduler",
+        feature="suffix-kv",
+        reason="plan which KV is kept before the forward, and allocate by that plan",
+        function=kv.around_alloc_for_extend,
+    ),
+    Hook(
+        target="sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info",
+        kind="around",
+        process="scheduler",
+        feature="always",
+        reason="profile the longest input, divide the memory, check that all paths agree, and report the limits",
+        function=startup.around_get_worker_info,
+        takes_state=True,
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.init_req_max_new_tokens",
+        kind="around",
+        process="scheduler",
+        feature="suffix-kv",
+        reason="SGLang would cut the one token of a request that is longer than the durable slots",
+        function=startup.around_init_req_max_new_tokens,
+        takes_state=True,
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.run_batch",
+        kind="around",
+        process="scheduler",
+        feature="always",
+        reason="a forward pass that runs out of memory would end the server",
+        function=out_of_memory.around_run_batch,
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.process_batch_result",
+        kind="around",
+        process="scheduler",
+        feature="always",
+        reason="the requests of such a pass have been answered already",
+        function=out_of_memory.around_process_batch_result,
+    ),
+    Hook(
+        target="sglang.srt.observability.req_time_stats.SchedulerReqTimeStats.__getstate__",
+        kind="after",
+        process="scheduler",
+        feature="always",
+        reason="carry kept_tokens, evicted_tokens and predicted_jct_ms to the HTTP process",
+        function=reply_facts.after_getstate,
+    ),
+    Hook(
+        target="sglang.srt.observability.req_time_stats.SchedulerReqTimeStats.__getstate__",
+        kind="after",
+        process="detokenizer",
+        feature="always",
+        reason="pass them on: the detokenizer stands between the two and writes each reply anew",
+        function=reply_facts.after_getstate,
+    ),
+    Hook(
+        target="sglang.srt.observability.req_time_stats.SchedulerReqTimeStats.convert_to_output_meta_info",
+        kind="after",
+        process="http",
+        feature="always",
+        reason="show them in the reply",
+        function=reply_facts.after_convert_to_output_meta_info,
+    ),
+    Hook(
+        target="sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head",
+        kind="around",
+        process="scheduler",
+        feature="logits-dtype",
+        reason="label logits in float32: rounded to bfloat16 they tie, and P(label) is off by up to 0.02",
+        function=lm_head.around_compute_lm_head,
+    ),
+    Hook(
+        target="sglang.kernels.ops.activation.softcap.softcap_inplace_logits",
+        kind="around",
+        process="scheduler",
+        feature="no-accelerator",
+        reason="soft-capped logits (Gemma 2) would end in a Triton kernel without a driver",
+        function=kernels.around_softcap_logits,
+    ),
+    Hook(
+        target="sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add",
+        kind="around",
+        process="scheduler",
+        feature="no-accelerator",
+        reason="a gated shared expert (Qwen2-MoE) would end in a Triton kernel without a driver",
+        function=kernels.around_gate_sigmoid_mul_add,
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.get_init_info",
+        kind="after",
+        process="scheduler",
+        feature="always",
+        reason="carry the activation record to /server_info, so that nobody measures an engine that is not there",
+        function=startup.after_get_init_info,
+        takes_state=True,
+    ),
+)
+
+ROUTES: tuple[Route, ...] = (
+    Route(
+        method="POST",
+        path="/v1/completions",
+        stock_endpoint="sglang.srt.entrypoints.http_server.openai_v1_completions",
+        reason="allowed_tokens, allowed_token_ids; max_tokens 1 by default",
+    ),
+    Route(
+        method="POST",
+        path="/v1/chat/completions",
+        stock_endpoint="sglang.srt.entrypoints.http_server.openai_v1_chat_completions",
+        reason="allowed_tokens, allowed_token_ids; max_tokens 1 by default",
+    ),
+    Route(
+        method="POST",
+        path="/generate",
+        stock_endpoint="sglang.srt.entrypoints.http_server.generate_request",
+        reason="allowed_tokens, allowed_token_ids",
+    ),
+    Route(
+        method="POST",
+        path="/v1/rerank",
+        stock_endpoint="sglang.srt.entrypoints.http_server.v1_rerank_request",
+        reason="rerank with any causal language model, not only with a reranker's chat template",
+    ),
+)
+
+MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+RADIX_CACHE = "sglang.srt.mem_cache.radix_cache.RadixCache"
+KV_POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
+ALLOCATOR = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
+
+OVERRIDES: tuple[Override, ...] = (
+    *(
+        Override(f"{RADIX_CACHE}.{method}", "WatchedRadixCache", "the policy hears of every change of the tree")
+        for method in ("reset", "_split_node", "_insert_helper", "_delete_leaf")
+    ),
+    *(
+        Override(f"{RADIX_CACHE}.{method}", "WatchedRadixCache", "a scratch slot never reaches the tree")
+        for method in ("cache_finished_req", "cache_unfinished_req")
+    ),
+    *(
+        Override(f"{KV_POOL}.{method}", "SuffixKVPool", "all layers share the memory of scratch")
+        for method in ("__init__", "_create_buffers_normal", "get_kv_size_bytes")
+    ),
+    Override(f"{KV_POOL}._create_buffers_normal", "LazyZeroKVPool", "the kernel commits zero pages on first use"),
+    *(
+        Override(f"{ALLOCATOR}.{method}", "SuffixKVAllocator", "slots are handed out by the KV plans of a step")
+        for method in ("__init__", "available_size", "alloc", "alloc_extend", "clear")
+    ),
+    *(
+        Override(f"{MANAGER}.{method}", "PrefillTokenizerManager", reason)
+        for method, reason in (
+            ("__init__", "it knows our configuration"),
+            ("generate_request", "what can never be answered gets a 400 before SGLang sees it"),
+            ("_validate_one_request", "the input limit, and token ids outside the vocabulary"),
+            ("_handle_abort_finish_reason", "429 and 504 for deadlines"),
+            ("abort_request", "a client names its own request and no other"),
+            ("update_weights_from_disk", "packed weights cannot be replaced"),
+            ("update_weights_from_tensor", "packed weights cannot be replaced"),
+            ("update_weights_from_distributed", "packed weights cannot be replaced"),
+            ("update_weights_from_ipc", "packed weights cannot be replaced"),
+        )
+    ),
+    Override("sglang.srt.entrypoints.engine.Engine.__init__", "Engine", "options of ours, and our process functions"),
+)
+
+POKES: tuple[Poke, ...] = (
+    Poke(
+        "sglang.srt.managers.scheduler.Scheduler", "waiting_queue", "during admission it holds what the policy picked"
+    ),
+    *(
+        Poke("sglang.srt.managers.schedule_policy.PrefillAdder", attribute, "scratch counts as room")
+        for attribute in ("rem_total_token_offset", "cur_rem_token_offset")
+    ),
+    Poke("sglang.srt.managers.schedule_batch.Req", "sgl_prefill", "what we know of a request"),
+    Poke("sglang.srt.managers.schedule_batch.Req", "finished_reason", "a forward pass that ran out of memory"),
+    *(
+        Poke("sglang.srt.managers.schedule_batch.Req", attribute, "a request of the start that nobody sent")
+        for attribute in ("full_untruncated_fill_ids", "prefix_indices", "logprob_start_len")
+    ),
+    Poke("sglang.srt.managers.schedule_batch.ScheduleBatch", "input_ids", "on the device, for such a request"),
+    Poke("sglang.srt.sampling.sampling_params.SamplingParams", "max_new_tokens", "one token needs no slot of its own"),
+    Poke("sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator", "size", "the plan's durable slots"),
+    Poke("sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator", "num_pages", "the plan's durable slots"),
+    Poke("sglang.srt.model_executor.model_runner.ModelRunner", "max_total_num_tokens", "the plan's durable slots"),
+    Poke("sglang.srt.mem_cache.radix_cache.RadixCache", "eviction_strategy", "what waiting jobs will use goes last"),
+    Poke("sglang.srt.model_executor.forward_batch_info.ForwardBatch", "_attn_output", "FlashAttention writes there"),
+    Poke(
+        "sglang.srt.observability.req_time_stats.SchedulerReqTimeStats",
+        reply_facts.FIELD,
+        "what the reply shows: they alone travel from the scheduler to the HTTP process with every request",
+    ),
+    Poke("torch.nn.Module", "forward", "the model's body runs chunk by chunk"),
+    Poke(
+        "sglang.srt.layers.utils.multi_platform.MultiPlatformOp",
+        "_forward_method",
+        "while a body is recorded on a host, layers that a native kernel computes are one operation each",
+    ),
+    Poke(
+        "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE",
+        "sgl_prefill_products",
+        "packed weights of the experts: SGLang's opaque operation for experts hands over the layer alone",
+    ),
+    Poke("torch.Tensor", "data", "weights that were packed are dropped"),
+    Poke(
+        "sglang.srt.managers.scheduler_components.metrics_reporter.PrefillStats", "num_pending_tokens", "all that wait"
+    ),
+    Poke("sglang.srt.managers.tokenizer_manager.TokenizerManager", "server_status", "healthy after our own warm-up"),
+    Poke(
+        "sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph.context_manager.logger",
+        "disabled",
+        "its hint on CUDA graphs would send a reader of our own message astray",
+    ),
+)
+
+SWITCHES: tuple[Switch, ...] = (
+    Switch("SGLANG_EAGER_INPUT_NO_COPY", "static input buffers would be as long as the KV pool"),
+    Switch("SGLANG_ENABLE_LOGPROB_CHUNK", "log-probabilities of a long tail would take a gigabyte of logits"),
+    Switch("SGLANG_LOGPROB_CHUNK_SIZE", "so many rows of logits at a time"),
+)
+
+RELIED_UPON: tuple[Relied, ...] = (
+    Relied(
+        "sglang.srt.managers.scheduler.run_scheduler_process", "our process function activates hooks, then calls it"
+    ),
+    Relied(
+        "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw", "reads self.waiting_queue once a step"
+    ),
+    Relied("sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len", "the policy counts cached tokens like it"),
+    Relied("sglang.srt.mem_cache.radix_cache.RadixCache._match_prefix_helper", "the read-only probe walks like it"),
+    Relied("sglang.srt.mem_cache.radix_cache.RadixKey.raw_token_ids", "the read-only probe compares these tokens"),
+    Relied("sglang.srt.mem_cache.radix_cache.RadixKey.child_key", "jobs are filed under it"),
+    Relied("sglang.srt.mem_cache.radix_cache.RadixCache.evict", "takes leaves in the order of `eviction_strategy`"),
+    Relied("sglang.srt.managers.schedule_policy.PrefillAdder.rem_total_tokens.fget", "reads what we set"),
+    Relied("sglang.srt.managers.schedule_policy.PrefillAdder.cur_rem_tokens.fget", "reads what we set"),
+    Relied("sglang.srt.managers.io_struct.GenerateReqInput.regenerate_rid", "appends to a request's id"),
+    Relied("sglang.srt.managers.scheduler.Scheduler.abort_request", "takes waiting requests out by their ids"),
+    Relied("sglang.srt.managers.scheduler.configure_scheduler_process", "ends a scheduler with its launcher"),
+    Relied("sglang.srt.entrypoints.engine._wait_for_scheduler_ready", "says that a scheduler has ended"),
+    Relied("sglang.srt.entrypoints.engine._scheduler_died_error", "says that a scheduler has ended"),
+    Relied("sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_output", "label scores in meta_info"),
+    Relied(
+        "sglang.srt.observability.req_time_stats.ReqTimeStatsBase.new_from_obj",
+        "copies the arrival time into the scheduler's own stats, on the scheduler's clock",
+    ),
+    Relied(
+        "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion._convert_to_internal_request",
+        "label scoring renders prompts with it",
+    ),
+    Relied(
+        "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._convert_to_internal_request",
+        "label scoring renders chats with it",
+    ),
+    Relied("sglang.srt.entrypoints.http_server._execute_server_warmup", "our warm-up stands in for it"),
+    Relied(
+        "sglang.srt.layers.logits_processor.should_apply_lm_head_quant_method", "which LM heads have a plain weight"
+    ),
+    Relied("sglang.srt.layers.attention.hybrid_attn_backend.HybridAttnBackend", "two names, one backend on CPU"),
+    Relied("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer", "hybrid prefilling writes K, V with it"),
+    Relied("sglang.srt.mem_cache.common.release_kv_cache", "gives a finished request's slots back"),
+    Relied("sglang.srt.layers.radix_attention.RadixAttention.forward", "the traced graph is cut at its operation"),
+    Relied(
+        "sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph.set_tc_piecewise_forward_context",
+        "opaque operations find their batch and their experts in it",
+    ),
+    Relied(
+        "sglang.srt.model_executor.model_runner_components.layer_setup.compute_attention_and_moe_layers",
+        "lists the layers that it holds",
+    ),
+    Relied("sglang.srt.model_executor.runner.eager_runner.EagerRunner.load_batch", "copies inputs unless told not to"),
+    Relied("sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend", "the start runs batches of its own"),
+    Relied("sglang.srt.managers.tokenizer_manager.TokenizerManager._remove_req_state", "forgets a refused request"),
+    *(
+        Relied(f"sglang.srt.layers.{layer}.forward_native", "native kernels compute the same in its place")
+        for layer in (
+            *("layernorm.RMSNorm", "layernorm.GemmaRMSNorm", "rotary_embedding.base.RotaryEmbedding"),
+            *("activation.SiluAndMul", "activation.GeluAndMul"),
+        )
+    ),
+)
+
+
+def hooks_for(config: PrefillConfig, process: str) -> tuple[Hook, ...]:
+    """Returns the hooks that these options ask for in this process, in application order."""
+    wanted = {
+        "always": True,
+        "scheduling": config.has_policy,
+        "hybrid-prefill": config.hybrid_prefill != "off",
+        "suffix-kv": config.evicts_suffix_kv,
+        "no-accelerator": this_device().is_host,
+        "logits-dtype": config.logits_dtype == "float32" and this_device().float32_logits,
+    }
+    return tuple(hook for hook in HOOKS if hook.process == process and wanted[hook.feature])
+
+
+def fingerprinted_targets() -> tuple[str, ...]:
+    """Lists every dotted path whose source must be the one that we read."""
+    targets = [
+        *(hook.target for hook in HOOKS),
+        *(override.target for override in OVERRIDES),
+        *(route.stock_endpoint for route in ROUTES),
+        *(relied.target for relied in RELIED_UPON),
+    ]
+    return tuple(dict.fromkeys(targets))

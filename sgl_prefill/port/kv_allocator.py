@@ -1,0 +1,87 @@
+"""Who holds which KV slot: durable slots as in SGLang, and scratch lent to the requests of one forward pass.
+
+Scratch has no free list. All requests of a step get consecutive pieces of it from its start, and hand it back before the
+next step begins; in between nobody else may ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+
+from sgl_prefill.core.kv_plan import KVPlan, ceil_to
+
+
+class SuffixKVAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
+    """SGLang's allocator over the durable slots; while `serving` plans, over the slots that these name."""
+
+    def __init__(self, *, first_scratch_slot: int, scratch_tokens: int, **options: Any) -> None:
+        self.first_scratch_slot = first_scratch_slot
+        self.scratch_tokens = scratch_tokens
+        self.n_scratch_lent = 0
+        self._plans: Sequence[KVPlan] | None = None
+        super().__init__(**options)
+
+    @contextmanager
+    def serving(self, plans: Sequence[KVPlan]) -> Iterator[None]:
+        """Lets the next allocation be for these requests, in this order. Their durable slots must be free already."""
+        assert self.n_scratch_lent == 0, "another forward pass still holds scratch"
+        n_scratch = sum(ceil_to(plan.n_scratch, self.page_size) for plan in plans)
+        assert n_scratch <= self.scratch_tokens, (plans, self.scratch_tokens)
+        self._plans = plans
+        try:
+            yield
+        finally:
+            self._plans = None
+
+    def give_back_scratch(self, plan: KVPlan) -> None:
+        """Hears that a request's forward pass has been computed."""
+        self.n_scratch_lent -= ceil_to(plan.n_scratch, self.page_size)
+        assert self.n_scratch_lent >= 0
+
+    def available_size(self) -> int:
+        """Counts durable tokens; while serving plans, enough for them, so that SGLang evicts nothing on its own account."""
+        free: int = super().available_size()
+        return free if self._plans is None else free + self.scratch_tokens
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        if self._plans is None:
+            slots: torch.Tensor | None = super().alloc(need_size)
+            return slots
+        return self._alloc_planned(need_size)
+
+    def alloc_extend(self, *arguments: Any, **options: Any) -> torch.Tensor | None:
+        """Serves SGLang with pages of more than one token; cached prefixes are whole pages."""
+        if self._plans is None:
+            slots: torch.Tensor | None = super().alloc_extend(*arguments, **options)
+            return slots
+        n_tokens = arguments[5] if len(arguments) > 5 else options["extend_num_tokens"]
+        return self._alloc_planned(n_tokens)
+
+    def clear(self) -> None:
+        super().clear()
+        self.n_scratch_lent = 0
+
+    def resize_durable(self, durable_tokens: int) -> None:
+        """Forget all that is allocated and own this many slots from now on."""
+        self.size, self.num_pages = durable_tokens, durable_tokens // self.page_size
+        self.clear()
+
+    def _alloc_planned(self, n_tokens: int) -> torch.Tensor:
+        assert self._plans is not None
+        assert n_tokens == sum(plan.n_input - plan.n_cached for plan in self._plans), (n_tokens, self._plans)
+        parts = []
+        for plan in self._plans:
+            if plan.n_new_durable > 0:
+                durable = super().alloc(ceil_to(plan.n_new_durable, self.page_size))
+                assert durable is not None, (plan, super().available_size())
+                parts.append(durable[: plan.n_new_durable])
+            if plan.n_scratch > 0:
+                first = self.first_scratch_slot + self.n_scratch_lent
+                parts.append(torch.arange(first, first + plan.n_scratch, dtype=torch.int64, device=self.device))
+                self.n_scratch_lent += ceil_to(plan.n_scratch, self.page_size)
+        return torch.cat(parts)

@@ -1,0 +1,65 @@
+"""SGLang's HTTP server with our process functions."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+from typing import TYPE_CHECKING
+
+from sgl_prefill.config import PrefillConfig
+from sgl_prefill.errors import ProcessError
+from sgl_prefill.port import activation, prefork, processes
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+
+# What SGLang says where the scheduler is gone before it is ready.
+ENDED_AT_START = ("died during initialization", "Initialization failed")
+
+
+def server_args_of(flags: list[str]) -> ServerArgs:
+    """Does SGLang's own parsing and resolution of a command line."""
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()  # our entry point adds the CPU attention backend to the choices
+    return prepare_server_args(flags)
+
+
+def serve(config: PrefillConfig, server_args: ServerArgs) -> None:
+    """Blocks until the server ends. No process that was started for it is left."""
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.utils import kill_process_tree
+
+    from sgl_prefill.api import routes
+
+    activation.activate(config, "http").is_of_server = True
+    routes.install(http_server.app, config)
+    environment = prefork.ParentEnvironment(processes.REPORTED_FAILURE)
+    try:
+        http_server.launch_server(
+            server_args,
+            init_tokenizer_manager_func=functools.partial(processes.init_tokenizer_manager, config),
+            run_scheduler_process_func=functools.partial(processes.run_scheduler_process, config, environment),
+            run_detokenizer_process_func=functools.partial(processes.run_detokenizer_process, config, environment),
+            execute_warmup_func=processes.execute_warmup,
+        )
+    except (EOFError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(words in str(error) for words in ENDED_AT_START):
+            raise
+        why = f": {error}" if str(error) else ", for the reason above"
+        raise ProcessError(f"a process of the server ended while it started{why}") from error
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def print_sglangs_help() -> None:
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    parser = argparse.ArgumentParser(prog="and every flag of sglang.launch_server", add_help=False)
+    ServerArgs.add_cli_args(parser)
+    parser.print_help()

@@ -1,0 +1,174 @@
+"""What SGLang runs for us in each of its processes. The configuration travels as an argument, never by environment.
+
+HTTP and tokenizer process      init_tokenizer_manager, execute_warmup     (and api.routes)
+scheduler process, one a rank   run_scheduler_process
+detokenizer process             run_detokenizer_process
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import requests
+
+from sgl_prefill.config import PrefillConfig
+from sgl_prefill.engine_state import EngineState
+from sgl_prefill.errors import SglPrefillError
+from sgl_prefill.port import prefork
+from sgl_prefill.port.prefork import Launcher, ParentEnvironment
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
+logger = logging.getLogger(__name__)
+
+WARM_UP_TIMEOUT_S = 600
+END_TIMEOUT_S = 10
+# From a process that cannot start, and has said why, to a launcher of ours. To a user's program SGLang's own: SIGQUIT.
+REPORTED_FAILURE = signal.SIGUSR2
+
+
+def run_scheduler_process(
+    config: PrefillConfig, environment: ParentEnvironment, server_args: ServerArgs, *args: Any, **kwargs: Any
+) -> None:
+    """Runs SGLang's scheduler process with our hooks in place.
+
+    Used as `functools.partial(run_scheduler_process, config, ParentEnvironment(signal))`.
+    """
+    launcher = environment.adopt()
+    from sglang.srt.managers import scheduler
+
+    _activate_or_end(config, "scheduler", launcher)
+    scheduler.run_scheduler_process(server_args, *args, **kwargs)
+
+
+def run_detokenizer_process(config: PrefillConfig, environment: ParentEnvironment, *args: Any, **kwargs: Any) -> None:
+    """Does the same for SGLang's detokenizer process, in which SGLang itself loads no plugins."""
+    launcher = environment.adopt()
+    from sglang.srt.managers import detokenizer_manager
+
+    _activate_or_end(config, "detokenizer", launcher)
+    detokenizer_manager.run_detokenizer_process(*args, **kwargs)
+
+
+def _activate_or_end(config: PrefillConfig, process: str, launcher: Launcher) -> None:
+    from sgl_prefill.port import activation
+
+    try:
+        activation.activate(config, process).launcher = launcher
+    except SglPrefillError as error:
+        end_with_launcher(error, launcher)
+
+
+def around_scheduler_init(
+    state: EngineState, original: Callable[..., None], scheduler: Scheduler, *arguments: Any, **options: Any
+) -> None:
+    """Hook: an error that was written for people is shown as it is, and ends the start."""
+    try:
+        original(scheduler, *arguments, **options)
+    except SglPrefillError as error:
+        if state.launcher is None:  # nobody waits for this scheduler but who made it
+            raise
+        end_with_launcher(error, state.launcher)
+
+
+def end_with_launcher(error: SglPrefillError, launcher: Launcher) -> None:
+    """Ends a start in which nothing is served: the message goes to stderr, and the launcher ends all processes."""
+    print(f"sgl_prefill: cannot start\n{error}", file=sys.stderr, flush=True)
+    launcher.report_failure()
+    # A pipe that closes before the signal arrives would be taken for the reason.
+    time.sleep(END_TIMEOUT_S)
+    os._exit(1)
+
+
+def after_set_envs_and_config(state: EngineState, result: None, server_args: ServerArgs) -> None:
+    """Hook: SGLang has chosen how its processes are started, and what happens where one of them fails."""
+    prefork.fork_from_here(server_args)
+    if state.is_of_server:
+        # Until the first request: afterwards SGLang's own handler of SIGQUIT is in the place of ours.
+        signal.signal(
+            signal.SIGQUIT, lambda *_: _end_all("sgl_prefill: a process has failed, for the reason above\n", 1)
+        )
+        signal.signal(REPORTED_FAILURE, lambda *_: _end_all("", 2))
+
+
+def _end_all(message: str, status: int) -> None:
+    from sglang.srt.utils import kill_process_tree
+
+    logging.disable()  # SGLang's lines about it would stand behind the reason
+    kill_process_tree(os.getpid(), include_parent=False)
+    print(message, end="", file=sys.stderr, flush=True)
+    os._exit(status)
+
+
+def init_tokenizer_manager(config: PrefillConfig, server_args: ServerArgs, port_args: PortArgs) -> Any:
+    """Returns (tokenizer manager, template manager), ours and SGLang's."""
+    from sglang.srt.entrypoints.engine import init_tokenizer_manager as stock
+
+    from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
+
+    return stock(server_args, port_args, functools.partial(PrefillTokenizerManager, config=config))
+
+
+def execute_warmup(server_args: ServerArgs) -> bool:
+    """Sends one prefill-only request through HTTP, where SGLang would generate 8 tokens; then the server reports healthy.
+
+    Runs in a thread of the HTTP process once uvicorn is about to start. On failure ends the server, as SGLang does.
+    """
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.managers.tokenizer_manager import ServerStatus
+    from sglang.srt.utils import kill_process_tree
+
+    manager = http_server._global_state.tokenizer_manager
+    route = "/generate" if manager.is_generation else "/encode"
+    prompt: dict[str, Any] = {"input_ids": [10, 11, 12]} if manager.tokenizer is None else {"text": "warm-up"}
+    try:
+        session = _session(server_args)
+        _wait_until_listening(session, server_args.url())
+        # With labels, so that what looks them up is ready before the first request.
+        labels = {"allowed_token_ids": [10, 11]} if manager.is_generation else {}
+        body = {**prompt, **labels, "sampling_params": {"max_new_tokens": 0, "temperature": 0}}
+        reply = session.post(server_args.url() + route, json=body, timeout=WARM_UP_TIMEOUT_S)
+        reply.raise_for_status()
+        # From now on full garbage collections pass over what has been loaded; each would stop all requests for that long.
+        _authorize(session, server_args.admin_api_key or server_args.api_key)
+        session.post(server_args.url() + "/freeze_gc", timeout=WARM_UP_TIMEOUT_S).raise_for_status()
+    except requests.RequestException as error:
+        logger.error("the warm-up request failed: %s", error)
+        kill_process_tree(os.getpid())
+        return False
+    manager.server_status = ServerStatus.Up
+    return True
+
+
+def _session(server_args: ServerArgs) -> requests.Session:
+    session = requests.Session()
+    session.trust_env = False  # the server is on this machine: no proxy
+    session.verify = server_args.ssl_verify()
+    _authorize(session, server_args.api_key)
+    return session
+
+
+def _authorize(session: requests.Session, key: str | None) -> None:
+    if key:
+        session.headers["Authorization"] = f"Bearer {key}"
+
+
+def _wait_until_listening(session: requests.Session, url: str) -> None:
+    deadline = time.monotonic() + WARM_UP_TIMEOUT_S
+    while True:
+        try:
+            session.get(url + "/model_info", timeout=5).raise_for_status()
+            return
+        except requests.RequestException:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)

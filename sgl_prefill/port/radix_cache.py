@@ -1,0 +1,169 @@
+"""SGLang's radix cache as ours: it reports each change of its tree, evicts last what waiting jobs will use, and is shown only
+the durable part of a request.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
+
+from sgl_prefill.core.job import Job
+from sgl_prefill.core.kv_advisor import KVAdvisor
+from sgl_prefill.core.prefix_tree import Match, TreeListener
+from sgl_prefill.port import request_state
+from sgl_prefill.preflight import PREFIX_CACHE_NAME
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+
+class WatchedRadixCache(RadixCache):  # type: ignore[misc]
+    """All changes of the tree's shape go through the four methods below."""
+
+    listener: TreeListener | None = None
+    advisor: KVAdvisor | None = None
+    eviction_strategy: Any
+
+    def connect(self, listener: TreeListener, advisor: KVAdvisor) -> None:
+        """Report to one from now on, and ask the other before anything is evicted."""
+        self.listener, self.advisor = listener, advisor
+        self.eviction_strategy = _UnwantedFirst(advisor, self.eviction_strategy)
+
+    def evict_tokens(self, n_tokens: int) -> None:
+        """Make room for so many tokens, if any."""
+        if n_tokens > 0:
+            self.evict(EvictParams(num_tokens=n_tokens))
+
+    def reset(self) -> None:
+        super().reset()
+        if self.listener is not None:
+            self.listener.cleared()
+
+    def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
+        upper = super()._split_node(key, child, split_len)
+        if self.listener is not None:
+            self.listener.split(upper, child)
+        return upper
+
+    def _insert_helper(self, node: TreeNode, key: RadixKey, value: Any, *rest: Any) -> tuple[int, TreeNode]:
+        n_present, last = super()._insert_helper(node, key, value, *rest)
+        if self.listener is not None and n_present < len(key):
+            self.listener.child_added(last)
+        return n_present, last
+
+    def _delete_leaf(self, node: TreeNode) -> None:
+        super()._delete_leaf(node)
+        if self.listener is not None:
+            self.listener.leaf_removed(node)
+
+    def cache_finished_req(self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
+        """Keeps scratch slots from the tree: what a request leaves behind is cut at its plan's durable end."""
+        state = request_state.of(req)
+        plan = state.kv_plan
+        state.kv_plan = None
+        if plan is None or plan.n_scratch == 0:
+            super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
+            return
+        super().cache_finished_req(req, is_insert, kv_len_to_handle=min(kv_len_to_handle, plan.n_durable))
+        self.token_to_kv_pool_allocator.give_back_scratch(plan)
+
+    def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
+        plan = request_state.of(req).kv_plan
+        assert plan is None or plan.n_scratch == 0, "a request that goes on keeps all of its KV"
+        super().cache_unfinished_req(req, chunked)
+
+
+class _UnwantedFirst:
+    """An eviction strategy around SGLang's: what waiting jobs would use goes only after all else."""
+
+    def __init__(self, advisor: KVAdvisor, strategy: Any) -> None:
+        self._advisor, self._strategy = advisor, strategy
+
+    def get_priority(self, node: TreeNode) -> tuple[bool, Any]:
+        return self._advisor.is_wanted(node), self._strategy.get_priority(node)
+
+
+class RadixTree:
+    """`core.prefix_tree.PrefixTree` over SGLang's radix cache.
+
+    `RadixCache.match_prefix` refreshes access times and splits nodes: calling it for every waiting request would make the
+    queue, not the traffic, decide what is evicted. This reads and changes nothing.
+    """
+
+    def __init__(self, cache: RadixCache) -> None:
+        self._cache = cache
+
+    @property
+    def page_size(self) -> int:
+        return int(self._cache.page_size)
+
+    def match(self, job: Job, start: tuple[TreeNode, int] | None = None) -> Match:
+        """Finds what `match_prefix` would report. A disabled cache holds nothing."""
+        cache, page_size = self._cache, self.page_size
+        node, n_matched = start or (cache.root_node, 0)
+        if cache.disable:
+            return Match(node, 0, None, is_inside=False)
+        n_tokens = len(job.tokens) // page_size * page_size
+        is_inside = False
+        while n_matched < n_tokens:
+            page = RadixKey(job.tokens[n_matched : n_matched + page_size], job.namespace).child_key(page_size)
+            # `.get`, never `[]`: a node's children are a defaultdict, which would grow a child on lookup.
+            child = None if is_inside else node.children.get(page)
+            if child is None:
+                return Match(node, n_matched, page, is_inside)
+            n_here = _count_equal(job.tokens, child.key.raw_token_ids(), n_matched) // page_size * page_size
+            node, n_matched, is_inside = child, n_matched + n_here, n_here < len(child.key)
+        return Match(node, n_matched, None, is_inside)
+
+    def count_shared_tokens(self, one: Job, other: Job) -> int:
+        return _count_equal(one.tokens, other.tokens) // self.page_size * self.page_size
+
+    def parent(self, node: TreeNode) -> TreeNode | None:
+        return node.parent
+
+    def key(self, node: TreeNode) -> Hashable:
+        key: Hashable = node.key.child_key(self._cache.page_size)
+        return key
+
+    def end_tokens(self, node: TreeNode) -> int:
+        n_tokens = 0
+        while node.parent is not None:
+            n_tokens += len(node.key)
+            node = node.parent
+        return n_tokens
+
+    def evictable_tokens(self, node: TreeNode | None = None) -> int:
+        if node is None:
+            return int(self._cache.evictable_size())
+        return len(node.key) if node.lock_ref == 0 else 0
+
+
+def _count_equal(one: array[int], other: array[int], start: int = 0) -> int:
+    """Counts the tokens with which `other` begins as `one` goes on from `start`. Copies neither: prompts are long."""
+    n_tokens = min(len(one) - start, len(other))
+    if n_tokens == 0:
+        return 0
+    differs = (
+        np.frombuffer(one, one.typecode)[start : start + n_tokens] != np.frombuffer(other, other.typecode)[:n_tokens]
+    )
+    first = int(differs.argmax())
+    return first if differs[first] else n_tokens
+
+
+def create(context: TreeCacheBuildContext) -> WatchedRadixCache:
+    """Makes a cache for SGLang's registry of radix caches. A disabled cache keeps nothing, but it too must not free scratch."""
+    return WatchedRadixCache(context.params)
+
+
+def register() -> None:
+    """Make the prefix cache known to SGLang under the name that `--radix-cache-backend` gets. Idempotent."""
+    from sglang.srt.mem_cache.registry import get_radix_cache_factory, register_radix_cache_backend
+
+    if get_radix_cache_factory(PREFIX_CACHE_NAME) is None:
+        register_radix_cache_backend(PREFIX_CACHE_NAME, create)

@@ -1,0 +1,187 @@
+"""A policy of ours inside SGLang's own prefill admission.
+
+SGLang builds a prefill batch by walking `scheduler.waiting_queue`. For the length of that call the queue holds only what the
+policy picked, so SGLang matches, locks and allocates for that alone, and the prefix cache sees no access by requests that
+merely wait. Afterwards the others are put back in their order of arrival.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from sgl_prefill.core.job import Job
+from sgl_prefill.core.packing import StepSize
+from sgl_prefill.core.policies import POLICIES
+from sgl_prefill.core.policy import PolicySettings
+from sgl_prefill.engine_state import EngineState
+from sgl_prefill.errors import SeamError
+from sgl_prefill.port import deadlines, reply_facts, request_state
+from sgl_prefill.port.arrival import arrival_s
+from sgl_prefill.port.radix_cache import RadixTree, WatchedRadixCache
+from sgl_prefill.port.waiting_list import WaitingList
+from sgl_prefill.scheduling.live import LiveScheduling
+from sgl_prefill.scheduling.metrics import Facts, PolicyMetrics
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.scheduler import NextBatchPlan, Scheduler
+
+
+class SchedulerPort:
+    """SGLang's waiting requests as jobs of ours."""
+
+    def __init__(self, live: LiveScheduling, priority_sign: int) -> None:
+        self.live = live
+        self._priority_sign = priority_sign  # 1: low values first, -1: high values first, 0: priorities are off
+        self._reqs: dict[Job, Req] = {}
+
+    def follow(self, waiting: list[Req]) -> WaitingList[Req]:
+        """Bring the policy up to date with SGLang's list, whatever SGLang did to it; the list to go on with."""
+        appended = waiting.take_changes() if isinstance(waiting, WaitingList) else None
+        if appended is None:
+            present = set(waiting)
+            for job, req in list(self._reqs.items()):
+                if req not in present:
+                    self.live.leave(job)
+                    self.forget([job])
+            known = set(self._reqs.values())
+            appended = [req for req in waiting if req not in known]
+        for req in appended:
+            job = self._job_of(req)
+            self._reqs[job] = req
+            request_state.of(req).job = job
+            self.live.arrive(job)
+        if not isinstance(waiting, WaitingList):
+            waiting = WaitingList(waiting)
+            waiting.take_changes()
+        return waiting
+
+    def reqs_of(self, jobs: Iterable[Job]) -> list[Req]:
+        return [self._reqs[job] for job in jobs]
+
+    def forget(self, jobs: Iterable[Job]) -> None:
+        """Takes out requests that wait no longer."""
+        for job in jobs:
+            request_state.of(self._reqs.pop(job)).job = None
+
+    def _job_of(self, req: Req) -> Job:
+        # A preempted generation has output tokens too; the sum copies the whole prompt.
+        tokens: array[int] = req.origin_input_ids + req.output_ids if req.output_ids else req.origin_input_ids
+        return Job(
+            tokens,
+            arrival_s(req),
+            # SGLang always computes the last token, and more where log-probabilities are asked for.
+            most_cached_tokens=req._compute_max_prefix_len(len(tokens)),
+            namespace=req.extra_key,
+            rank=req.priority * self._priority_sign if self._priority_sign else 0,
+            deadline_ms=deadlines.deadline_ms_of(req),
+        )
+
+
+def after_init_schedule_policy(state: EngineState, result: None, scheduler: Scheduler) -> None:
+    """Hook: build the policy once the prefix cache exists. Raises SeamError where it cannot read that cache."""
+    cache = scheduler.tree_cache
+    if not isinstance(cache, WatchedRadixCache):
+        raise SeamError(
+            f"this model's prefix cache is SGLang's {type(cache).__name__}, and --scheduling {state.config.scheduling} reads"
+            " RadixCache only (with sliding-window models --disable-hybrid-swa-memory may help):"
+            " start with --scheduling stock"
+        )
+    sign = (1 if scheduler.schedule_low_priority_values_first else -1) if scheduler.enable_priority_scheduling else 0
+    config = state.config
+    state.step_size = _step_size(state, scheduler)
+    settings = PolicySettings.of(
+        state.step_size,
+        jct_ms=state.jct_ms if config.jct_model == "fitted" else None,
+        fairness_lambda=config.fairness_lambda,
+        max_queue_s=config.max_queue_s,
+        counts_sharers=config.sharers == "count",
+    )
+    collector = getattr(scheduler, "metrics_collector", None)
+    metrics = PolicyMetrics(collector.labels) if collector else None
+    live = LiveScheduling(RadixTree(cache), POLICIES[config.scheduling](settings), metrics)
+    cache.connect(live.listener, live.advisor)
+    state.scheduling = SchedulerPort(live, sign)
+    scheduler.waiting_queue = WaitingList(scheduler.waiting_queue)
+
+
+def _step_size(state: EngineState, scheduler: Scheduler) -> StepSize:
+    pack_tokens = state.config.pack_step_tokens
+    page_size = scheduler.tree_cache.page_size
+    if pack_tokens == 0:
+        return StepSize(page_size=page_size)
+    from sglang.srt.runtime_context import get_schedule
+
+    if pack_tokens is None:
+        assert state.jct_ms is not None
+        pack_tokens = state.jct_ms.full_price_tokens()
+    # SGLang's own limit of a step of several requests is the memory that has been set aside for it.
+    most = scheduler.max_prefill_tokens
+    max_requests = get_schedule().prefill_max_requests or scheduler.max_running_requests
+    return StepSize(most if pack_tokens is None else min(pack_tokens, most), max_requests, page_size)
+
+
+def around_get_new_batch_prefill(
+    state: EngineState, original: Callable[..., NextBatchPlan], scheduler: Scheduler, running_batch: ScheduleBatch
+) -> NextBatchPlan:
+    """Hook: let SGLang admit what the policy picked, and nothing else."""
+    port = state.scheduling
+    assert port is not None
+    live = port.live
+    now_s = time.perf_counter()
+    with live.cost:
+        waiting = port.follow(scheduler.waiting_queue)
+        run, refuse = live.decide(now_s)
+        picked, refused = port.reqs_of(run), port.reqs_of(refuse)
+        waiting.take_out(refused)
+        port.forget(refuse)
+    for req, refusal in zip(refused, refuse.values(), strict=True):
+        deadlines.refuse(scheduler, req, refusal)
+    if not picked:
+        scheduler.waiting_queue = waiting
+        return original(scheduler, running_batch)
+    scheduler.waiting_queue = list(picked)
+    try:
+        plan = original(scheduler, running_batch)
+    finally:
+        left = dict.fromkeys(scheduler.waiting_queue)
+        with live.cost:
+            started = [(job, req) for job, req in zip(run, picked, strict=True) if req not in left]
+            waiting.take_out([req for _, req in started])
+            predicted_ms = live.start([job for job, _ in started], now_s)
+            port.forget(job for job, _ in started)
+        for _, req in started:
+            if predicted_ms is not None:
+                reply_facts.add(req.time_stats, predicted_jct_ms=round(predicted_ms, 3))
+        # SGLang itself may queue requests during the call: a grammar that became ready, a preempted generation.
+        for req in left:
+            if req not in picked:
+                waiting.append(req)
+        scheduler.waiting_queue = waiting
+    stats: Any = plan.batch_to_run.prefill_stats if plan.batch_to_run is not None else None
+    if stats is not None:
+        stats.num_pending_tokens = live.n_pending_tokens
+    return plan
+
+
+def after_process_batch_result(
+    state: EngineState, result: None, scheduler: Scheduler, batch: ScheduleBatch, *_: Any
+) -> None:
+    """Hook: correct the JCT model by what this step has taken, and count."""
+    if not batch.forward_mode.is_extend():
+        return
+    assert state.scheduling is not None
+    done = [req for req in batch.reqs if req.time_stats.prefill_finished_time > 0]  # the others failed
+    actual_ms = None
+    if done:
+        finished_s = max(req.time_stats.prefill_finished_time for req in done)
+        actual_ms = 1000 * (finished_s - done[0].time_stats.forward_entry_time)
+    state.scheduling.live.observe(actual_ms, [_facts_of(req) for req in done])
+
+
+def _facts_of(req: Req) -> Facts:
+    told: dict[str, Any] = reply_facts.read(req.time_stats)
+    return Facts(req.cached_tokens, told.get("kept_tokens"), told.get("evicted_tokens"))

@@ -1,0 +1,27 @@
+"""SGLang's scheduler with its model, pools and our hooks in this process, without the processes around it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sgl_prefill.config import PrefillConfig
+from sgl_prefill.engine_state import EngineState
+from sgl_prefill.port import activation
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+
+def build(config: PrefillConfig, server_args: ServerArgs) -> tuple[EngineState, Any]:
+    """Returns (what the start has found out, SGLang's scheduler): loads the model and runs everything of the start.
+
+    Raises what the start of a server raises.
+    """
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.runtime_context import publish
+    from sglang.srt.server_args import PortArgs
+
+    state = activation.activate(config, "scheduler")
+    publish(server_args, role="scheduler")
+    ranks = dict.fromkeys(("tp_rank", "moe_ep_rank", "pp_rank", "attn_cp_rank", "moe_dp_rank"), 0)
+    return state, Scheduler(server_args, PortArgs.init_new(server_args), gpu_id=0, **ranks, dp_rank=None)

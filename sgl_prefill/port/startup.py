@@ -1,0 +1,83 @@
+"""When the start's own parts run inside SGLang's, and the limits that follow from the memory plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sgl_prefill.device import device_of
+from sgl_prefill.engine_state import PACKS_WEIGHTS_KEY, RECORD_KEY, EngineState
+from sgl_prefill.errors import MemoryPlanError
+from sgl_prefill.port.loaded_model import SglangModel, weights_bytes
+from sgl_prefill.startup.prepare import ANSWER_MARGIN_TOKENS, prepare
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+
+
+def around_profile_available_bytes(
+    state: EngineState, original: Callable[..., int], configurator: KVCacheConfigurator, pre_model_load_memory: float
+) -> int:
+    """Hook: on a host the budget is an amount and not a share of what happens to be free, so that starts are alike."""
+    budget_gb = state.config.memory_budget_gb
+    if not device_of(configurator.device).is_host or budget_gb is None:
+        n_bytes = original(configurator, pre_model_load_memory)
+    else:
+        weights = weights_bytes(configurator.model)
+        n_bytes = int(budget_gb * 2**30) - weights
+        if n_bytes <= 0:
+            raise MemoryPlanError(
+                f"--memory-budget-gb is {budget_gb}, and the weights alone take {weights / 2**30:.2f} GiB: raise it"
+            )
+    state.memory_beyond_weights_bytes = n_bytes
+    return n_bytes
+
+
+def around_get_worker_info(
+    state: EngineState, original: Callable[..., tuple[Any, ...]], worker: TpModelWorker
+) -> tuple[Any, ...]:
+    """Hook: SGLang asks for the limits once model, pools and CUDA graphs are there: the moment to profile, divide the
+    memory and check the paths. The longest input is the plan's, whatever the number of durable slots.
+
+    Raises MemoryPlanError, ParityError.
+    """
+    if state.memory_plan is None:
+        prepare(state, SglangModel(state, worker.model_runner))
+    assert state.memory_plan is not None
+    longest = state.memory_plan.max_input_tokens
+    max_total, max_prefill, max_running, max_queued, max_req, _, *rest = original(worker)
+    # A step of several requests must not take more scratch and activations than the longest input.
+    max_prefill = min(max_prefill, longest)
+    max_req = max(max_req, longest + ANSWER_MARGIN_TOKENS - 1)
+    # SGLang refuses an input of its own limit.
+    return (max_total, max_prefill, max_running, max_queued, max_req, longest + 1, *rest)
+
+
+def around_init_req_max_new_tokens(
+    state: EngineState, original: Callable[..., None], scheduler: Scheduler, req: Req
+) -> None:
+    """Hook: one token needs no slot of its own, and more than one need all of the KV: SGLang would cut them silently."""
+    asked: int | None = req.sampling_params.max_new_tokens
+    original(scheduler, req)
+    if asked is not None and asked <= 1:
+        req.sampling_params.max_new_tokens = asked
+        return
+    left: int = req.sampling_params.max_new_tokens
+    if left > 1 and asked in (None, left):
+        return
+    n_input, n_new = len(req.origin_input_ids), 2 if asked is None else asked
+    req.set_finish_with_abort(
+        f"a request that generates keeps all of its KV: {n_input} input tokens and max_new_tokens"
+        f" {'unlimited' if asked is None else asked} need {n_input + n_new + 2 * scheduler.page_size} durable slots and"
+        f" as many positions, and this server has {scheduler.max_total_num_tokens} and"
+        f" {scheduler.model_config.context_len}: ask for fewer tokens, or start it with more memory or a smaller"
+        " --max-input-length"
+    )
+
+
+def after_get_init_info(state: EngineState, result: dict[str, Any], scheduler: Scheduler) -> dict[str, Any]:
+    """Hook: SGLang sends this dict to the HTTP process, where /server_info shows it."""
+    return {**result, RECORD_KEY: state.record(), PACKS_WEIGHTS_KEY: state.packed_weights is not None}

@@ -1,0 +1,121 @@
+"""What the start needs of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from sgl_prefill.core.memory_plan import MemoryPlan
+    from sgl_prefill.device import Device
+    from sgl_prefill.hybrid.body import HybridBody
+
+
+class MadeUpStep(Protocol):
+    """Requests without clients that run in one forward pass."""
+
+    def run(self) -> torch.Tensor:
+        """Runs prompts. Returns, in float32, logits of each prompt's last token, [prompts, vocabulary]; or embeddings,
+        [prompts, dimensions].
+        """
+        ...
+
+    def slots(self, index: int) -> torch.Tensor:
+        """Returns the KV slots of a prompt that has run, in position order, int64."""
+        ...
+
+    def release(self) -> None:
+        """Give the slots back."""
+        ...
+
+
+class LoadedModel(Protocol):
+    """A model with its KV pool, before the first request: nobody holds a slot."""
+
+    device: Device
+    dtype: torch.dtype
+    page_size: int
+    context_tokens: int
+    vocab_size: int
+    is_generation: bool  # else it answers with embeddings
+    is_evicting: bool  # of a long input only a prefix is kept; the rest lives in scratch
+
+    @property
+    def hybrid(self) -> HybridBody | None:
+        """Is None where SGLang's own layers serve."""
+        ...
+
+    @property
+    def circumstances(self) -> dict[str, Any]:
+        """Versions, machine and model: what every measurement depends on."""
+        ...
+
+    @property
+    def most_durable_tokens(self) -> int:
+        """Counts the KV slots that the pool could have at most."""
+        ...
+
+    @property
+    def scratch_tokens(self) -> int:
+        """Counts the slots whose memory all layers share; 0 where the whole KV is kept."""
+        ...
+
+    def weights_bytes(self) -> int:
+        """Counts the bytes of parameters and buffers, each once; packed weights too."""
+        ...
+
+    def kv_bytes_per_token(self) -> tuple[int, int]:
+        """Returns the bytes (of one layer, of all layers)."""
+        ...
+
+    def n_places(self) -> int:
+        """Returns how many requests one step can hold."""
+        ...
+
+    def step(self, prompts: Sequence[Sequence[int]], cached_slots: torch.Tensor | None = None) -> MadeUpStep:
+        """Runs nothing yet. cached_slots: KV slots that hold the same prefix of every prompt already, one a token."""
+        ...
+
+    def last_slots(self, n_tokens: int) -> torch.Tensor:
+        """Returns consecutive KV slots that no request of the rest of the longest input will be given."""
+        ...
+
+    def forget_slots(self) -> None:
+        """Hears that all of them are free again."""
+        ...
+
+    def only_durable(self, n_tokens: int) -> AbstractContextManager[None]:
+        """Leaves so many durable slots while the block runs, where inputs may lie in scratch."""
+        ...
+
+    def poison_scratch(self, n_tokens: int) -> None:
+        """Fills scratch: whoever reads scratch that it has not written gets NaN."""
+        ...
+
+    def only_last_block(self) -> AbstractContextManager[None]:
+        """Lets, on a host, attention compute only what decides its memory while the block runs."""
+        ...
+
+    def outside_a_batch(self) -> AbstractContextManager[None]:
+        """Pieces of the hybrid body may be run by themselves while the block runs."""
+        ...
+
+    def pack_weights(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """Lay the weights of matrix products out for this processor. For the record: (which kernels serve, what was packed);
+        None where there are no kernels of ours, or where the model runs in SGLang's layers."""
+        ...
+
+    def slack_bytes(self) -> int:
+        """Returns the memory for activations that SGLang leaves free beside the KV budget."""
+        ...
+
+    def smallest_of_all_ranks(self, numbers: Sequence[int]) -> list[int]:
+        """Returns the smallest of each number: each rank has measured for itself, and all must serve the same."""
+        ...
+
+    def apply(self, plan: MemoryPlan) -> None:
+        """Give the KV pool the plan's durable slots."""
+        ...

@@ -1,0 +1,113 @@
+"""Everything between a loaded model and the first request, in order: reference answer, packed weights, chunk size, memory
+plan, parity gate, JCT model.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from sgl_prefill.config import PrefillConfig
+from sgl_prefill.core import memory_plan
+from sgl_prefill.core.kv_plan import ceil_to
+from sgl_prefill.core.memory_plan import MemoryPlan
+from sgl_prefill.errors import MemoryPlanError
+from sgl_prefill.hybrid.chunk_size import choose_chunk_tokens
+from sgl_prefill.startup import jct_profile, memory_profile, parity_gate
+from sgl_prefill.startup.loaded_model import LoadedModel
+
+if TYPE_CHECKING:
+    from sgl_prefill.engine_state import EngineState
+
+logger = logging.getLogger(__name__)
+
+# SGLang leaves so many tokens of the context length free for the answer and as a margin.
+ANSWER_MARGIN_TOKENS = 7
+# Without room for a page or two of durable KV, not even a short request could be cached.
+MIN_DURABLE_TOKENS = 64
+
+
+def prepare(state: EngineState, model: LoadedModel) -> None:
+    """Raises MemoryPlanError, ParityError."""
+    config = state.config
+    reference = None
+    if config.skip_parity_gate:
+        logger.warning("--skip-parity-gate: nobody has checked that all paths of this engine give the same answers")
+    else:
+        reference = parity_gate.reference(model)
+    state.cpu_kernel, state.packed_weights = model.pack_weights()
+    if model.hybrid is not None:
+        choose_chunk_tokens(model, config.hybrid_chunk_tokens)
+    assert state.memory_beyond_weights_bytes is not None
+    plan = _agreed(_plan(model, config, state.memory_beyond_weights_bytes), model)
+    model.apply(plan)
+    if reference is not None:
+        state.parity_differences = parity_gate.run(model, reference)
+    if config.has_policy and (config.jct_model == "fitted" or config.pack_step_tokens is None):
+        state.jct_ms = jct_profile.fitted_model(model, plan.max_input_tokens)
+    state.memory_plan = plan
+    logger.info("memory plan, %s", memory_plan.as_text(plan))
+
+
+def _plan(model: LoadedModel, config: PrefillConfig, kv_bytes: int) -> MemoryPlan:
+    """Divides the memory. kv_bytes: beyond the weights, for KV; on a host for activations too."""
+    if not model.is_evicting and not model.device.budget_holds_activations:
+        return _sglangs_own(model, config, kv_bytes)
+    limit = input_limit(model.context_tokens)
+    if config.max_input_length is not None and config.max_input_length > limit:
+        raise MemoryPlanError(
+            f"--max-input-length is {config.max_input_length}, and this model's context length of"
+            f" {model.context_tokens} tokens allows {limit}: lower it, or raise --context-length"
+        )
+    budget_bytes = kv_bytes + model.slack_bytes()
+    scratch = model.scratch_tokens if model.is_evicting else model.most_durable_tokens
+    wanted = min(config.max_input_length or limit, scratch)
+    measured = memory_profile.measure_activations(model, config, wanted, budget_bytes)
+    use = memory_profile.memory_use(model, measured, budget_bytes)
+    page_size = model.page_size
+    try:
+        plan = memory_plan.plan_memory(
+            use,
+            config.max_input_length,
+            input_limit_tokens=limit,
+            min_durable_tokens=ceil_to(MIN_DURABLE_TOKENS, page_size),
+            page_size=page_size,
+        )
+    except ValueError as error:
+        raise MemoryPlanError(f"{error}. Lower --max-input-length, or raise {model.device.budget_flag}") from error
+    if model.is_evicting and model.device.commits_scratch_at_once:  # for the longest input that could be asked for
+        kv_bytes -= scratch * use.scratch_bytes_per_token
+    most = max(kv_bytes, 0) // use.durable_bytes_per_token // page_size * page_size
+    if most < MIN_DURABLE_TOKENS:
+        raise MemoryPlanError(
+            f"scratch for inputs of {scratch} tokens leaves {most} durable KV slots: name a shorter --max-input-length"
+        )
+    return plan._replace(durable_tokens=min(plan.durable_tokens, most, model.most_durable_tokens))
+
+
+def _sglangs_own(model: LoadedModel, config: PrefillConfig, kv_bytes: int) -> MemoryPlan:
+    """Tells the plan that SGLang has made: on a device whose pool keeps the whole KV, SGLang has divided the memory and
+    backed the pool: that stays.
+    """
+    limit = min(input_limit(model.context_tokens), model.most_durable_tokens - ANSWER_MARGIN_TOKENS)
+    wanted = config.max_input_length or limit
+    if wanted > limit:
+        raise MemoryPlanError(
+            f"--max-input-length is {wanted}, and the longest input that this KV pool and context length serve with"
+            f" --suffix-kv keep has {limit} tokens: lower it, or start with --suffix-kv evict"
+        )
+    use = memory_profile.memory_use(model, memory_profile.Activations(0, 0.0), kv_bytes)
+    return MemoryPlan(use, wanted, limit, model.most_durable_tokens)
+
+
+def _agreed(plan: MemoryPlan, model: LoadedModel) -> MemoryPlan:
+    """Returns the smallest of each number over all ranks."""
+    longest, largest, durable = model.smallest_of_all_ranks(
+        [plan.max_input_tokens, plan.largest_input_tokens, plan.durable_tokens]
+    )
+    return plan._replace(max_input_tokens=longest, largest_input_tokens=largest, durable_tokens=durable)
+
+
+def input_limit(context_length: int) -> int:
+    """Returns the longest input that the context length allows."""
+    return int(context_length) - ANSWER_MARGIN_TOKENS

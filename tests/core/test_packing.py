@@ -1,0 +1,94 @@
+"""Which jobs share a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sgl_prefill.core.jct import FittedJct
+from sgl_prefill.core.job import Job
+from sgl_prefill.core.packing import LOOK_AT, Steps, StepSize, fill_steps, pack
+from tests.core.jobs import job
+
+
+def packed(jobs: str, max_tokens: int, max_requests: int = 100) -> str:
+    """jobs: "A10 B20p": a name, tokens that are computed, and a page that it waits for."""
+    names: dict[Job, str] = {}
+    for word in jobs.split():
+        digits = "".join(filter(str.isdigit, word))
+        one = job(int(digits) + 1, cached=1)
+        one.next_page = word[1 + len(digits) :] or None
+        names[one] = word[0]
+    return "".join(names[one] for one in pack(names, StepSize(max_tokens, max_requests)))
+
+
+def test_others_join_in_order_while_their_tokens_fit() -> None:
+    """C does not fit, and D, which would, is behind it: the order is the policy's."""
+    assert packed("A10 B20 C30 D1", max_tokens=30) == "AB"
+    assert packed("A10 B20 C30 D1", max_tokens=31) == "AB"
+    assert packed("A10 B20 C30 D1", max_tokens=60) == "ABC"
+    assert packed("A10 B20 C30 D1", max_tokens=61) == "ABCD"
+    assert packed("A10 B20 C30 D1", max_tokens=61, max_requests=2) == "AB"
+
+
+def test_the_best_one_runs_however_long_it_is() -> None:
+    """A miss of 14,000 tokens exceeds any sensible limit."""
+    assert packed("A14000 B1", max_tokens=100) == "A"
+    assert packed("", max_tokens=100) == ""
+
+
+def test_one_a_step_where_no_step_has_room() -> None:
+    """The paper's engine."""
+    assert packed("A10 B1", max_tokens=0) == "A"
+    assert packed("A10 B1", max_tokens=100, max_requests=1) == "A"
+
+
+def test_of_those_that_wait_for_one_page_only_the_first_goes() -> None:
+    """A and C would both compute page p; B and D need nothing new from each other. C's tokens do not count."""
+    assert packed("A10p B10q C10p D10 E10", max_tokens=40) == "ABDE"
+
+
+def test_tokens_are_counted_in_whole_pages() -> None:
+    """Three jobs of 5 tokens take 8 each where a page has 4."""
+    jobs = [job(6, cached=1) for _ in range(3)]
+    assert len(pack(jobs, StepSize(16, 100, page_size=1))) == 3
+    assert len(pack(jobs, StepSize(16, 100, page_size=4))) == 2
+    assert StepSize(16, 100, page_size=4).tokens_of(5) == 8
+    assert StepSize(16, 100, page_size=4).tokens_of(500) == 16
+
+
+def test_a_long_run_of_sharers_is_not_searched_to_its_end() -> None:
+    """10,000 requests of one new user must not cost 10,000 looks in each step."""
+    n_seen = 0
+
+    def many() -> Iterator[Job]:
+        nonlocal n_seen
+        for _ in range(10_000):
+            n_seen += 1
+            one = job(2)
+            one.next_page = "same"
+            yield one
+
+    assert len(pack(many(), StepSize(100, 100))) == 1
+    assert n_seen == LOOK_AT
+
+
+def test_the_full_price_begins_where_a_steps_fixed_cost_is_a_tenth_of_its_time() -> None:
+    """9 ms a step and 0.1 ms a token: 810 tokens cost 90 ms with the step. Free tokens never fill a step."""
+    model = FittedJct(step_ms=9.0, miss_token_ms=0.1, pair_ms=0.0, cached_token_ms=0.0)
+    n_tokens = model.full_price_tokens()
+    assert n_tokens == 810
+    assert model(n_tokens, 0) == 90.0
+    assert FittedJct(9.0, 0.0, 0.0, 0.0).full_price_tokens() is None
+    assert FittedJct(0.1, 0.2, 0.0, 0.0).full_price_tokens() == 64, "a profile of a busy machine does not end packing"
+
+
+def test_steps_are_filled_and_a_long_request_has_one_to_itself() -> None:
+    """10 of 30 tokens fill 3 steps of 100; a miss of 14,000 takes one, not 140; places run out before tokens do."""
+
+    def filled(lengths: list[int], size: StepSize) -> Steps:
+        return fill_steps(sum(map(size.tokens_of, lengths)), len(lengths), size)
+
+    assert filled([30] * 10, StepSize(100, 32)) == Steps(3, room_tokens=0, room_requests=86)
+    assert filled([14_000, 50], StepSize(100, 32)) == Steps(2, room_tokens=50, room_requests=62)
+    assert filled([1] * 10, StepSize(100, 4)) == Steps(3, room_tokens=290, room_requests=2)
+    assert filled([1] * 10, StepSize()) == Steps(10, room_tokens=0, room_requests=0)

@@ -1,0 +1,103 @@
+"""Labels given as text are looked up once a distinct end of a prompt, off the event loop, and others' in between."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sgl_prefill.api import label_scoring
+from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer
+from sgl_prefill.core.labels import CONTEXT_CHARACTERS
+from sgl_prefill.errors import BadRequestError
+
+WAIT_S = 30
+
+
+class Characters:
+    """A tokenizer whose tokens are characters; it counts, and may wait before it encodes."""
+
+    def __init__(self) -> None:
+        self.encoded: list[str] = []
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
+    def __deepcopy__(self, _: Any) -> Characters:
+        return self
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        assert self.may_go_on.wait(WAIT_S), "the event loop stood still"
+        self.encoded.append(text)
+        return [ord(character) for character in text]
+
+    def decode(self, token_ids: Sequence[int], **_: Any) -> str:
+        return "".join(map(chr, token_ids))
+
+
+def scorer_with(tokenizer: Characters) -> LabelScorer:
+    manager: Any = SimpleNamespace(tokenizer=tokenizer, model_config=SimpleNamespace(vocab_size=1 << 20))
+    return LabelScorer(manager)
+
+
+def labels(n: int) -> list[str]:
+    return [chr(0x4E00 + index) for index in range(n)]
+
+
+def test_the_event_loop_goes_on_while_labels_are_looked_up() -> None:
+    tokenizer = Characters()
+    tokenizer.may_go_on.clear()
+
+    async def run() -> None:
+        asked = asyncio.ensure_future(scorer_with(tokenizer)._resolve(AllowedAnswers(labels(3), None), ["x"]))
+        asyncio.get_running_loop().call_later(0, tokenizer.may_go_on.set)
+        (found,) = await asked
+        assert [label.token_id for label in found] == [ord(label) for label in labels(3)]
+
+    asyncio.run(run())
+
+
+def test_an_end_that_prompts_or_requests_share_is_looked_up_once() -> None:
+    tokenizer = Characters()
+    scorer = scorer_with(tokenizer)
+    prompts = ["a" * CONTEXT_CHARACTERS, "b" + "a" * CONTEXT_CHARACTERS, "c"]
+    for _ in range(2):
+        found = asyncio.run(scorer._resolve(AllowedAnswers(["x", "y"], None), prompts))
+        assert [[label.token_id for label in of_prompt] for of_prompt in found] == [[ord("x"), ord("y")]] * 3
+    assert len(tokenizer.encoded) == 2 * 2 * 2, "two ends, two labels; each encoded with and without"
+
+
+def test_a_short_look_up_does_not_wait_for_the_end_of_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(label_scoring, "SLICE", 10)
+    tokenizer = Characters()
+    scorer, order = scorer_with(tokenizer), list[str]()
+
+    async def ask(name: str, prompt: str, n_labels: int) -> None:
+        await scorer._resolve(AllowedAnswers(labels(n_labels), None), [prompt])
+        order.append(name)
+
+    async def run() -> None:
+        await asyncio.gather(ask("long", "x", 200), ask("short", "y", 3))
+
+    asyncio.run(run())
+    assert order == ["short", "long"]
+
+
+def test_two_labels_that_are_one_token_are_refused_across_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(label_scoring, "SLICE", 2)
+    tokenizer = Characters()
+    tokenizer.encode = lambda text, **_: [ord(character.lower()) for character in text]  # type: ignore[method-assign]
+    with pytest.raises(BadRequestError, match="'a' and 'A' are the same token 97"):
+        asyncio.run(scorer_with(tokenizer)._resolve(AllowedAnswers(["a", "b", "c", "A"], None), ["x"]))
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(label_scoring, "MOST_RESOLUTIONS", 10)
+    scorer = scorer_with(Characters())
+    for n in range(20):
+        asyncio.run(scorer._resolve(AllowedAnswers(labels(2 + n % 3), None), [f"prompt {n}"]))
+        held = sum(len(of_end) for ends in scorer._known.values() for of_end in ends.values())
+        assert held == scorer._n_known <= 10

@@ -1,0 +1,237 @@
+"""The hook list against the installed SGLang, and the ways in which activation must fail."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang.srt.environ import envs
+from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+
+import sgl_prefill.port
+from sgl_prefill.config import PrefillConfig
+from sgl_prefill.errors import SeamError
+from sgl_prefill.port import activation, fingerprints
+from sgl_prefill.port.hooks import (
+    HOOKS,
+    OVERRIDES,
+    POKES,
+    RELIED_UPON,
+    ROUTES,
+    SWITCHES,
+    fingerprinted_targets,
+    hooks_for,
+)
+
+
+@pytest.fixture
+def clean_registry() -> Iterator[None]:
+    """Restores the hook registry and every hooked function."""
+    originals = {hook.target: pkgutil.resolve_name(hook.target) for hook in HOOKS}
+    HookRegistry.reset()
+    yield
+    HookRegistry.reset()
+    for target, original in originals.items():
+        owner, name = target.rsplit(".", 1)
+        setattr(pkgutil.resolve_name(owner), name, original)
+
+
+def test_every_target_is_as_recorded() -> None:
+    """The installed SGLang is the source that the hooks were written against."""
+    assert fingerprints.differing(fingerprinted_targets()) == []
+
+
+@pytest.mark.parametrize(
+    ("target", "parameters"),
+    [
+        ("sglang.srt.managers.scheduler.Scheduler.init_schedule_policy", ["self"]),
+        ("sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill", ["self", "running_batch"]),
+        ("sglang.srt.managers.scheduler.Scheduler.get_init_info", ["self"]),
+        ("sglang.srt.observability.req_time_stats.APIServerReqTimeStats.__getstate__", ["self"]),
+        (
+            "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head",
+            ["self", "hidden_states", "lm_head", "embedding_bias"],
+        ),
+    ],
+)
+def test_hook_targets_take_the_parameters_that_we_use(target: str, parameters: list[str]) -> None:
+    """An upstream change of a signature shows here by name."""
+    assert list(inspect.signature(pkgutil.resolve_name(target)).parameters) == parameters
+
+
+def test_the_lists_say_everything_once_and_why() -> None:
+    """Features and processes may share a hooked function; what is overridden is not also called."""
+    hooks = [(hook.target, hook.process, hook.feature) for hook in HOOKS]
+    others = [*(route.stock_endpoint for route in ROUTES), *(relied.target for relied in RELIED_UPON)]
+    overrides = [(override.target, override.by) for override in OVERRIDES]
+    for entries in (hooks, others, overrides):
+        assert len(set(entries)) == len(entries)
+    assert not {target for target, _ in overrides} & set(others)
+    declared: list[Any] = [*HOOKS, *OVERRIDES, *ROUTES, *RELIED_UPON, *POKES, *SWITCHES]
+    assert all(entry.reason for entry in declared)
+
+
+def our_classes() -> Iterator[type]:
+    """Every class of this package."""
+    for module in pkgutil.walk_packages(sgl_prefill.__path__, "sgl_prefill."):
+        if module.name.endswith((".preloaded", ".build", ".kernels")) or ".examples" in module.name:
+            continue
+        for found in vars(importlib.import_module(module.name)).values():
+            if inspect.isclass(found) and found.__module__ == module.name:
+                yield found
+
+
+def test_every_override_is_declared_and_every_declared_one_is_there() -> None:
+    """Of methods that a subclass of ours defines and its base of SGLang's does too, but for interfaces made for that."""
+    made_for_it = ("Platform", "AttentionBackend", "DeviceMixin", "Request", "GenerateReqInput", "BaseModel")
+    found = set()
+    for ours in our_classes():
+        for base in ours.__mro__[1:]:
+            if base.__module__.startswith("sglang.") and not base.__name__.endswith(made_for_it):
+                found |= {
+                    (name, ours.__name__)
+                    for name, value in vars(ours).items()
+                    if inspect.isfunction(value) and name in vars(base) and name != "__subclasshook__"
+                }
+    assert found == {(override.target.rsplit(".", 1)[1], override.by) for override in OVERRIDES}
+
+
+def test_every_attribute_that_is_set_on_sglangs_objects_is_declared() -> None:
+    """Assignments to attributes of anything but `self` and our own objects, found in the source of the port and of the CPU
+    platform. What an attribute is called is SGLang's: one that it renames is not in the source of its owner any more."""
+    ours = {"self", "request_state", "state", "hybrid", "session", "method", "node", "linear", "product", "server_args"}
+    found = set()
+    package = Path(sgl_prefill.__file__).parent
+    for file in [*(package / "port").glob("*.py"), *(package / "cpu").glob("*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            alone: Any = getattr(node, "target", None)
+            targets: list[Any] = node.targets if isinstance(node, ast.Assign) else [alone]
+            for target in targets:
+                elements: list[Any] = target.elts if isinstance(target, ast.Tuple) else [target]
+                for element in elements:
+                    if isinstance(element, ast.Attribute):
+                        root = element.value
+                        while isinstance(root, ast.Attribute | ast.Call):
+                            root = root.value if isinstance(root, ast.Attribute) else root.func
+                        if isinstance(root, ast.Name) and root.id not in ours:
+                            found.add(element.attr)
+    assert found - {poke.attribute for poke in POKES} == KNOWN_AS_OURS
+    for poke in POKES:
+        owner = pkgutil.resolve_name(poke.owner)
+        is_ours = poke.attribute.startswith("sgl_prefill")
+        module = inspect.getmodule(owner)
+        assert module is not None
+        is_known = is_ours or hasattr(owner, poke.attribute) or poke.attribute in inspect.getsource(module)
+        assert is_known, f"{poke.owner} knows no {poke.attribute}"
+
+
+# Set on objects that are ours, through a name that does not say so.
+KNOWN_AS_OURS = {"only_last_block", "launcher", "is_of_server", "is_in_place"}
+
+
+def test_every_environment_switch_that_is_set_is_declared() -> None:
+    """`envs.NAME.set(...)`, found in the source; and SGLang knows each."""
+    package = Path(sgl_prefill.__file__).parent
+    found = {name for file in package.rglob("*.py") for name in re.findall(r"\benvs\.(\w+)\.set\(", file.read_text())}
+    assert found == {switch.name for switch in SWITCHES}
+    assert all(hasattr(envs, name) for name in found)
+
+
+def test_only_the_port_the_cpu_platform_and_the_routes_know_sglang() -> None:
+    """Of all modules, by what they import, types alone included; examples are programs of users."""
+    package = Path(sgl_prefill.__file__).parent
+    outside = []
+    for file in package.rglob("*.py"):
+        if file.relative_to(package).parts[0] in ("port", "cpu", "api", "examples"):
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if any(name.split(".")[0] == "sglang" for name in names):
+                outside.append(str(file.relative_to(package)))
+    assert outside == []
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_with_our_features_off_only_what_surrounds_a_forward_pass_is_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each technique has its own switch; with all off, what computes an answer on a GPU is SGLang's."""
+    monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: True)
+    off = PrefillConfig(scheduling="stock", logits_dtype="model", hybrid_prefill="off", suffix_kv="keep")
+    left = [
+        hook.target.rsplit(".", 1)[1]
+        for process in ("http", "detokenizer", "scheduler")
+        for hook in hooks_for(off, process)
+    ]
+    about_times_and_replies = [*(3 * ["__getstate__"]), "convert_to_output_meta_info", "get_init_info"]
+    about_memory = [
+        "_profile_available_bytes",
+        "get_worker_info",
+        "run_batch",
+        "process_batch_result",
+    ]
+    about_starts = ["_set_envs_and_config", "__init__"]
+    assert sorted(left) == sorted(about_times_and_replies + about_memory + about_starts)
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_activation_wraps_every_target_and_writes_the_record() -> None:
+    """What the record names is what is in place."""
+    written = activation.activate(PrefillConfig(fairness_lambda=7.0), "scheduler").record()
+    assert written["hooks"] == [hook.target for hook in hooks_for(PrefillConfig(), "scheduler")]
+    assert written["config"]["fairness_lambda"] == 7.0
+    for hook in hooks_for(PrefillConfig(), "scheduler"):
+        assert activation.is_wrapped_by(pkgutil.resolve_name(hook.target), activation.registered(hook))
+
+
+@pytest.mark.usefixtures("clean_registry")
+@pytest.mark.parametrize("whole_class", [False, True])
+def test_a_foreign_plugin_on_our_target_is_refused_by_name(whole_class: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two plugins around one function, or one that replaced its class: whose engine would be measured?"""
+    from sglang.srt.managers import scheduler
+
+    foreign = HookSource("other_plugin", "other-dist")
+    if whole_class:
+        monkeypatch.setattr(scheduler, "Scheduler", scheduler.Scheduler)
+        target, hook, kind = "sglang.srt.managers.scheduler.Scheduler", scheduler.Scheduler, HookType.REPLACE
+    else:
+        target, kind = "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill", HookType.BEFORE
+        hook = lambda *args, **kwargs: None  # noqa: E731
+    HookRegistry.register(target, hook, kind, source=foreign)
+    with pytest.raises(SeamError, match="get_new_batch_prefill is also hooked by other_plugin"):
+        activation.activate(PrefillConfig(), "scheduler")
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_a_hook_that_sglang_did_not_apply_is_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang logs and swallows errors while applying hooks; then the engine would look like stock."""
+    monkeypatch.setattr(HookRegistry, "apply_hooks", classmethod(lambda cls: None))
+    with pytest.raises(SeamError, match="was not wrapped"):
+        activation.activate(PrefillConfig(), "scheduler")
+
+
+def test_a_changed_or_missing_target_is_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All differences stand in one message, with the remedy."""
+    monkeypatch.setattr(
+        fingerprints, "fingerprint", lambda target: "missing" if target.endswith("get_init_info") else "0"
+    )
+    with pytest.raises(SeamError) as caught:
+        fingerprints.check_source()
+    message = str(caught.value)
+    assert "Scheduler.get_init_info does not exist" in message
+    assert "Scheduler.get_new_batch_prefill differs" in message
+    assert "pip install" in message
+
+
+def test_an_unsupported_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found, supported, and the command that mends it."""
+    monkeypatch.setattr(fingerprints, "installed_sglang_version", lambda: "0.5.23")
+    assert fingerprints.version_problem() == (
+        "SGLang 0.5.23 is installed, and this package hooks into 0.5.17 only: run `pip install sglang==0.5.17`"
+    )
