@@ -7,6 +7,8 @@ import dataclasses
 from array import array
 from collections.abc import Hashable
 
+from sgl_prefill.core.batch.planned_row import PlannedRow
+
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Job:
@@ -20,6 +22,7 @@ class Job:
     most_cached_tokens: int  # so many may be reused at most: at least the last one is always computed
     namespace: str | None = None  # jobs of two namespaces share no prefix
     rank: float = 0.0  # user-given priority class: a smaller rank always goes first; 0 where priorities are off
+    planned: PlannedRow | None = None  # where it is a row of a job that is known ahead
     deadline_ms: float | None = None  # counted from the arrival; a later answer is worth nothing
 
     n_cached_tokens: int = 0  # longest prefix that the cache holds now, as far as this job may use it

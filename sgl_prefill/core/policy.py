@@ -38,6 +38,7 @@ class PolicySettings(NamedTuple):
     max_queue_s: float | None = None  # no job waits longer while a later one is taken; None: no bound
     counts_sharers: bool = False
     predictor: Predictor | None = None  # of milliseconds; None where nobody knows them
+    kv_tokens: int | None = None  # that the prefix cache can hold; None: no limit
 
     @classmethod
     def of(

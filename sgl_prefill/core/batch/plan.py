@@ -1,0 +1,74 @@
+"""In which order the rows of a job run, and what each will find in the prefix cache (BatchLLM, sections 4.2 and 4.3.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sgl_prefill.core.batch import prefix_order, prefix_tree
+from sgl_prefill.core.batch.planned_row import PlannedRow
+from sgl_prefill.core.batch.token_rows import IntArray, TokenRows
+
+
+class JobPlan(NamedTuple):
+    """All rows, in the order in which they run. Arrays of one length."""
+
+    rows: IntArray  # their numbers
+    reused_tokens: IntArray
+    ends: IntArray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def row(self, place: int) -> PlannedRow:
+        following = int(self.reused_tokens[place + 1]) if place + 1 < len(self) else 0
+        return PlannedRow(place, int(self.reused_tokens[place]), following, int(self.ends[place]))
+
+    @property
+    def saved_tokens(self) -> int:
+        """Counts the tokens that need not be computed."""
+        return int(self.reused_tokens.sum())
+
+    def group_begins(self) -> IntArray:
+        """Returns the places at which a row shares nothing with the one before it: between two of them lies a group."""
+        begins: IntArray = np.flatnonzero(self.reused_tokens == 0)
+        return begins
+
+
+def depth_first(rows: TokenRows, page_size: int = 1) -> JobPlan:
+    """Plans the order that reuses most: the prefix tree depth first, all its levels. What it saves no order exceeds."""
+    order = prefix_order.sort(rows)
+    return _planned(order.rows, order.reusable_tokens(rows.lengths, page_size))
+
+
+def single_level(rows: TokenRows, page_size: int = 1) -> JobPlan:
+    """Plans groups that share one prefix each, larger ones last (section 4.3.2 with outputs of one length, equation 4)."""
+    order = prefix_order.sort(rows)
+    reusable = order.reusable_tokens(rows.lengths, page_size).tolist()
+    lengths = rows.lengths[order.rows]
+    groups = prefix_tree.single_level_groups(prefix_tree.build(reusable), len(rows))
+
+    def n_tokens(group: prefix_tree.Group) -> int:
+        return int(lengths[group.rows].sum()) - group.saved_tokens
+
+    in_order = sorted(groups, key=n_tokens)
+    places = np.array([row for group in in_order for row in group.rows], np.int64)
+    reused = [n for group in in_order for n in (0, *[group.n_prefix_tokens] * (len(group.rows) - 1))]
+    return _planned(order.rows[places] if len(places) else order.rows, np.array(reused, np.int64))
+
+
+def _planned(rows: IntArray, reused_tokens: IntArray) -> JobPlan:
+    return JobPlan(rows, reused_tokens, np.array(_ends(reused_tokens.tolist()), np.int64))
+
+
+def _ends(reused: Sequence[int]) -> list[int]:
+    """Returns for each place the next one that reuses no more than it does; the number of places where there is none."""
+    ends = [len(reused)] * len(reused)
+    waiting: list[int] = []
+    for place, n_reused in enumerate(reused):
+        while waiting and reused[waiting[-1]] >= n_reused:
+            ends[waiting.pop()] = place
+        waiting.append(place)
+    return ends

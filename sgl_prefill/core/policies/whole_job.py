@@ -1,0 +1,92 @@
+"""The rows of a job that is known ahead, by groups that share a prefix (BatchLLM, section 4.3.1).
+
+Rows run in the order of their plan. A step takes the earliest rows whose prefix the cache holds, and is filled with the first
+rows of later groups, which compute prefixes: so a step is full while a prefix is computed, which a group alone could not make
+it. A group is begun only while all prefixes in use fit the cache; each is in use until the last row that shares it has run.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterator
+
+from sgl_prefill.core.batch.planned_row import PlannedRow
+from sgl_prefill.core.job import Job
+from sgl_prefill.core.policy import Policy, PolicySettings
+
+
+class _PrefixInUse:
+    """A prefix that has been computed, or is at present, for rows that wait."""
+
+    __slots__ = ("first", "n_left", "n_tokens", "planned_end")
+
+    def __init__(self, row: PlannedRow, n_tokens: int) -> None:
+        self.first, self.planned_end, self.n_tokens = row.place, row.end, n_tokens
+        self.n_left = row.end - row.place - 1  # rows that have not used it yet
+
+    def serves(self, place: int) -> bool:
+        return self.first < place < self.planned_end
+
+
+class WholeJob(Policy):
+    """Requests without a plan, which other users have sent, go first, in the order of their arrival."""
+
+    def __init__(self, settings: PolicySettings) -> None:
+        super().__init__(settings)
+        self._unplanned: dict[Job, None] = {}
+        self._places: list[int] = []  # of the rows that wait, in order
+        self._job_at: dict[int, Job] = {}
+        self._in_use: list[_PrefixInUse] = []
+
+    def add(self, job: Job) -> None:
+        super().add(job)
+        if job.planned is None:
+            self._unplanned[job] = None
+            return
+        bisect.insort(self._places, job.planned.place)
+        self._job_at[job.planned.place] = job
+
+    def remove(self, job: Job) -> None:
+        super().remove(job)
+        row = job.planned
+        if row is None:
+            self._unplanned.pop(job, None)
+        elif self._job_at.pop(row.place, None) is not None:
+            del self._places[bisect.bisect_left(self._places, row.place)]
+            for prefix in self._in_use:
+                prefix.n_left -= prefix.serves(row.place)
+            self._in_use = [prefix for prefix in self._in_use if prefix.n_left > 0]
+            if n_tokens := self._new_prefix_tokens(job, row):
+                self._in_use.append(_PrefixInUse(row, n_tokens))
+
+    def choose(self, now_s: float) -> list[Job]:
+        return self.fill_step(itertools.chain(self._unplanned, self._ready()))
+
+    def _ready(self) -> Iterator[Job]:
+        """Yields rows that need not wait for another, the first in any case."""
+        room = math.inf if self.settings.kv_tokens is None else self.settings.kv_tokens
+        room -= sum(prefix.n_tokens for prefix in self._in_use)
+        index = 0
+        while index < len(self._places):
+            place = self._places[index]
+            job = self._job_at[place]
+            row = job.planned
+            assert row is not None
+            n_tokens = self._new_prefix_tokens(job, row)
+            # Who shares the prefix must be here already: nothing else tells the cache that it is wanted.
+            if index == 0 or n_tokens == 0 or (n_tokens <= room and place + 1 in self._job_at):
+                room -= n_tokens
+                yield job
+            index = index + 1 if n_tokens == 0 else bisect.bisect_left(self._places, row.end)
+
+    def _new_prefix_tokens(self, job: Job, row: PlannedRow) -> int:
+        """Counts the tokens that a row computes for others. Of a prefix that is longer than the cache only the beginning is
+        kept, and the others compute the rest of it again."""
+        kept = (
+            row.n_shared_tokens
+            if self.settings.kv_tokens is None
+            else min(row.n_shared_tokens, self.settings.kv_tokens)
+        )
+        return max(kept - job.n_cached_tokens, 0)
