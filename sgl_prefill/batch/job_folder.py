@@ -1,0 +1,95 @@
+"""What a job keeps beside its output: which job it is, and that one process at a time works on it."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from sgl_prefill.errors import BatchJobError
+
+HASH_AT_ONCE = 1 << 20
+
+
+class JobFolder:
+    """`OUTPUT.job`: a lock, a manifest, and scratch files of the job.
+
+    Raises BatchJobError where another process works on the same output, naming it, or where the folder cannot be made.
+    """
+
+    def __init__(self, output: Path, *, overwrite: bool = False) -> None:
+        self.path = output.with_name(output.name + ".job")
+        try:
+            self.path.mkdir(exist_ok=True)
+            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise BatchJobError(f"{self.path} cannot be made: {error.strerror}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            pid = os.pread(self._lock, 32, 0).decode() or "unknown"
+            raise BatchJobError(
+                f"another process (pid {pid}) writes {output}: it holds {self.path / 'lock'}. Wait for it, or name another"
+                " output"
+            ) from error
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+        if overwrite:
+            for file in self.path.iterdir():
+                if file.name != "lock":
+                    file.unlink()
+            output.unlink(missing_ok=True)
+
+    @property
+    def manifest_file(self) -> Path:
+        return self.path / "manifest.json"
+
+    def check_manifest(self, manifest: dict[str, Any]) -> bool:
+        """Writes the manifest of a new job, or compares it with that of the job that is to go on. Returns whether it goes on.
+
+        Raises BatchJobError naming all differences.
+        """
+        if not self.manifest_file.exists():
+            new = self.manifest_file.with_suffix(".new")
+            new.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+            new.replace(self.manifest_file)
+            return False
+        before = json.loads(self.manifest_file.read_text())
+        differences = [
+            f"  {name}: was {json.dumps(before.get(name))}, is {json.dumps(manifest.get(name))}"
+            for name in sorted({*before, *manifest})
+            if before.get(name) != manifest.get(name)
+        ]
+        if differences:
+            raise BatchJobError(
+                "\n".join(
+                    (
+                        f"{self.path} is of another job, and its answers would be mixed with this one's:",
+                        *differences,
+                        "name another output, start it as it was, or discard what it has answered with --overwrite",
+                    )
+                )
+            )
+        return True
+
+    def finish(self) -> None:
+        """Drops all but the manifest, by which a job that is done is known."""
+        for file in self.path.iterdir():
+            if file.name not in ("lock", self.manifest_file.name):
+                shutil.rmtree(file) if file.is_dir() else file.unlink()
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+
+def hash_of(file: Path) -> str:
+    """Returns the SHA-256 of a file's content."""
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while part := opened.read(HASH_AT_ONCE):
+            digest.update(part)
+    return digest.hexdigest()
