@@ -11,6 +11,7 @@
     +-- ProcessError            start failed: a process of the server ended
     +-- DemoModelError          the demo model cannot be fetched or converted
     +-- ServerStartError        a server that we started for a demo, test or benchmark did not become healthy
+    +-- BatchJobError           a batch job cannot start or go on
     +-- BadRequestError         HTTP 400: the request is wrong; also a ValueError, which SGLang's routes answer with 400
 
 Our own bugs are assertions, not errors of this tree.
@@ -61,6 +62,10 @@ class DemoModelError(SglPrefillError):
 
 class ServerStartError(SglPrefillError):
     """The server ended, or was not healthy in time; the message holds the end of its log."""
+
+
+class BatchJobError(SglPrefillError):
+    """A batch job cannot start, or cannot go on; what it has answered is kept."""
 
 
 class BadRequestError(SglPrefillError, ValueError):

@@ -163,7 +163,7 @@ class _NestedErrorSender:
         self._body += message.get("body", b"")
         if message.get("more_body", False):
             return
-        body = _with_nested_error(self._body)
+        body = with_nested_error(self._body)
         headers = [(k, v) for k, v in self._start["headers"] if k.lower() != b"content-length"]
         headers.append((b"content-length", str(len(body)).encode()))
         await self._send({**self._start, "headers": headers})
@@ -171,7 +171,8 @@ class _NestedErrorSender:
         await self._send({"type": "http.response.body", "body": body})
 
 
-def _with_nested_error(body: bytes) -> bytes:
+def with_nested_error(body: bytes) -> bytes:
+    """Adds OpenAI's `error` object to an error of SGLang's."""
     try:
         flat = orjson.loads(body)
     except orjson.JSONDecodeError:

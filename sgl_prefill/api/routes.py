@@ -37,11 +37,17 @@ from sgl_prefill.port.hooks import ROUTES
 class PrefillRoutes:
     """The endpoint functions, with what they share. SGLang's serving objects are read per request: it makes them late."""
 
-    def __init__(self, app: FastAPI, config: PrefillConfig, stock: dict[str, Callable[..., Awaitable[Any]]]) -> None:
-        self._app = app
+    def __init__(self, app: Any, config: PrefillConfig) -> None:
+        self._app = app  # whose `state` holds SGLang's serving objects
         self._config = config
-        self._stock = stock  # by path
+        self._stock: dict[str, Callable[..., Awaitable[Any]]] = {
+            route.path: pkgutil.resolve_name(route.stock_endpoint) for route in ROUTES
+        }
         self._scorer: LabelScorer | None = None
+
+    def stock_endpoint(self, path: str) -> Callable[..., Awaitable[Any]]:
+        """Returns SGLang's endpoint, in whose place ours is."""
+        return self._stock[path]
 
     @property
     def scorer(self) -> LabelScorer:
@@ -123,16 +129,15 @@ class PrefillRoutes:
 
 def install(app: FastAPI, config: PrefillConfig) -> None:
     """Put our endpoints in the place of SGLang's in its FastAPI app, and verify it. Raises SeamError if one is missing."""
-    stock = {route.path: pkgutil.resolve_name(route.stock_endpoint) for route in ROUTES}
+    ours = PrefillRoutes(app, config)
     for route in ROUTES:
-        found = [r for r in app.router.routes if _serves(r, route.path, stock[route.path])]
+        found = [r for r in app.router.routes if _serves(r, route.path, ours.stock_endpoint(route.path))]
         if len(found) != 1:
             raise SeamError(
                 f"SGLang's route {route.method} {route.path} is not where this package replaces it ({route.reason})"
             )
         app.router.routes.remove(found[0])
     n_stock = len(app.router.routes)
-    ours = PrefillRoutes(app, config, stock)
     only_json = [Depends(http_server.validate_json_request)]
     app.post("/v1/completions", dependencies=only_json)(ours.completions)
     app.post("/v1/chat/completions", dependencies=only_json)(ours.chat_completions)
@@ -140,7 +145,7 @@ def install(app: FastAPI, config: PrefillConfig) -> None:
     app.api_route("/v1/rerank", methods=["POST", "PUT"], dependencies=only_json)(ours.rerank)
     # First, since each request is compared with one route after the other, and once more for the metrics.
     app.router.routes[:] = [*app.router.routes[n_stock:], *app.router.routes[:n_stock]]
-    app.add_exception_handler(BadRequestError, _answer_bad_request)
+    app.add_exception_handler(BadRequestError, answer_bad_request)
     app.add_middleware(HttpShield, max_body_bytes=config.max_body_bytes)
     for route in ROUTES:
         serving = [r.endpoint for r in app.router.routes if isinstance(r, Route) and r.path == route.path]
@@ -152,7 +157,7 @@ def _serves(route: BaseRoute, path: str, endpoint: Callable[..., Any]) -> bool:
     return isinstance(route, Route) and route.path == path and route.endpoint is endpoint
 
 
-async def _answer_bad_request(request: Request, error: Exception) -> Response:
+async def answer_bad_request(request: Request, error: Exception) -> Response:
     body = {"object": "error", "message": str(error), "type": "BadRequestError", "param": None, "code": 400}
     return ORJSONResponse(body, 400)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from sgl_prefill.errors import BatchJobError
@@ -28,6 +28,8 @@ class AnswerFile:
 
     def append(self, lines: Sequence[bytes]) -> None:
         """Returns once all these lines, without their ends, are on disk. Where that fails, none of them is there."""
+        if not lines:
+            return
         text = b"".join(line + b"\n" for line in lines)
         try:
             written = 0
@@ -42,11 +44,29 @@ class AnswerFile:
             ) from error
         self._size_bytes += len(text)
 
+    def rewrite(self, lines: Sequence[bytes]) -> None:
+        """Puts these lines in the place of all."""
+        os.ftruncate(self._file, 0)
+        self._size_bytes = 0
+        self.append(lines)
+
     def lines(self) -> Iterator[bytes]:
         """Yields the lines that are on disk, without their ends."""
         with self.path.open("rb") as file:
             for line in file:
                 yield line.rstrip(b"\n")
+
+    def in_order(self, key: Callable[[bytes], int]) -> Iterator[bytes]:
+        """Yields the lines sorted by a number. Memory: some 100 bytes a line."""
+        begins = []
+        with self.path.open("rb") as file:
+            begin = 0
+            for line in file:
+                begins.append((key(line), begin))
+                begin += len(line)
+            for _, begin in sorted(begins):
+                file.seek(begin)
+                yield file.readline().rstrip(b"\n")
 
     def close(self) -> None:
         os.close(self._file)

@@ -76,6 +76,10 @@ class JobFolder:
             )
         return True
 
+    def discard(self) -> None:
+        """Takes back a new job."""
+        self.manifest_file.unlink()
+
     def finish(self) -> None:
         """Drops all but the manifest, by which a job that is done is known."""
         for file in self.path.iterdir():

@@ -26,16 +26,7 @@ class Engine(StockEngine):  # type: ignore[misc]
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        if problem := fingerprints.version_problem():
-            raise SeamError(problem)
-        names = {field.name for field in dataclasses.fields(PrefillConfig)}
-        config = PrefillConfig(**{name: kwargs.pop(name) for name in list(kwargs) if name in names})
-        kwargs = {**sglang_defaults(config), "log_level": "error", **kwargs}
-        if "model_path" in kwargs:
-            preflight.check_model_path(kwargs["model_path"])
-        load_plugins()
-        server_args = self.server_args_class(**kwargs)
-        preflight.check_server_args(config, server_args, listens=False)
+        config, server_args = arguments_of({"log_level": "error", **kwargs})
         activation.activate(config, "http")
         environment = prefork.ParentEnvironment(signal.SIGQUIT)
         self.init_tokenizer_manager_func = functools.partial(processes.init_tokenizer_manager, config)
@@ -63,6 +54,21 @@ class Engine(StockEngine):  # type: ignore[misc]
     @functools.cached_property
     def _label_scorer(self) -> LabelScorer:
         return LabelScorer(self.tokenizer_manager)
+
+
+def arguments_of(options: dict[str, Any]) -> tuple[PrefillConfig, Any]:
+    """Returns our options and SGLang's (ServerArgs), of names of both. Raises ConfigurationError or SeamError."""
+    if problem := fingerprints.version_problem():
+        raise SeamError(problem)
+    names = {field.name for field in dataclasses.fields(PrefillConfig)}
+    config = PrefillConfig(**{name: value for name, value in options.items() if name in names})
+    for_sglang = {**sglang_defaults(config), **{name: value for name, value in options.items() if name not in names}}
+    if "model_path" in for_sglang:
+        preflight.check_model_path(for_sglang["model_path"])
+    load_plugins()
+    server_args = StockEngine.server_args_class(**for_sglang)
+    preflight.check_server_args(config, server_args, listens=False)
+    return config, server_args
 
 
 def sglang_defaults(config: PrefillConfig) -> dict[str, Any]:

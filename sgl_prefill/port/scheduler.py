@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from sgl_prefill.core.batch.planned_row import PlannedRow
 from sgl_prefill.core.job import Job
 from sgl_prefill.core.packing import StepSize
 from sgl_prefill.core.policies import POLICIES
@@ -37,6 +38,7 @@ class SchedulerPort:
         self.live = live
         self._priority_sign = priority_sign  # 1: low values first, -1: high values first, 0: priorities are off
         self._reqs: dict[Job, Req] = {}
+        self.planned: dict[str, PlannedRow] = {}  # by request id: what arrives next, where it is known ahead
 
     def follow(self, waiting: list[Req]) -> WaitingList[Req]:
         """Bring the policy up to date with SGLang's list, whatever SGLang did to it; the list to go on with."""
@@ -77,6 +79,7 @@ class SchedulerPort:
             most_cached_tokens=req._compute_max_prefix_len(len(tokens)),
             namespace=req.extra_key,
             rank=req.priority * self._priority_sign if self._priority_sign else 0,
+            planned=self.planned.pop(req.rid, None),
             deadline_ms=deadlines.deadline_ms_of(req),
         )
 
@@ -99,7 +102,7 @@ def after_init_schedule_policy(state: EngineState, result: None, scheduler: Sche
         fairness_lambda=config.fairness_lambda,
         max_queue_s=config.max_queue_s,
         counts_sharers=config.sharers == "count",
-    )
+    )._replace(kv_tokens=scheduler.max_total_num_tokens)
     collector = getattr(scheduler, "metrics_collector", None)
     metrics = PolicyMetrics(collector.labels) if collector else None
     live = LiveScheduling(RadixTree(cache), POLICIES[config.scheduling](settings), metrics)

@@ -26,6 +26,12 @@ class JobPlan(NamedTuple):
         following = int(self.reused_tokens[place + 1]) if place + 1 < len(self) else 0
         return PlannedRow(place, int(self.reused_tokens[place]), following, int(self.ends[place]))
 
+    def places(self) -> IntArray:
+        """Returns where each row stands in the order."""
+        found = np.empty(len(self), np.int64)
+        found[self.rows] = np.arange(len(self))
+        return found
+
     @property
     def saved_tokens(self) -> int:
         """Counts the tokens that need not be computed."""
@@ -57,6 +63,31 @@ def single_level(rows: TokenRows, page_size: int = 1) -> JobPlan:
     places = np.array([row for group in in_order for row in group.rows], np.int64)
     reused = [n for group in in_order for n in (0, *[group.n_prefix_tokens] * (len(group.rows) - 1))]
     return _planned(order.rows[places] if len(places) else order.rows, np.array(reused, np.int64))
+
+
+def shard(plan: JobPlan, lengths: IntArray, which: int, of: int) -> tuple[int, int]:
+    """Returns the places (first, end) of one of several shards that compute about as many tokens each.
+
+    A plan is cut where the rows on both sides share least, within a tenth of a shard around the even cut: what they share is
+    computed on both sides.
+
+    Args:
+        lengths: tokens of each row, by its number.
+        which: counted from 1.
+    """
+    computed = np.cumsum(lengths[plan.rows] - plan.reused_tokens)
+    cuts = [0]
+    for number in range(1, of):
+        around = np.searchsorted(computed, [computed[-1] * (number + shift) / of for shift in (-0.1, 0.0, 0.1)])
+        low, even, high = (int(place) for place in np.maximum(around, cuts[-1]))
+        candidates = np.arange(low, high + 1)[: max(len(plan) - low, 0)]
+        if len(candidates) == 0:
+            cuts.append(len(plan))
+            continue
+        least = candidates[plan.reused_tokens[candidates] == plan.reused_tokens[candidates].min()]
+        cuts.append(int(least[np.abs(least - even).argmin()]))
+    cuts.append(len(plan))
+    return cuts[which - 1], cuts[which]
 
 
 def _planned(rows: IntArray, reused_tokens: IntArray) -> JobPlan:

@@ -15,39 +15,44 @@ class TokenRows:
     """Rows of token ids, all >= 0.
 
     Args:
-        tokens: all rows, one after the other.
-        offsets: where each row begins in `tokens`, and where the last one ends: one more than there are rows.
+        tokens: all rows.
+        begins: where each row begins in `tokens`.
+        lengths: tokens of each row.
     """
 
-    def __init__(self, tokens: IntArray, offsets: IntArray) -> None:
-        assert offsets[-1] <= len(tokens), (offsets[-1], len(tokens))
-        self.tokens, self.offsets = tokens, offsets
+    def __init__(self, tokens: IntArray, begins: IntArray, lengths: IntArray) -> None:
+        self.tokens, self.begins, self.lengths = tokens, begins, lengths
+
+    @classmethod
+    def one_after_the_other(cls, tokens: IntArray, lengths: IntArray) -> TokenRows:
+        """Makes the rows of an array that holds nothing else."""
+        ends = np.cumsum(lengths, dtype=np.int64)
+        assert len(tokens) >= (ends[-1] if len(ends) else 0), (len(tokens), ends[-1:])
+        return cls(tokens, ends - lengths, lengths)
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[int]]) -> TokenRows:
         """Copies rows that are in memory."""
         arrays = [np.asarray(row, dtype=np.int32) for row in rows]
-        offsets = np.cumsum([0, *(len(row) for row in arrays)], dtype=np.int64)
-        return cls(np.concatenate(arrays) if arrays else np.empty(0, np.int32), offsets)
+        lengths = np.array([len(row) for row in arrays], dtype=np.int64)
+        return cls.one_after_the_other(np.concatenate(arrays) if arrays else np.empty(0, np.int32), lengths)
 
     def __len__(self) -> int:
-        return len(self.offsets) - 1
+        return len(self.begins)
 
     def __getitem__(self, row: int) -> IntArray:
-        return self.tokens[self.offsets[row] : self.offsets[row + 1]]
+        return self.tokens[self.begins[row] : self.begins[row] + self.lengths[row]]
 
-    @property
-    def lengths(self) -> IntArray:
-        """Returns the tokens of each row."""
-        return np.diff(self.offsets)
+    def subset(self, rows: IntArray) -> TokenRows:
+        """Returns some of the rows, without their tokens being copied."""
+        return TokenRows(self.tokens, self.begins[rows], self.lengths[rows])
 
     def columns(self, rows: IntArray, start: int, n_tokens: int) -> IntArray:
         """Returns tokens `start` to `start + n_tokens` of some rows, each larger by one: 0 stands for what lies beyond the end
         of a row. Shape (len(rows), n_tokens), int32."""
         positions = np.arange(start, start + n_tokens)
-        begins, lengths = self.offsets[rows], self.offsets[rows + 1] - self.offsets[rows]
-        is_there = positions < lengths[:, None]
+        is_there = positions < self.lengths[rows][:, None]
         if len(self.tokens) == 0:
             return np.zeros(is_there.shape, np.int32)
-        found = self.tokens[np.where(is_there, begins[:, None] + positions, 0)]
-        return np.where(is_there, found + 1, 0).astype(np.int32)
+        found = self.tokens[np.where(is_there, self.begins[rows][:, None] + positions, 0)]
+        return np.where(is_there, found.astype(np.int32) + 1, 0)

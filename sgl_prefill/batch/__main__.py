@@ -1,0 +1,123 @@
+"""`python -m sgl_prefill.batch`: answers a file of requests.
+
+Exit status: 0 if every row was answered, 2 if some were not or nothing could begin.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sgl_prefill.batch.backends import OwnEngine, RunningServers
+from sgl_prefill.batch.options import JobOptions, options_of, parser
+from sgl_prefill.errors import BatchJobError, SglPrefillError
+
+if TYPE_CHECKING:
+    from sgl_prefill.config import PrefillConfig
+
+DEFAULT_POLICY = ("--scheduling", "whole-job")
+QUIET = ("--log-level", "error")
+INTERRUPTED = 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a job, and returns the exit status."""
+    namespace, engine_flags = parser().parse_known_args(sys.argv[1:] if argv is None else argv)
+    try:
+        return answer(options_of(namespace), engine_flags)
+    except SglPrefillError as error:
+        print(f"sgl_prefill.batch: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nsgl_prefill.batch: interrupted; the same command goes on where this one was", file=sys.stderr)
+        return INTERRUPTED
+
+
+def answer(options: JobOptions, engine_flags: list[str]) -> int:
+    """Answers a job. Raises SglPrefillError where it cannot begin or go on."""
+    from sgl_prefill.batch.job import Job, report_plan
+
+    began_s = time.monotonic()
+    backend: RunningServers | OwnEngine
+    backend, identity = running_servers(options, engine_flags) if options.base_urls else own_engine(engine_flags)
+    if options.dry_run:
+        return only_plan(options, backend)
+    job = Job(options, identity)
+    try:
+        planned = job.plan(backend)
+        report_plan(planned, backend.unit, took_s=time.monotonic() - began_s)
+        if len(planned.order):
+            backend.start()
+        return job.answer(backend, planned)
+    finally:
+        job.close()
+
+
+def only_plan(options: JobOptions, backend: RunningServers | OwnEngine) -> int:
+    """Prints the plan of the whole job, and leaves nothing behind but the rows that cannot be answered."""
+    from sgl_prefill.batch import dry_run
+    from sgl_prefill.batch.job import Job
+
+    with tempfile.TemporaryDirectory() as folder:
+        elsewhere = dataclasses.replace(options, output=Path(folder) / options.output.name)
+        job = Job(elsewhere, {})
+        try:
+            planned = job.plan(backend)
+        finally:
+            job.close()
+        lines = dry_run.describe(planned, backend.unit)
+        if isinstance(backend, OwnEngine) and len(planned.order):
+            backend.start()
+            assert backend.state is not None
+            jct_ms, step = backend.state.jct_ms, backend.state.step_size
+            if jct_ms is not None and step is not None:
+                ms = dry_run.predicted_ms(planned.order, planned.prompts.tokens.lengths, jct_ms, step)
+                lines += dry_run.time_and_price(ms, options.price_per_hour)
+    print("\n".join(lines))
+    return 2 if job.bad else 0
+
+
+def running_servers(options: JobOptions, engine_flags: list[str]) -> tuple[RunningServers, dict[str, Any]]:
+    """Returns the servers, and what tells their answers from others': nothing, since nobody knows what they serve."""
+    if engine_flags:
+        raise BatchJobError(f"{' '.join(engine_flags)}: with --base-url the engine's flags are the servers' own")
+    return RunningServers(options.base_urls, os.environ.get("OPENAI_API_KEY")), {}
+
+
+def own_engine(engine_flags: list[str]) -> tuple[OwnEngine, dict[str, Any]]:
+    """Returns an engine in this process, which is not started yet, and what tells its answers from others'."""
+    from sgl_prefill import launch_server
+
+    policy = () if "--scheduling" in engine_flags else DEFAULT_POLICY
+    config, server_args = launch_server.parse([*policy, *QUIET, *engine_flags], listens=False)
+    from sgl_prefill.port.in_process import InProcessEngine
+
+    return OwnEngine(InProcessEngine(config, server_args)), identity_of(config, server_args)
+
+
+def identity_of(config: PrefillConfig, server_args: Any) -> dict[str, Any]:
+    """Says by which model, and by which of our options, answers are made."""
+    folder = Path(server_args.model_path)
+    files = sorted(path for path in folder.glob("*") if path.suffix in (".safetensors", ".bin", ".json", ".gguf"))
+    digest = hashlib.sha256()
+    for path in files:
+        content = path.read_bytes() if path.suffix == ".json" else str(path.stat().st_size).encode()
+        digest.update(path.name.encode() + b"\0" + content + b"\0")
+    return {
+        "model_path": str(server_args.model_path),
+        "model_files": digest.hexdigest(),
+        "dtype": server_args.dtype,
+        "quantization": server_args.quantization,
+        "logits_dtype": config.logits_dtype,
+        "max_input_length": config.max_input_length,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

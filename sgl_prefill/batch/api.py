@@ -1,0 +1,148 @@
+"""Whole jobs from Python."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+
+from sgl_prefill.answer import Answer
+from sgl_prefill.batch import answer_lines
+from sgl_prefill.batch.backends import Backend, OwnEngine, RunningServers
+from sgl_prefill.batch.options import DEFAULT_INFLIGHT
+from sgl_prefill.batch.prompts import FoundPrompt, Prompts
+from sgl_prefill.core.batch.plan import JobPlan, depth_first
+from sgl_prefill.core.batch.token_rows import TokenRows
+
+POLICY = "whole-job"
+
+
+class RowScore(NamedTuple):
+    """The answer to one row."""
+
+    number: int  # of the row, counted from 0
+    probabilities: dict[str, float] | None  # by label, in their order; None where there is an error
+    label_mass: float | None  # what the labels hold of the whole vocabulary's probability
+    error: str | None  # what went wrong with this row
+
+
+class RowGroup(NamedTuple):
+    """Rows that follow each other in the plan of a job, each sharing a prefix with the one before it."""
+
+    rows: list[int]  # their numbers, in the order in which they run
+    saved_tokens: int  # that need not be computed
+
+
+class Engine:
+    """An engine in this process, and in this thread. At most one a process.
+
+    Takes the arguments of `sglang.Engine` (names of ServerArgs) and those of PrefillConfig. Raises ConfigurationError,
+    SeamError and what else a server's start raises.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        from sgl_prefill.port import engine as port
+
+        config, server_args = port.arguments_of({"scheduling": POLICY, "log_level": "error", **options})
+        from sgl_prefill.port.in_process import InProcessEngine
+
+        self.backend = OwnEngine(InProcessEngine(config, server_args))
+        self.backend.start()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Does nothing: the engine ends with its process."""
+
+
+def score(
+    rows: Sequence[str] | Sequence[Sequence[int]],
+    *,
+    labels: Sequence[str],
+    engine: Engine | str | Sequence[str],
+    max_inflight: int = DEFAULT_INFLIGHT,
+) -> Iterator[RowScore]:
+    """Yields the probabilities of the labels after each prompt, as they come: in the order that computes least.
+
+    Args:
+        rows: prompts, as text or as token ids.
+        labels: the allowed answers, one token each after every prompt.
+        engine: one of this process, or the URLs of running servers.
+    """
+    backend: Backend = engine.backend if isinstance(engine, Engine) else RunningServers(_urls(engine), None)
+    with asyncio.Runner() as runner:
+        bodies = _Bodies(rows, labels)
+        found, refused = runner.run(_prompts_of(backend, bodies))
+        yield from (_row_score(row, answer, labels) for row, answer in refused)
+        answers = backend.answers(depth_first(found.tokens), found, bodies.request_of, max_inflight)
+        while (answered := runner.run(_next(answers))) is not None:
+            yield from (_row_score(row, answer, labels) for row, answer in answered)
+
+
+def plan(rows: Sequence[Sequence[int]]) -> list[RowGroup]:
+    """Returns the groups of a job, in the order in which they run. rows: the token ids of the prompts."""
+    order = depth_first(TokenRows.of(rows))
+    return list(_groups(order))
+
+
+def _groups(order: JobPlan) -> Iterator[RowGroup]:
+    bounds = [*order.group_begins().tolist(), len(order)]
+    for first, end in zip(bounds, bounds[1:], strict=False):
+        yield RowGroup(order.rows[first:end].tolist(), int(order.reused_tokens[first:end].sum()))
+
+
+class _Bodies:
+    """The requests of `score`."""
+
+    def __init__(self, rows: Sequence[Any], labels: Sequence[str]) -> None:
+        self._rows, self._labels = rows, list(labels)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def request_of(self, row: int) -> tuple[str, dict[str, Any]]:
+        prompt = self._rows[row]
+        shown = prompt if isinstance(prompt, str) else list(prompt)
+        return "/v1/completions", {
+            "model": "default",
+            "prompt": shown,
+            "allowed_tokens": self._labels,
+            "max_tokens": 1,
+        }
+
+
+async def _prompts_of(backend: Backend, bodies: _Bodies) -> tuple[Prompts, list[tuple[int, Answer]]]:
+    from sgl_prefill.errors import BadRequestError
+
+    tokens, numbers, refused = [], [], list[tuple[int, Answer]]()
+    for row in range(len(bodies)):
+        try:
+            found: list[FoundPrompt] = await backend.find_prompts(*bodies.request_of(row))
+        except BadRequestError as error:
+            refused.append((row, Answer(400, orjson.dumps({"message": str(error)}))))
+            continue
+        tokens += [one for one, _ in found]
+        numbers += [row] * len(found)
+    row_numbers = np.array(numbers, np.int64)
+    return Prompts(TokenRows.of(tokens), row_numbers, np.ones_like(row_numbers), np.empty(0, np.uint64), []), refused
+
+
+async def _next(answers: Any) -> Any:
+    return await anext(answers, None)
+
+
+def _row_score(row: int, answer: Answer, labels: Sequence[str]) -> RowScore:
+    if not answer.is_ok:
+        return RowScore(row, None, None, answer_lines.message_of(answer.body))
+    scores = orjson.loads(answer.body)["choices"][0]["label_scores"]
+    probabilities = [one["probability"] for one in scores["labels"]]
+    return RowScore(row, dict(zip(labels, probabilities, strict=True)), scores["label_mass"], None)
+
+
+def _urls(given: Any) -> list[str]:
+    return [given] if isinstance(given, str) else list(given)

@@ -1,0 +1,143 @@
+"""Who answers a job: an engine in this process, or running servers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import orjson
+
+from sgl_prefill.batch import answer_lines, run, servers
+from sgl_prefill.batch.prompts import UNLIMITED, FoundPrompt, Prompts
+from sgl_prefill.batch.run import RowAnswer
+from sgl_prefill.core.batch.plan import JobPlan
+from sgl_prefill.core.batch.token_rows import IntArray
+from sgl_prefill.errors import BadRequestError
+
+if TYPE_CHECKING:
+    from sgl_prefill.engine_state import EngineState
+    from sgl_prefill.port.in_process import InProcessEngine
+
+RequestOf = Callable[[int], tuple[str, dict[str, Any]]]
+
+
+class Backend(Protocol):
+    """Finds the prompts of requests, and answers them."""
+
+    unit: str  # of what prompts are made of here
+    n_prompt_tokens: int  # of all answers so far
+    n_cached_tokens: int
+
+    async def find_prompts(self, url: str, body: dict[str, Any]) -> list[FoundPrompt]:
+        """Returns what a request makes the model read, and how many tokens each prompt may write. Raises BadRequestError."""
+
+    def start(self) -> None:
+        """Comes before `answers`."""
+
+    def answers(
+        self, order: JobPlan, prompts: Prompts, request_of: RequestOf, max_inflight: int
+    ) -> AsyncIterator[list[RowAnswer]]:
+        """Yields the answers to all rows."""
+
+
+class OwnEngine:
+    """An engine in this process."""
+
+    unit = "tokens"
+
+    def __init__(self, engine: InProcessEngine) -> None:
+        self.engine = engine
+        self.state: EngineState | None = None  # what the start has found out
+
+    async def find_prompts(self, url: str, body: dict[str, Any]) -> list[FoundPrompt]:
+        found = await self.engine.prompts_of(url, body)
+        if isinstance(found, list):
+            return [(one.tokens, UNLIMITED if one.max_new_tokens is None else one.max_new_tokens) for one in found]
+        raise BadRequestError(answer_lines.message_of(found.body))
+
+    def start(self) -> None:
+        self.state = self.engine.start()
+
+    @property
+    def n_prompt_tokens(self) -> int:
+        return self.engine.n_prompt_tokens
+
+    @property
+    def n_cached_tokens(self) -> int:
+        return self.engine.n_cached_tokens
+
+    def answers(
+        self, order: JobPlan, prompts: Prompts, request_of: RequestOf, max_inflight: int
+    ) -> AsyncIterator[list[RowAnswer]]:
+        return run.answers(self.engine, order, prompts.row, request_of, max_inflight)
+
+
+class RunningServers:
+    """Servers that somebody else has started. Their tokenizer is not here: prompts are compared by their text."""
+
+    unit = "bytes"
+
+    def __init__(self, urls: Sequence[str], api_key: str | None) -> None:
+        self._urls, self._api_key = urls, api_key
+        self.n_prompt_tokens = self.n_cached_tokens = 0
+
+    async def find_prompts(self, url: str, body: dict[str, Any]) -> list[FoundPrompt]:
+        return [(beginning_of(url, body), 1)]
+
+    def start(self) -> None:
+        """Does nothing: they run."""
+
+    async def answers(
+        self, order: JobPlan, prompts: Prompts, request_of: RequestOf, max_inflight: int
+    ) -> AsyncIterator[list[RowAnswer]]:
+        rows = prompts.row[order.rows]
+        async for answered in servers.answers(
+            self._urls, rows, order.group_begins(), request_of, max_inflight, api_key=self._api_key
+        ):
+            for _, answer in answered:
+                n_prompt, n_cached = tokens_of(answer.body)
+                self.n_prompt_tokens += n_prompt
+                self.n_cached_tokens += n_cached
+            yield answered
+
+
+def beginning_of(url: str, body: dict[str, Any]) -> Sequence[int] | IntArray:
+    """Returns what two requests have in common as far as their prompts do: bytes of text, or token ids."""
+    match url:
+        case "/v1/completions":
+            given = body.get("prompt")
+        case "/v1/chat/completions":
+            given = orjson.dumps(body.get("messages")).decode()
+        case "/generate":
+            given = body.get("text", body.get("input_ids"))
+        case "/v1/embeddings":
+            given = body.get("input")
+        case _:
+            given = body.get("query")
+    if isinstance(given, list) and given and not isinstance(given[0], int):
+        given = given[0]
+    if isinstance(given, list) and all(isinstance(one, int) and 0 <= one < 2**31 - 1 for one in given):
+        return given
+    text = given if isinstance(given, str) else orjson.dumps(given).decode()
+    return np.frombuffer(text.encode(errors="replace"), np.uint8)
+
+
+def tokens_of(body: bytes) -> tuple[int, int]:
+    """Returns the prompt tokens of an answer, and those of them that the server had cached; zeros where it does not say."""
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return 0, 0
+    parts = fields if isinstance(fields, list) else [fields]
+    n_prompt = n_cached = 0
+    for part in parts:
+        if not isinstance(part, dict):
+            continue
+        if isinstance(usage := part.get("usage"), dict):
+            n_prompt += usage.get("prompt_tokens") or 0
+            n_cached += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        elif isinstance(meta := part.get("meta_info"), dict):
+            n_prompt += meta.get("prompt_tokens") or 0
+            n_cached += meta.get("cached_tokens") or 0
+    return n_prompt, n_cached

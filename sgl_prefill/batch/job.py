@@ -1,0 +1,215 @@
+"""One job from its file to its answers: everything is checked, planned, answered in order, and written as it is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from sgl_prefill.batch import answer_lines
+from sgl_prefill.batch.answer_file import AnswerFile
+from sgl_prefill.batch.backends import Backend
+from sgl_prefill.batch.job_folder import JobFolder, hash_of
+from sgl_prefill.batch.options import JobOptions
+from sgl_prefill.batch.progress import Progress
+from sgl_prefill.batch.prompts import BadRow, Prompts, prepare
+from sgl_prefill.batch.rows import RequestFile, id_hash
+from sgl_prefill.batch.tables import write_answers, write_requests
+from sgl_prefill.core.batch import plan
+from sgl_prefill.core.batch.plan import JobPlan
+from sgl_prefill.core.batch.token_rows import IntArray
+from sgl_prefill.errors import BatchJobError
+
+ALL_ANSWERED, SOME_NOT = 0, 2
+BAD_ROWS_SHOWN = 20
+# An answer is on disk at most so long after it came.
+FLUSH_EVERY_S = 0.5
+
+
+class Planned:
+    """What is left of a job, in the order in which it runs."""
+
+    def __init__(self, prompts: Prompts, rows: IntArray, n_before: int) -> None:
+        self.prompts = prompts  # of the rows that are left
+        self.order: JobPlan = plan.depth_first(prompts.tokens)
+        self.n_rows, self.n_before = len(rows), n_before
+
+    @property
+    def n_tokens(self) -> int:
+        return int(self.prompts.tokens.lengths.sum())
+
+
+class Job:
+    """A job whose input, output and folder are open. Raises BatchJobError where they cannot be.
+
+    Args:
+        engine: what tells two engines apart that answer differently.
+    """
+
+    def __init__(self, options: JobOptions, engine: dict[str, Any]) -> None:
+        self.options = options
+        self._input = RequestFile(options.input)  # a table too is a file that must not change
+        self.folder = JobFolder(options.output, overwrite=options.overwrite)
+        try:
+            self._open(engine)
+        except BaseException:
+            self.folder.close()
+            raise
+
+    def _open(self, engine: dict[str, Any]) -> None:
+        options, folder = self.options, self.folder
+        manifest = {"input": hash_of(options.input), "options": options.meaning(), "engine": engine}
+        goes_on = folder.check_manifest(manifest)
+        if not goes_on and options.output.exists() and options.output.stat().st_size:
+            folder.discard()
+            raise BatchJobError(
+                f"{options.output} exists, and is not of this job: name another output, or discard it with --overwrite"
+            )
+        self.requests = self._input
+        if options.is_table:
+            path = folder.path / "requests.jsonl"
+            if not path.exists():
+                write_requests(options, path)
+            self.requests = RequestFile(path)
+        # What is not written as it is answered is written when all answers are there.
+        self._is_made_at_end = options.is_table or options.output_order == "input"
+        self.answers = AnswerFile(folder.path / "answers.jsonl" if self._is_made_at_end else options.output)
+        self.errors = AnswerFile(options.error_file)
+
+    def plan(self, backend: Backend) -> Planned:
+        """Checks all rows, and plans those that are left. Raises BatchJobError where some cannot be answered, naming them."""
+        prompts = prepare(self.requests, backend.find_prompts, self.folder.path)
+        self.bad = prompts.bad
+        self.errors.rewrite([self._refusal(bad) for bad in self.bad])
+        if self.bad and not self.options.skip_bad_rows:
+            raise BatchJobError(self._all_bad())
+        rows = self._rows_of_shard(prompts)
+        is_done = self._is_answered(prompts.id_hashes)[rows]
+        return Planned(prompts.subset(rows[~is_done]), rows, int(is_done.sum()))
+
+    def answer(self, backend: Backend, planned: Planned) -> int:
+        """Answers what is left. Returns the exit status."""
+        n_failed = len(self.bad)
+        if len(planned.order):
+            progress = Progress(planned.n_rows, planned.n_before, planned.n_tokens, planned.order.saved_tokens, backend.unit)
+            if self.options.metrics_port is not None:
+                progress.serve_metrics(self.options.metrics_port)
+            asyncio.run(self._answer_all(backend, planned, progress))
+            progress.end()
+            n_failed += progress.n_failed
+        if self._is_made_at_end:
+            self._make_output()
+        self.folder.finish()
+        return SOME_NOT if n_failed else ALL_ANSWERED
+
+    async def _answer_all(self, backend: Backend, planned: Planned, progress: Progress) -> None:
+        good: list[bytes] = []
+        bad: list[bytes] = []
+
+        def request_of(row: int) -> tuple[str, dict[str, Any]]:
+            request = self.requests.request(row)
+            return request.url, request.body
+
+        def flush() -> None:
+            self._check_input()
+            self.answers.append(good)
+            self.errors.append(bad)
+            progress.add(len(good), len(bad), backend.n_prompt_tokens, backend.n_cached_tokens)
+            good.clear()
+            bad.clear()
+
+        flushed_s = time.monotonic()
+        async for answered in backend.answers(planned.order, planned.prompts, request_of, self.options.max_inflight):
+            for row, answer in answered:
+                custom_id = self.requests.request(row).custom_id
+                if answer.is_ok:
+                    good.append(answer_lines.answered(custom_id, answer.status, answer.body))
+                else:
+                    message = answer_lines.message_of(answer.body)
+                    line = self.requests.line_number(row)
+                    bad.append(answer_lines.refused(custom_id, line, message, status=answer.status))
+            if time.monotonic() - flushed_s >= FLUSH_EVERY_S:
+                flush()
+                flushed_s = time.monotonic()
+        flush()
+
+    def _check_input(self) -> None:
+        if self._input.has_changed():
+            raise BatchJobError(
+                f"{self._input.path} has changed since the job began. What was answered until then is kept, and belongs to the"
+                " file as it was: put it back and start again, or begin a new job with another output"
+            )
+
+    def _rows_of_shard(self, prompts: Prompts) -> IntArray:
+        """Returns the rows that are this shard's, ascending. All shards of a job find the same cuts."""
+        which, of = self.options.shard
+        rows = np.unique(prompts.row)
+        if of == 1:
+            return rows
+        order = plan.depth_first(prompts.tokens)
+        begin, end = plan.shard(order, prompts.tokens.lengths, which, of)
+        place_of_row = order.places()[np.searchsorted(prompts.row, rows)]
+        mine: IntArray = rows[(place_of_row >= begin) & (place_of_row < end)]
+        return mine
+
+    def _is_answered(self, id_hashes: IntArray) -> IntArray:
+        lines = self.answers.lines()
+        known = np.fromiter((id_hash(answer_lines.custom_id_of(line)) for line in lines), dtype=np.uint64)
+        found: IntArray = np.isin(id_hashes, known)
+        return found
+
+    def _make_output(self) -> None:
+        """Writes the output of a job all of whose rows are answered."""
+        place_of = {
+            answer_lines.custom_id_of(self.requests.line(row)): row
+            for row in range(len(self.requests))
+            if row not in {bad.row for bad in self.bad if bad.custom_id is None}
+        }
+        answers = self.answers.in_order(lambda line: place_of[answer_lines.custom_id_of(line)])
+        if self.options.is_table:
+            write_answers(self.options, answers, self.errors.lines())
+            return
+        new = self.options.output.with_name(self.options.output.name + ".new")
+        with new.open("wb") as file:
+            file.writelines(line + b"\n" for line in answers)
+        new.replace(self.options.output)
+
+    def _refusal(self, bad: BadRow) -> bytes:
+        return answer_lines.refused(bad.custom_id, self.requests.line_number(bad.row), bad.message)
+
+    def _all_bad(self) -> str:
+        bad: Sequence[BadRow] = self.bad
+        shown = [
+            f"  line {self.requests.line_number(one.row)}{f' ({one.custom_id})' if one.custom_id else ''}: {one.message}"
+            for one in bad[:BAD_ROWS_SHOWN]
+        ]
+        if len(bad) > BAD_ROWS_SHOWN:
+            shown.append(f"  and {len(bad) - BAD_ROWS_SHOWN:,} more")
+        return "\n".join(
+            (
+                f"{len(bad):,} of {len(self.requests):,} rows cannot be answered:",
+                *shown,
+                f"all of them are in {self.options.error_file}. Nothing was run: mend them, or leave them out with"
+                " --skip-bad-rows",
+            )
+        )
+
+    def close(self) -> None:
+        for opened in (self.answers, self.errors, self.folder):
+            opened.close()
+
+
+def report_plan(planned: Planned, unit: str, *, took_s: float) -> None:
+    """Tells what lies ahead."""
+    n_saved = planned.order.saved_tokens
+    share = n_saved / planned.n_tokens if planned.n_tokens else 0.0
+    before = f", {planned.n_before:,} of them answered before" if planned.n_before else ""
+    print(
+        f"{planned.n_rows:,} rows{before}: {planned.n_tokens:,} {unit}, of which {n_saved:,} ({share:.1%}) need not be"
+        f" computed (read and planned in {took_s:.1f} s)",
+        file=sys.stderr,
+    )

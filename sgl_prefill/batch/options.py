@@ -1,0 +1,120 @@
+"""What a user may say of a job."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from sgl_prefill.errors import BatchJobError
+
+DEFAULT_INFLIGHT = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class JobOptions:
+    """The job itself; what the engine is told comes beside it."""
+
+    input: Path
+    output: Path
+    error_file: Path
+    base_urls: tuple[str, ...] = ()
+    output_order: str = "completion"
+    max_inflight: int = DEFAULT_INFLIGHT
+    overwrite: bool = False
+    skip_bad_rows: bool = False
+    shard: tuple[int, int] = (1, 1)  # which, counted from 1, of how many
+    dry_run: bool = False
+    price_per_hour: float | None = None
+    metrics_port: int | None = None
+    prompt_column: str | None = None
+    template: str | None = None
+    labels: tuple[str, ...] = ()
+    id_column: str | None = None
+
+    @property
+    def is_table(self) -> bool:
+        return self.prompt_column is not None or self.template is not None
+
+    def meaning(self) -> dict[str, Any]:
+        """Returns what the answers depend on: two runs of one job must agree in it."""
+        names = ("output_order", "shard", "prompt_column", "template", "labels", "id_column")
+        return {name: _plain(getattr(self, name)) for name in names}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m sgl_prefill.batch",
+        description="Answers a file of requests, durably and in the order that computes least. Takes every flag of"
+        " sgl_prefill.launch_server too; without --model-path and --base-url the demo model answers.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    made.add_argument("-i", "--input", "--input-file", type=Path, required=True, help="requests (JSONL), or a table")
+    made.add_argument("-o", "--output", "--output-file", type=Path, required=True, help="answers: .jsonl or .parquet")
+    made.add_argument("--error-file", type=Path, help="rows without an answer (default: OUTPUT.errors.jsonl)")
+    made.add_argument(
+        "--base-url", dest="base_urls", nargs="+", metavar="URL", help="running servers that answer in place of an own engine"
+    )
+    made.add_argument(
+        "--output-order", choices=("completion", "input"), help="of the answers (default: as they are completed)"
+    )
+    made.add_argument("--max-inflight", type=int, help=f"rows with the engine at a time (default: {DEFAULT_INFLIGHT})")
+    made.add_argument("--overwrite", action="store_true", help="discard what an earlier run has answered")
+    made.add_argument("--skip-bad-rows", action="store_true", help="answer the others where rows cannot be answered")
+    made.add_argument("--shard", type=_shard, metavar="I/N", help="answer the I-th of N parts, which share no prefix")
+    made.add_argument("--dry-run", action="store_true", help="print the plan, answer nothing")
+    made.add_argument("--price-per-hour", type=float, help="of this machine: --dry-run prints what the job costs")
+    made.add_argument("--metrics-port", type=int, help="serve Prometheus metrics here while the job runs")
+    table = made.add_argument_group("tables", "Parquet, CSV or JSONL, one prompt a row")
+    table.add_argument("--prompt-column", help="the column that is the prompt")
+    table.add_argument("--template", help="the prompt, with {column} where a column's text belongs; @FILE: from a file")
+    table.add_argument("--labels", nargs="+", help="the allowed answers, one token each")
+    table.add_argument("--id-column", help="the column that names a row (default: its number)")
+    return made
+
+
+def options_of(namespace: argparse.Namespace) -> JobOptions:
+    """Makes the options of what was given. Raises BatchJobError for what cannot be meant."""
+    given = dict(vars(namespace))
+    given.setdefault("error_file", given["output"].with_name(given["output"].name + ".errors.jsonl"))
+    for name in ("base_urls", "labels"):
+        given[name] = tuple(given.get(name, ()))
+    template = given.get("template")
+    if template is not None and template.startswith("@"):
+        try:
+            given["template"] = Path(template[1:]).read_text()
+        except OSError as error:
+            raise BatchJobError(f"--template: {template[1:]} cannot be read: {error.strerror}") from error
+    options = JobOptions(**given)
+    problems = []
+    if options.max_inflight < 1:
+        problems.append(f"--max-inflight is {options.max_inflight}: it must be at least 1")
+    if options.prompt_column is not None and options.template is not None:
+        problems.append("--prompt-column and --template are both given: a prompt is one of the two")
+    if options.is_table and not options.labels:
+        problems.append("a table needs --labels: the allowed answers, one token each")
+    if not options.is_table and (options.labels or options.id_column):
+        problems.append("--labels and --id-column are for tables: give --prompt-column or --template too")
+    if not options.is_table and options.output.suffix == ".parquet":
+        problems.append(f"{options.output}: the answers to requests are JSON lines, name a .jsonl file")
+    if options.price_per_hour is not None and not options.price_per_hour >= 0:
+        problems.append(f"--price-per-hour is {options.price_per_hour}: it must be a number >= 0")
+    same = {path.resolve() for path in (options.input, options.output, options.error_file)}
+    if len(same) < 3:
+        problems.append("input, output and error file must be three files")
+    if problems:
+        raise BatchJobError("\n".join(problems))
+    return options
+
+
+def _shard(text: str) -> tuple[int, int]:
+    which, _, of = text.partition("/")
+    if not which.isdigit() or not of.isdigit() or not 1 <= int(which) <= int(of):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with I from 1 to N")
+    return int(which), int(of)

@@ -1,0 +1,184 @@
+"""What all rows of a job make the model read: token ids on disk, made by all cores before anything runs.
+
+Rows that can never be answered are found here too, all of them, before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sgl_prefill.batch.rows import RequestFile, id_hash
+from sgl_prefill.core.batch.token_rows import IntArray, TokenRows
+from sgl_prefill.errors import BadRequestError, BatchJobError
+
+ROWS_AT_ONCE = 256
+UNLIMITED = -1
+
+FoundPrompt = tuple[Sequence[int] | IntArray, int]  # its tokens, and how many it may write
+FindPrompts = Callable[[str, dict[str, Any]], Awaitable[list[FoundPrompt]]]  # of url and body; raises BadRequestError
+
+
+class BadRow(NamedTuple):
+    """A row that no engine can answer."""
+
+    row: int
+    custom_id: str | None  # None: it has none
+    message: str
+
+
+class Prompts(NamedTuple):
+    """The prompts of all rows, one after the other. Arrays of one length but for the last two."""
+
+    tokens: TokenRows
+    row: IntArray  # whose prompt it is
+    max_new_tokens: IntArray  # UNLIMITED: until the model ends
+    id_hashes: IntArray  # of each row; 0 for bad ones
+    bad: list[BadRow]  # in the order of the rows
+
+    def subset(self, rows: IntArray) -> Prompts:
+        """Returns the prompts of these rows alone; rows keep their numbers."""
+        is_one = np.zeros(len(self.id_hashes), bool)
+        is_one[rows] = True
+        which = np.flatnonzero(is_one[self.row])
+        return self._replace(
+            tokens=self.tokens.subset(which), row=self.row[which], max_new_tokens=self.max_new_tokens[which]
+        )
+
+
+def prepare(requests: RequestFile, find_prompts: FindPrompts, folder: Path) -> Prompts:
+    """Finds the prompts of all rows, in as many processes as there are cores; their tokens are written to `folder`.
+
+    Returns them once they are on disk; a folder that holds them all is read. Raises BatchJobError where a process ended.
+    """
+    marker = folder / "prompts.npz"
+    if not marker.exists():
+        n_workers = max(1, min(len(os.sched_getaffinity(0)), len(requests) // ROWS_AT_ONCE))
+        bounds = np.linspace(0, len(requests), n_workers + 1).astype(int).tolist()
+        parts = [
+            _Part(requests, find_prompts, folder, number, *bounds[number : number + 2])
+            for number in range(n_workers)
+        ]
+        _run_all(parts)
+        _join(parts, folder / "tokens.bin", marker)
+    found = np.load(marker)
+    tokens = np.memmap(folder / "tokens.bin", np.int32, "r") if found["lengths"].sum() else np.empty(0, np.int32)
+    bad = [
+        BadRow(int(row), str(custom_id) or None, str(message))
+        for row, custom_id, message in zip(found["bad_rows"], found["bad_ids"], found["bad_messages"], strict=True)
+    ]
+    rows = TokenRows.one_after_the_other(tokens, found["lengths"])
+    prompts = Prompts(rows, found["row"], found["max_new_tokens"], found["id_hashes"], bad)
+    return prompts._replace(bad=sorted([*bad, *_doubled(requests, prompts.id_hashes)]))
+
+
+class _Part(NamedTuple):
+    """What one process does."""
+
+    requests: RequestFile
+    find_prompts: FindPrompts
+    folder: Path
+    number: int
+    first: int  # row
+    end: int
+
+    @property
+    def tokens_file(self) -> Path:
+        return self.folder / f"tokens.{self.number}"
+
+    @property
+    def table_file(self) -> Path:
+        return self.folder / f"prompts.{self.number}.npz"
+
+    def run(self) -> None:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core
+        asyncio.run(self._find_all())
+
+    async def _find_all(self) -> None:
+        lengths: list[int] = []
+        rows: list[int] = []
+        most_new: list[int] = []
+        bad: list[BadRow] = []
+        hashes = np.zeros(self.end - self.first, np.uint64)
+        with self.tokens_file.open("wb") as file:
+            for row in range(self.first, self.end):
+                custom_id = None
+                try:
+                    request = self.requests.request(row)
+                    custom_id = request.custom_id
+                    prompts = await self.find_prompts(request.url, request.body)
+                except BadRequestError as error:
+                    bad.append(BadRow(row, custom_id, str(error)))
+                    continue
+                hashes[row - self.first] = id_hash(custom_id)
+                for tokens, max_new_tokens in prompts:
+                    file.write(np.asarray(tokens, np.int32).tobytes())
+                    lengths.append(len(tokens))
+                    rows.append(row)
+                    most_new.append(max_new_tokens)
+        np.savez(
+            self.table_file,
+            lengths=np.array(lengths, np.int64),
+            row=np.array(rows, np.int64),
+            max_new_tokens=np.array(most_new, np.int64),
+            id_hashes=hashes,
+            bad_rows=np.array([one.row for one in bad], np.int64),
+            bad_ids=np.array([one.custom_id or "" for one in bad], np.str_),
+            bad_messages=np.array([one.message for one in bad], np.str_),
+        )
+
+
+def _run_all(parts: Sequence[_Part]) -> None:
+    if len(parts) == 1:
+        parts[0].run()
+        return
+    context = multiprocessing.get_context("fork")  # what is imported and loaded need not be once more
+    processes = [context.Process(target=part.run) for part in parts]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        raise BatchJobError("a process that tokenises ended, for the reason above")
+
+
+def _join(parts: Sequence[_Part], tokens_file: Path, marker: Path) -> None:
+    parts[0].tokens_file.replace(tokens_file)
+    with tokens_file.open("ab") as joined:
+        for part in parts[1:]:
+            with part.tokens_file.open("rb") as file:
+                while os.sendfile(joined.fileno(), file.fileno(), None, 1 << 30):
+                    pass
+            part.tokens_file.unlink()
+    tables = [np.load(part.table_file) for part in parts]
+    new = marker.with_name("prompts.new.npz")
+    np.savez(new, **{name: np.concatenate([table[name] for table in tables]) for name in tables[0].files})
+    new.replace(marker)
+    for part in parts:
+        part.table_file.unlink()
+
+
+def _doubled(requests: RequestFile, hashes: IntArray) -> list[BadRow]:
+    """Lists the rows whose id an earlier row has."""
+    places = np.argsort(hashes, kind="stable")
+    is_again = np.concatenate([[False], hashes[places][1:] == hashes[places][:-1]]) & (hashes[places] != 0)
+    if not is_again.any():
+        return []
+    first_of: dict[str, int] = {}
+    bad = []
+    suspects = np.isin(hashes, hashes[places[is_again]])
+    for row in np.flatnonzero(suspects).tolist():
+        custom_id = requests.request(row).custom_id
+        first = first_of.setdefault(custom_id, row)
+        if first != row:
+            line = requests.line_number(first)
+            bad.append(BadRow(row, custom_id, f"custom_id {custom_id!r} is that of line {line} too: each must be another"))
+    return bad
+
+

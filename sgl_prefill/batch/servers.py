@@ -1,0 +1,191 @@
+"""Running servers that answer a job: asked group by group, each by as many requests at a time as it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from http import HTTPStatus
+from typing import Any
+
+import aiohttp
+import orjson
+
+from sgl_prefill.answer import Answer
+from sgl_prefill.batch.run import RowAnswer
+from sgl_prefill.core.batch.token_rows import IntArray
+
+# What a server says that may serve the same request later.
+BUSY = {
+    HTTPStatus.REQUEST_TIMEOUT,
+    HTTPStatus.TOO_MANY_REQUESTS,
+    HTTPStatus.INTERNAL_SERVER_ERROR,
+    HTTPStatus.BAD_GATEWAY,
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    HTTPStatus.GATEWAY_TIMEOUT,
+}
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+# A server that answers a row so often with an error of its own will not answer it: the row fails, the job goes on.
+MOST_TRIES = 6
+TIMEOUT_S = 3600.0
+ANSWERS_EVERY_S = 0.25
+
+
+class Nonsense(Exception):
+    """An answer that is none: not JSON, or cut off."""
+
+
+class Server:
+    """One of the servers. It pauses where it does not answer, each time twice as long; nobody else waits for it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self.is_gone = False
+        self._pause_s = FIRST_PAUSE_S
+        self._open = asyncio.Event()
+        self._open.set()
+
+    @property
+    def is_open(self) -> bool:
+        return self._open.is_set()
+
+    async def ready(self) -> None:
+        await self._open.wait()
+
+    def room(self, n_asked: int, most: int) -> bool:
+        """Says whether it may be asked for one more row: one that was gone is tried with one."""
+        return self.is_open and n_asked < (1 if self.is_gone else most)
+
+    def answered(self) -> None:
+        self.is_gone, self._pause_s = False, FIRST_PAUSE_S
+
+    def pause(self, reason: str, tell: Callable[[str], None]) -> None:
+        """Lets nobody ask it for a while."""
+        if not self._open.is_set():
+            return
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
+        tell(f"{self.url}: {reason}; asked again in {pause_s:g} s")
+        self._open.clear()
+        asyncio.get_running_loop().call_later(pause_s * random.uniform(0.8, 1.2), self._open.set)
+
+
+async def answers(
+    urls: Sequence[str],
+    rows_in_order: IntArray,
+    group_begins: IntArray,
+    request_of: Callable[[int], tuple[str, dict[str, Any]]],
+    max_inflight: int,
+    *,
+    api_key: str | None = None,
+    tell: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+) -> AsyncIterator[list[RowAnswer]]:
+    """Yields answers as they come. A row that failed on one server is asked for again, of whichever has time first.
+
+    Args:
+        rows_in_order: of the whole job, rows of a group following each other.
+        group_begins: where in that order a group begins; a server takes one group after the other.
+        max_inflight: rows with each server at a time.
+    """
+    done: list[RowAnswer] = []
+    again: deque[int] = deque()  # rows that no server has answered yet
+    tries: dict[int, int] = {}
+    groups = deque(_groups(len(rows_in_order), group_begins, max_inflight))
+    n_left = len(rows_in_order)
+    servers = [Server(url) for url in urls]
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S, connect=10)
+    connector = aiohttp.TCPConnector(limit=0)
+
+    async def ask(session: aiohttp.ClientSession, server: Server, row: int) -> None:
+        nonlocal n_left
+        url, body = request_of(row)
+        tries[row] = tries.get(row, 0) + 1
+        try:
+            async with session.post(server.url + url, data=orjson.dumps(body)) as response:
+                text = await response.read()
+                status = response.status
+            if status < 400:
+                _check_json(text)
+        except (aiohttp.ClientError, TimeoutError, OSError, Nonsense) as error:
+            server.is_gone = True
+            server.pause(f"{type(error).__name__} {error}".strip(), tell)
+            tries[row] -= not isinstance(error, Nonsense)  # nobody has looked at the row
+            status, text = HTTPStatus.BAD_GATEWAY, str(error).encode()
+        else:
+            server.answered()
+            if status in BUSY:
+                server.pause(f"answers {status}", tell)
+        if status in BUSY and tries[row] < MOST_TRIES:
+            again.append(row)
+            return
+        n_left -= 1
+        done.append(RowAnswer(row, Answer(status, text)))
+
+    async def serve(session: aiohttp.ClientSession, server: Server) -> None:
+        mine: deque[int] = deque()
+        asking: set[asyncio.Task[None]] = set()
+        while n_left:
+            await server.ready()
+            while server.room(len(asking), max_inflight):
+                if not mine and groups:
+                    first, end = groups.popleft()
+                    mine.extend(rows_in_order[first:end].tolist())
+                if not mine and not again:
+                    break
+                asking.add(asyncio.create_task(ask(session, server, mine.popleft() if mine else again.popleft())))
+            if not asking:
+                await asyncio.sleep(ANSWERS_EVERY_S)  # others are at the last rows: one of them may fail
+                continue
+            ended, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
+            if server.is_gone:
+                again.extend(mine)  # for whoever lives
+                mine.clear()
+
+    async with aiohttp.ClientSession(
+        headers={"Content-Type": "application/json", **headers}, timeout=timeout, connector=connector
+    ) as session:
+        serving = [asyncio.create_task(serve(session, server)) for server in servers]
+        was_paused = False
+        try:
+            while not all(task.done() for task in serving):
+                await asyncio.wait(serving, timeout=ANSWERS_EVERY_S)
+                for task in serving:
+                    if task.done():
+                        task.result()
+                if done:
+                    answered, done[:] = list(done), []
+                    yield answered
+                is_paused = all(server.is_gone for server in servers) and n_left > 0
+                if is_paused != was_paused:
+                    tell("no server answers: the job pauses until one does" if is_paused else "the job goes on")
+                    was_paused = is_paused
+            if done:
+                yield done
+        finally:
+            for task in serving:
+                task.cancel()
+
+
+def _groups(n_rows: int, begins: IntArray, most_rows: int) -> list[tuple[int, int]]:
+    """Returns where the rows that a server takes at once begin and end: small groups together, up to `most_rows`."""
+    found = []
+    first = 0
+    bounds = [*begins.tolist(), n_rows]
+    for begin, end in zip(bounds, bounds[1:], strict=False):
+        if end - first > most_rows and begin > first:
+            found.append((first, begin))
+            first = begin
+    if first < n_rows:
+        found.append((first, n_rows))
+    return found
+
+
+def _check_json(text: bytes) -> None:
+    try:
+        orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise Nonsense("answers 200 with what is not JSON") from error

@@ -1,0 +1,299 @@
+"""An engine in this process, stepped by its caller: SGLang's tokenizer manager, scheduler and detokenizer with our routes, and
+neither HTTP nor sockets nor other processes between them.
+
+One thread does everything, one after the other: on a host a step uses all cores, and a second thread of Python beside it would
+only take turns with the one that starts its kernels.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import functools
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import fastapi
+import orjson
+import pydantic
+import torch
+from fastapi.encoders import jsonable_encoder
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from sglang.srt.entrypoints import http_server
+from sglang.srt.entrypoints.engine import init_tokenizer_manager
+from sglang.srt.entrypoints.openai import protocol as openai
+from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
+from sglang.srt.entrypoints.openai.serving_embedding import OpenAIServingEmbedding
+from sglang.srt.entrypoints.openai.serving_rerank import OpenAIServingRerank
+from sglang.srt.entrypoints.openai.serving_score import OpenAIServingScore
+from sglang.srt.managers.detokenizer_manager import DetokenizerManager
+from sglang.srt.managers.io_struct import (
+    BatchEmbeddingOutput,
+    BatchStrOutput,
+    BatchTokenIDOutput,
+    msgpack_decode,
+    msgpack_encode,
+)
+
+from sgl_prefill.answer import Answer
+from sgl_prefill.api.answers import with_nested_error
+from sgl_prefill.api.protocol import LabelChatCompletionRequest, LabelCompletionRequest, LabelGenerateReqInput
+from sgl_prefill.api.routes import PrefillRoutes, answer_bad_request
+from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
+from sgl_prefill.config import PrefillConfig
+from sgl_prefill.core.batch.planned_row import PlannedRow
+from sgl_prefill.engine_state import PACKS_WEIGHTS_KEY, EngineState
+from sgl_prefill.errors import BadRequestError
+from sgl_prefill.port import activation, scheduler_alone
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
+logger = logging.getLogger(__name__)
+
+
+class Prompt(NamedTuple):
+    """What a request makes the model read, and how much it may write."""
+
+    tokens: Sequence[int]
+    max_new_tokens: int | None
+
+
+class _PromptsAreKnown(BaseException):
+    """Ends a request that was sent for its prompts alone; nothing that answers an Exception sees it."""
+
+
+@dataclasses.dataclass
+class _Request:
+    """What the current task is about."""
+
+    prompts: list[Prompt] | None  # to be found; None: the request runs
+    planned: Iterator[PlannedRow]  # of its prompts
+
+
+_request: contextvars.ContextVar[_Request] = contextvars.ContextVar("request")
+
+
+class SteppedTokenizerManager(PrefillTokenizerManager):
+    """Hands requests to a scheduler in this process, or finds out what their prompts are."""
+
+    def __init__(self, server_args: ServerArgs, port_args: PortArgs, *, config: PrefillConfig) -> None:
+        self.sent: deque[bytes] = deque()
+        self.planned: dict[str, PlannedRow] = {}  # by the id of a request, until the scheduler has taken it in
+        super().__init__(server_args, port_args, config=config)
+        self.scheduler_info = {PACKS_WEIGHTS_KEY: False}  # until there is a scheduler
+        if config.max_input_length is not None:
+            self.max_req_input_len = config.max_input_length + 1
+
+    def init_ipc_channels(self, port_args: PortArgs) -> None:
+        """Opens no sockets."""
+        self.tokenizer_ipc_name = self.load_snapshot_reader = None
+
+    def auto_create_handle_loop(self) -> None:
+        """Starts no task and takes no signals: `InProcessEngine.step` hands the answers over."""
+
+    def _dispatch_to_scheduler(self, obj: Any) -> None:
+        # In SGLang's own encoding, so that the scheduler works on a copy as it does behind a socket.
+        self.sent.append(msgpack_encode(obj))
+
+    def _send_one_request(self, tokenized_obj: Any) -> None:
+        if self._runs(tokenized_obj):
+            super()._send_one_request(tokenized_obj)
+
+    def _send_batch_request(self, tokenized_objs: list[Any]) -> None:
+        if all([self._runs(one) for one in tokenized_objs]):
+            super()._send_batch_request(tokenized_objs)
+
+    def _runs(self, tokenized: Any) -> bool:
+        """Takes down what the plan says of a request that runs, or its prompt where only that is asked for."""
+        current = _request.get()
+        if current.prompts is not None:
+            current.prompts.append(Prompt(tokenized.input_ids, tokenized.sampling_params.max_new_tokens))
+            return False
+        if (planned := next(current.planned, None)) is not None:
+            self.planned[tokenized.rid] = planned
+        return True
+
+    async def _wait_one_response(self, obj: Any, request: fastapi.Request | None = None) -> AsyncIterator[Any]:
+        if _request.get().prompts is not None:
+            raise _PromptsAreKnown
+        async for output in super()._wait_one_response(obj, request):
+            yield output
+
+
+class SteppedDetokenizer(DetokenizerManager):  # type: ignore[misc]
+    """SGLang's detokenizer without sockets."""
+
+    def init_ipc_channels(self, port_args: PortArgs, server_args: ServerArgs) -> None:
+        """Opens no sockets."""
+
+    def detokenize(self, output: Any) -> Any:
+        """Does what SGLang's does with a message of the scheduler's; what is not for it passes through."""
+        is_for_it = isinstance(output, BatchTokenIDOutput) and self.tokenizer is not None
+        return self._request_dispatcher(output) if is_for_it else output
+
+
+class _Outbox:
+    """In the place of the scheduler's sockets."""
+
+    def __init__(self) -> None:
+        self.messages: deque[Any] = deque()
+
+    def send(self, data: bytes, flags: int = 0) -> None:
+        self.messages.append(msgpack_decode(data))
+
+
+class InProcessEngine:
+    """Answers requests as our server does, in one thread and one event loop. At most one a process.
+
+    `prompts_of` needs no model and works from the beginning; `answer` and `step` work once `start` has loaded it.
+    """
+
+    def __init__(self, config: PrefillConfig, server_args: ServerArgs) -> None:
+        from sglang.srt.server_args import PortArgs
+
+        activation.activate(config, "http")
+        self._config, self._server_args = config, server_args
+        self._port_args = PortArgs.init_new(server_args)
+        make = functools.partial(SteppedTokenizerManager, config=config)
+        self._manager, templates = init_tokenizer_manager(server_args, self._port_args, make)
+        http_server.set_global_state(http_server._GlobalState(self._manager, templates, {}))
+        serving = SimpleNamespace(
+            openai_serving_completion=OpenAIServingCompletion(self._manager, templates),
+            openai_serving_chat=self._manager.serving_chat_class(self._manager, templates),
+            openai_serving_embedding=OpenAIServingEmbedding(self._manager, templates),
+            openai_serving_score=OpenAIServingScore(self._manager),
+            openai_serving_rerank=OpenAIServingRerank(self._manager, templates),
+        )
+        self._app = SimpleNamespace(state=serving)
+        routes = PrefillRoutes(self._app, config)
+        self._endpoints: dict[str, tuple[pydantic.TypeAdapter[Any], Callable[..., Awaitable[Any]]]] = {
+            url: (pydantic.TypeAdapter(request), endpoint)
+            for url, request, endpoint in (
+                ("/v1/completions", LabelCompletionRequest, routes.completions),
+                ("/v1/chat/completions", LabelChatCompletionRequest, routes.chat_completions),
+                ("/generate", LabelGenerateReqInput, routes.generate),
+                ("/v1/score", openai.ScoringRequest, http_server.v1_score_request),
+                ("/v1/rerank", openai.V1RerankReqInput, routes.rerank),
+                ("/v1/embeddings", openai.EmbeddingRequest, http_server.openai_v1_embeddings),
+            )
+        }
+        self._scheduler: Any = None
+        self._detokenizer: Any = None
+        self._outbox = _Outbox()
+        self.n_prompt_tokens = self.n_cached_tokens = 0  # of all prompts that were answered
+
+    @property
+    def urls(self) -> list[str]:
+        return list(self._endpoints)
+
+    def start(self) -> EngineState:
+        """Loads the model, and does everything else that a server's start does. Raises what that raises."""
+        activation.activate(self._config, "detokenizer")
+        self._detokenizer = SteppedDetokenizer(self._server_args, self._port_args)
+        state, self._scheduler = scheduler_alone.build(self._config, self._server_args)
+        channels = self._scheduler.ipc_channels
+        channels.send_to_detokenizer.socket = channels.send_to_tokenizer.socket = self._outbox
+        info = self._scheduler.get_init_info()
+        self._manager.scheduler_info, self._manager.max_req_input_len = info, info["max_req_input_len"]
+        if state.scheduling is not None:
+            state.scheduling.planned = self._manager.planned
+        return state
+
+    async def prompts_of(self, url: str, body: dict[str, Any]) -> list[Prompt] | Answer:
+        """Returns what a request makes the model read, in the order in which it sends its prompts; the answer where it would
+        be refused."""
+        request = _Request([], iter(()))
+        try:
+            answer = await self._answer(url, body, request)
+        except _PromptsAreKnown:
+            assert request.prompts
+            return request.prompts
+        assert not answer.is_ok, "a request was answered without a prompt"
+        return answer
+
+    async def answer(self, url: str, body: dict[str, Any], planned: Sequence[PlannedRow] = ()) -> Answer:
+        """Returns the answer to one request, while others call `step`. planned: of its prompts, in their order."""
+        return await self._answer(url, body, _Request(None, iter(planned)))
+
+    async def _answer(self, url: str, body: dict[str, Any], current: _Request) -> Answer:
+        token = _request.set(current)
+        raw_request = fastapi.Request(_scope(url, self._app), _receive_nothing)
+        try:
+            adapter, endpoint = self._endpoints[url]
+            result = await endpoint(adapter.validate_python(body), raw_request)
+            if not isinstance(result, Response):
+                return Answer(200, orjson.dumps(jsonable_encoder(result)))
+        except pydantic.ValidationError as error:
+            problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
+            result = await _handled(RequestValidationError(problems, body=body), raw_request)
+        except BadRequestError as error:
+            result = await answer_bad_request(raw_request, error)
+        except fastapi.HTTPException as error:
+            result = await _handled(error, raw_request)
+        except Exception as error:  # of this request alone: the others go on, as they do in a server
+            logger.exception("a request failed")
+            result = await _handled(fastapi.HTTPException(500, f"{type(error).__name__}: {error}"), raw_request)
+        finally:
+            _request.reset(token)
+        body_bytes = bytes(result.body)
+        return Answer(result.status_code, with_nested_error(body_bytes) if result.status_code >= 400 else body_bytes)
+
+    @torch.inference_mode()
+    def _run_step(self) -> bool:
+        scheduler, sent = self._scheduler, self._manager.sent
+        requests = [msgpack_decode(sent.popleft()) for _ in range(len(sent))]
+        scheduler.request_receiver.unwrap_pickle_wrapper(requests)
+        scheduler.process_input_requests(requests)
+        plan = scheduler.get_next_batch_to_run(
+            running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
+        )
+        scheduler.running_batch = plan.running_batch
+        batch = plan.batch_to_run
+        if batch:
+            scheduler.process_batch_result(batch, scheduler.run_batch(batch))
+        scheduler.last_batch = batch
+        return bool(batch)
+
+    async def step(self) -> bool:
+        """Takes in what was sent, runs one step and hands out its answers. Returns whether there was anything to run."""
+        has_run = self._run_step()
+        messages = self._outbox.messages
+        while messages:
+            output = self._detokenizer.detokenize(messages.popleft())
+            if isinstance(output, (BatchStrOutput, BatchTokenIDOutput, BatchEmbeddingOutput)):
+                self.n_prompt_tokens += sum(output.prompt_tokens)
+                self.n_cached_tokens += sum(output.cached_tokens)
+                await self._manager._handle_batch_output(output)
+            else:
+                self._manager._result_dispatcher(output)
+        return has_run
+
+
+async def _handled(error: Exception, raw_request: fastapi.Request) -> Response:
+    """Answers an error as SGLang's HTTP server does."""
+    handler: Any = http_server.app.exception_handlers[type(error)]
+    response: Response = await handler(raw_request, error)
+    return response
+
+
+def _scope(url: str, app: Any) -> dict[str, Any]:
+    return {
+        "type": "http",
+        "method": "POST",
+        "path": url,
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        "server": ("127.0.0.1", 0),
+        "scheme": "http",
+        "app": app,
+    }
+
+
+async def _receive_nothing() -> dict[str, Any]:
+    return {"type": "http.request", "body": b"", "more_body": False}
