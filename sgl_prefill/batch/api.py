@@ -75,13 +75,17 @@ def score(
         engine: one of this process, or the URLs of running servers.
     """
     backend: Backend = engine.backend if isinstance(engine, Engine) else RunningServers(_urls(engine), None)
-    with asyncio.Runner() as runner:
+    loop = asyncio.new_event_loop()
+    try:
         bodies = _Bodies(rows, labels)
-        found, refused = runner.run(_prompts_of(backend, bodies))
+        found, refused = loop.run_until_complete(_prompts_of(backend, bodies))
         yield from (_row_score(row, answer, labels) for row, answer in refused)
         answers = backend.answers(depth_first(found.tokens), found, bodies.request_of, max_inflight)
-        while (answered := runner.run(_next(answers))) is not None:
+        while (answered := loop.run_until_complete(_next(answers))) is not None:
             yield from (_row_score(row, answer, labels) for row, answer in answered)
+    finally:
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
 
 
 def plan(rows: Sequence[Sequence[int]]) -> list[RowGroup]:

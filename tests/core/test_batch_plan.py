@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_prefill.core.batch import prefix_order, prefix_tree
+from sgl_prefill.core.batch import plan, prefix_order, prefix_tree
 from sgl_prefill.core.batch.prefix_tree import ROOT, Group, PrefixNode
 from sgl_prefill.core.batch.token_rows import TokenRows
 
@@ -123,5 +123,33 @@ def test_figure_4() -> None:
 def test_rows_of_a_memory_mapped_file_are_read_where_they_lie(tmp_path: Path) -> None:
     tokens = np.memmap(tmp_path / "tokens", np.int32, "w+", shape=5)
     tokens[:] = [7, 8, 9, 7, 8]
-    found = prefix_order.sort(TokenRows(tokens, np.array([0, 3, 5])))
+    found = prefix_order.sort(TokenRows.one_after_the_other(tokens, np.array([3, 2])))
     assert (found.rows.tolist(), found.shared_tokens.tolist()) == ([1, 0], [0, 2])
+
+
+@given(ROWS, st.data())
+def test_a_subset_is_planned_as_if_there_were_no_others(rows: list[list[int]], data: st.DataObject) -> None:
+    kept = data.draw(st.lists(st.sampled_from(range(len(rows))), unique=True)) if rows else []
+    part = plan.depth_first(TokenRows.of(rows).subset(np.array(sorted(kept), np.int64)))
+    alone = plan.depth_first(TokenRows.of([rows[row] for row in sorted(kept)]))
+    assert (part.rows.tolist(), part.reused_tokens.tolist()) == (alone.rows.tolist(), alone.reused_tokens.tolist())
+
+
+@given(ROWS.filter(bool), st.integers(1, 4))
+def test_shards_are_all_of_the_plan_and_nothing_twice(rows: list[list[int]], n_shards: int) -> None:
+    token_rows = TokenRows.of(rows)
+    whole = plan.depth_first(token_rows)
+    cuts = [plan.shard(whole, token_rows.lengths, which, n_shards) for which in range(1, n_shards + 1)]
+    assert cuts[0][0] == 0
+    assert cuts[-1][1] == len(rows)
+    assert all(one[1] == other[0] for one, other in itertools.pairwise(cuts))
+
+
+def test_a_job_is_cut_where_its_rows_share_nothing() -> None:
+    """Twenty groups of five rows in four shards: an even cut lies within no group, since one that shares nothing is near."""
+    rows = [[group] * 20 + [100 + row] for group in range(20) for row in range(5)]
+    token_rows = TokenRows.of(rows)
+    whole = plan.depth_first(token_rows)
+    cuts = [plan.shard(whole, token_rows.lengths, which, 4) for which in (1, 2, 3, 4)]
+    assert [whole.reused_tokens[first] for first, _ in cuts] == [0, 0, 0, 0]
+    assert [end - first for first, end in cuts] == [25, 25, 25, 25]

@@ -1,0 +1,231 @@
+"""Running servers that answer a job: gone, slow, busy, or talking nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import orjson
+import pytest
+from aiohttp import web
+
+from sgl_prefill.batch import servers
+from sgl_prefill.batch.backends import beginning_of, tokens_of
+
+N_ROWS = 40
+Behaviour = Callable[[int], web.Response]  # of a row
+
+
+def good(row: int) -> web.Response:
+    return web.json_response({"row": row, "usage": {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}})
+
+
+@asynccontextmanager
+async def server(behave: Behaviour) -> AsyncIterator[tuple[str, list[int]]]:
+    """A server, and the rows that it was asked for."""
+    asked: list[int] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        row = (await request.json())["row"]
+        asked.append(row)
+        return behave(row)
+
+    application = web.Application()
+    application.router.add_post("/v1/completions", answer)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    assert site._server is not None
+    port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+    try:
+        yield f"http://127.0.0.1:{port}", asked
+    finally:
+        await runner.cleanup()
+
+
+class Ran:
+    """What came of a job."""
+
+    def __init__(self) -> None:
+        self.answers: dict[int, tuple[int, Any]] = {}
+        self.told: list[str] = []
+        self.asked: list[list[int]] = []
+
+
+async def run(
+    *behaviours: Behaviour | None, max_inflight: int = 4, begins: Sequence[int] = range(0, N_ROWS, 5)
+) -> Ran:
+    """Runs a job of N_ROWS rows on servers that behave so; None: nobody listens there."""
+    ran = Ran()
+    pauses = mock.patch.multiple(servers, FIRST_PAUSE_S=0.01, LONGEST_PAUSE_S=0.02, ANSWERS_EVERY_S=0.01)
+    async with _all(behaviours) as running:
+        ran.asked = [asked for _, asked in running]
+        with pauses:
+            async for answered in servers.answers(
+                [url for url, _ in running],
+                np.arange(N_ROWS),
+                np.array(begins),
+                lambda row: ("/v1/completions", {"row": row}),
+                max_inflight,
+                tell=ran.told.append,
+            ):
+                for row, answer in answered:
+                    assert row not in ran.answers
+                    ran.answers[row] = (answer.status, answer.body)
+    return ran
+
+
+@asynccontextmanager
+async def _all(behaviours: Sequence[Behaviour | None]) -> AsyncIterator[list[tuple[str, list[int]]]]:
+    if not behaviours:
+        yield []
+        return
+    first, *others = behaviours
+    if first is None:
+        async with _all(others) as running:
+            yield [("http://127.0.0.1:9", []), *running]
+        return
+    async with server(first) as one, _all(others) as running:
+        yield [one, *running]
+
+
+def all_good(ran: Ran) -> bool:
+    return {row: orjson.loads(body)["row"] for row, (_, body) in ran.answers.items()} == {row: row for row in range(N_ROWS)}
+
+
+def test_each_server_gets_whole_groups_in_order() -> None:
+    ran = asyncio.run(run(good, good, max_inflight=5))
+    assert all_good(ran)
+    for asked in ran.asked:
+        groups = [row // 5 for row in asked]
+        assert groups == sorted(groups)
+    first, second = ({row // 5 for row in asked} for asked in ran.asked)
+    assert not first & second
+    assert first
+    assert second
+
+
+def failing(times: int, how: Callable[[], web.Response]) -> Behaviour:
+    left = itertools.count()
+
+    def behave(row: int) -> web.Response:
+        return how() if next(left) < times else good(row)
+
+    return behave
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda: web.Response(status=429),
+        lambda: web.Response(status=500, text="oops"),
+        lambda: web.Response(status=200, text='{"cut'),
+        lambda: web.Response(status=503),
+    ],
+)
+def test_what_a_server_could_not_answer_is_asked_for_again_and_answered_once(how: Callable[[], web.Response]) -> None:
+    ran = asyncio.run(run(failing(7, how)))
+    assert all_good(ran)
+    assert ran.told
+
+
+def test_where_one_server_is_gone_the_others_answer_its_rows() -> None:
+    ran = asyncio.run(run(None, good))
+    assert all_good(ran)
+    assert any("127.0.0.1:9" in line for line in ran.told)
+
+
+def test_a_row_that_no_server_can_answer_fails_and_the_others_do_not() -> None:
+    def refuses_three(row: int) -> web.Response:
+        return web.Response(status=500, text="this one") if row == 3 else good(row)
+
+    ran = asyncio.run(run(refuses_three))
+    assert ran.answers.pop(3) == (500, b"this one")
+    assert all(status == 200 for status, _ in ran.answers.values())
+    assert len(ran.answers) == N_ROWS - 1
+    assert Counter(ran.asked[0])[3] == servers.MOST_TRIES
+
+
+def test_a_row_that_is_wrong_is_not_asked_for_again() -> None:
+    def refuses_three(row: int) -> web.Response:
+        return web.json_response({"message": "no such label"}, status=400) if row == 3 else good(row)
+
+    ran = asyncio.run(run(refuses_three))
+    assert ran.answers[3][0] == 400
+    assert Counter(ran.asked[0])[3] == 1
+
+
+def test_the_job_pauses_where_no_server_lives_and_goes_on_when_one_does() -> None:
+    """Nobody listens until the job has said that it pauses."""
+
+    async def story() -> tuple[list[str], int]:
+        told: list[str] = []
+        async with server(good) as (url, _):
+            pass  # its port is free again
+        n_answered = 0
+        port = int(url.rsplit(":", 1)[1])
+        runner = None
+        with mock.patch.multiple(servers, FIRST_PAUSE_S=0.01, LONGEST_PAUSE_S=0.02, ANSWERS_EVERY_S=0.01):
+            answers = servers.answers(
+                [url], np.arange(3), np.array([0]), lambda row: ("/", {"row": row}), 2, tell=told.append
+            )
+            waiting = asyncio.ensure_future(anext(answers))
+            while not any("pauses" in line for line in told):
+                await asyncio.sleep(0.01)
+            application = web.Application()
+            application.router.add_post("/", _echo)
+            runner = web.AppRunner(application)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", port).start()
+            n_answered += len(await waiting)
+            async for answered in answers:
+                n_answered += len(answered)
+            await runner.cleanup()
+        return told, n_answered
+
+    told, n_answered = asyncio.run(story())
+    assert n_answered == 3
+    assert any("goes on" in line for line in told)
+
+
+async def _echo(request: web.Request) -> web.Response:
+    return web.json_response(await request.json())
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "beginning"),
+    [
+        ("/v1/completions", {"prompt": "ab"}, b"ab"),
+        ("/v1/completions", {"prompt": ["ab", "cd"]}, b"ab"),
+        ("/v1/completions", {"prompt": [3, 4]}, [3, 4]),
+        ("/v1/completions", {"prompt": [[3, 4], [5]]}, [3, 4]),
+        ("/generate", {"text": "é"}, "é".encode()),
+        ("/generate", {"input_ids": [5]}, [5]),
+        ("/v1/rerank", {"query": "q", "documents": ["d"]}, b"q"),
+        ("/v1/embeddings", {"input": "x"}, b"x"),
+        ("/v1/completions", {}, b"null"),
+    ],
+)
+def test_requests_are_compared_by_the_beginning_of_their_prompts(
+    url: str, body: dict[str, Any], beginning: bytes | list[int]
+) -> None:
+    assert list(beginning_of(url, body)) == list(beginning)
+
+
+def test_tokens_are_read_from_answers_of_all_shapes() -> None:
+    usage = {"usage": {"prompt_tokens": 7, "prompt_tokens_details": {"cached_tokens": 4}}}
+    meta = {"meta_info": {"prompt_tokens": 5, "cached_tokens": 1}}
+    for body, expected in ((usage, (7, 4)), (meta, (5, 1)), ([meta, meta], (10, 2)), ({}, (0, 0)), ("x", (0, 0))):
+        assert tokens_of(orjson.dumps(body)) == expected
+
+
+def test_small_groups_go_together_and_large_ones_alone() -> None:
+    groups: Iterator[tuple[int, int]] = iter(servers._groups(20, np.array([0, 2, 4, 12]), 5))
+    assert list(groups) == [(0, 4), (4, 12), (12, 20)]
