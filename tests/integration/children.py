@@ -60,3 +60,17 @@ def _run(module: str, scenario: str, folder: Path, log: Path, sender: Connection
         raise
     finally:
         sender.close()
+
+
+def forked_main(module: str, argv: list[str], log: Path) -> Any:
+    """A process that runs `MODULE.main(argv)` and ends with its status; what it prints is in the log."""
+    child = _FORKED.Process(target=_run_main, args=(module, argv, log))
+    child.start()
+    return child
+
+
+def _run_main(module: str, argv: list[str], log: Path) -> None:
+    with log.open("w") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    sys.exit(importlib.import_module(module).main(argv))
