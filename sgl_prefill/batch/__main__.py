@@ -10,7 +10,6 @@ import hashlib
 import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,15 +42,17 @@ def answer(options: JobOptions, engine_flags: list[str]) -> int:
     """Answers a job. Raises SglPrefillError where it cannot begin or go on."""
     from sgl_prefill.batch.job import Job, report_plan
 
-    began_s = time.monotonic()
     backend: RunningServers | OwnEngine
     backend, identity = running_servers(options, engine_flags) if options.base_urls else own_engine(engine_flags)
     if options.dry_run:
         return only_plan(options, backend)
     job = Job(options, identity)
     try:
+        if job.is_finished:
+            print("all rows were answered by an earlier run (--overwrite answers them again)", file=sys.stderr)
+            return 0
         planned = job.plan(backend)
-        report_plan(planned, backend.unit, took_s=time.monotonic() - began_s)
+        report_plan(planned, backend.unit)
         if len(planned.order):
             backend.start()
         return job.answer(backend, planned)

@@ -37,6 +37,7 @@ class Planned:
         self.prompts = prompts  # of the rows that are left
         self.order: JobPlan = plan.depth_first(prompts.tokens)
         self.n_rows, self.n_before = len(rows), n_before
+        self.plan_s = 0.0  # that reading, tokenising and planning have taken
 
     @property
     def n_tokens(self) -> int:
@@ -64,6 +65,7 @@ class Job:
         options, folder = self.options, self.folder
         manifest = {"input": hash_of(options.input), "options": options.meaning(), "engine": engine}
         goes_on = folder.check_manifest(manifest)
+        self.is_finished = goes_on and folder.is_finished() and options.output.exists()
         if not goes_on and options.output.exists() and options.output.stat().st_size:
             folder.discard()
             raise BatchJobError(
@@ -77,11 +79,12 @@ class Job:
             self.requests = RequestFile(path)
         # What is not written as it is answered is written when all answers are there.
         self._is_made_at_end = options.is_table or options.output_order == "input"
-        self.answers = AnswerFile(folder.path / "answers.jsonl" if self._is_made_at_end else options.output)
+        self.answers = AnswerFile(folder.answers_file if self._is_made_at_end else options.output)
         self.errors = AnswerFile(options.error_file)
 
     def plan(self, backend: Backend) -> Planned:
         """Checks all rows, and plans those that are left. Raises BatchJobError where some cannot be answered, naming them."""
+        began_s = time.monotonic()
         prompts = prepare(self.requests, backend.find_prompts, self.folder.path)
         self.bad = prompts.bad
         self.errors.rewrite([self._refusal(bad) for bad in self.bad])
@@ -89,11 +92,14 @@ class Job:
             raise BatchJobError(self._all_bad())
         rows = self._rows_of_shard(prompts)
         is_done = self._is_answered(prompts.id_hashes)[rows]
-        return Planned(prompts.subset(rows[~is_done]), rows, int(is_done.sum()))
+        planned = Planned(prompts.subset(rows[~is_done]), rows, int(is_done.sum()))
+        planned.plan_s = time.monotonic() - began_s
+        return planned
 
     def answer(self, backend: Backend, planned: Planned) -> int:
         """Answers what is left. Returns the exit status."""
         n_failed = len(self.bad)
+        answer_s = 0.0
         if len(planned.order):
             progress = Progress(planned.n_rows, planned.n_before, planned.n_tokens, planned.order.saved_tokens, backend.unit)
             if self.options.metrics_port is not None:
@@ -101,9 +107,22 @@ class Job:
             asyncio.run(self._answer_all(backend, planned, progress))
             progress.end()
             n_failed += progress.n_failed
+            answer_s = progress.elapsed_s
         if self._is_made_at_end:
             self._make_output()
-        self.folder.finish()
+        self.folder.finish(
+            {
+                "rows": planned.n_rows,
+                "rows_answered_before": planned.n_before,
+                "rows_failed": n_failed,
+                "prompt_tokens": backend.n_prompt_tokens,
+                "cached_tokens": backend.n_cached_tokens,
+                f"{backend.unit}_planned": planned.n_tokens,
+                f"{backend.unit}_saved_at_most": planned.order.saved_tokens,
+                "plan_s": round(planned.plan_s, 3),
+                "answer_s": round(answer_s, 3),
+            }
+        )
         return SOME_NOT if n_failed else ALL_ANSWERED
 
     async def _answer_all(self, backend: Backend, planned: Planned, progress: Progress) -> None:
@@ -203,13 +222,13 @@ class Job:
             opened.close()
 
 
-def report_plan(planned: Planned, unit: str, *, took_s: float) -> None:
+def report_plan(planned: Planned, unit: str) -> None:
     """Tells what lies ahead."""
     n_saved = planned.order.saved_tokens
     share = n_saved / planned.n_tokens if planned.n_tokens else 0.0
     before = f", {planned.n_before:,} of them answered before" if planned.n_before else ""
     print(
         f"{planned.n_rows:,} rows{before}: {planned.n_tokens:,} {unit}, of which {n_saved:,} ({share:.1%}) need not be"
-        f" computed (read and planned in {took_s:.1f} s)",
+        f" computed (read, tokenised and planned in {planned.plan_s:.1f} s)",
         file=sys.stderr,
     )

@@ -6,7 +6,6 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +79,26 @@ class JobFolder:
         """Takes back a new job."""
         self.manifest_file.unlink()
 
-    def finish(self) -> None:
-        """Drops all but the manifest, by which a job that is done is known."""
+    @property
+    def answers_file(self) -> Path:
+        """Returns where answers are kept that the output does not hold yet."""
+        return self.path / "answers.jsonl"
+
+    def is_finished(self) -> bool:
+        """Says whether an earlier run has answered all rows."""
+        return self._summary_file.exists() and json.loads(self._summary_file.read_text())["rows_failed"] == 0
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Drops what is needed no more, and writes `summary.json`: what this run did."""
+        needed = {"lock", self.manifest_file.name, *([self.answers_file.name] if summary["rows_failed"] else [])}
         for file in self.path.iterdir():
-            if file.name not in ("lock", self.manifest_file.name):
-                shutil.rmtree(file) if file.is_dir() else file.unlink()
+            if file.name not in needed:
+                file.unlink()
+        self._summary_file.write_text(json.dumps(summary, indent=1) + "\n")
+
+    @property
+    def _summary_file(self) -> Path:
+        return self.path / "summary.json"
 
     def close(self) -> None:
         os.close(self._lock)

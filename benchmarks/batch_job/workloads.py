@@ -1,0 +1,61 @@
+"""The jobs of BatchLLM's evaluation (sections 6.2 and 6.3), lengths divided, as rows of token ids."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+from benchmarks import shapes
+
+Rows = list[list[int]]
+
+
+class Micro(NamedTuple):
+    """Groups of one prefix each; the paper's name is prefix/own, sharing degree."""
+
+    prefix_tokens: int
+    own_tokens: int
+    degree: int
+    n_rows: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.prefix_tokens}/{self.own_tokens} at {self.degree}"
+
+    @property
+    def ceiling(self) -> float:
+        """The share of all tokens that need not be computed: each prefix once."""
+        return (self.degree - 1) * self.prefix_tokens / (self.degree * (self.prefix_tokens + self.own_tokens))
+
+    def rows(self) -> Rows:
+        rng = random.Random(self.name)
+        made = []
+        for _ in range(self.n_rows // self.degree):
+            prefix = shapes.token_ids(rng, self.prefix_tokens)
+            made += [[*prefix, *shapes.token_ids(rng, self.own_tokens)] for _ in range(self.degree)]
+        rng.shuffle(made)
+        return made
+
+
+# The paper's 2000/200, 2000/1000 and 1000/1000 (Fig. 5) and 16000/200 (section 6.3.1), divided by 10.
+MICRO = (
+    *(Micro(prefix, own, degree, 640) for prefix, own in ((200, 20), (200, 100), (100, 100)) for degree in (4, 16)),
+    Micro(1600, 20, 16, 320),
+)
+
+INSTRUCTION_TOKENS = 20
+
+
+def industry(n_rows: int, divided_by: int) -> Rows:
+    """Snippets of web documents (section 6.2.2): one short instruction, documents of N(1570, 500) tokens with some three queries
+    of 30 tokens each."""
+    rng = random.Random("industry")
+    instruction = shapes.token_ids(rng, INSTRUCTION_TOKENS)
+    made: Rows = []
+    while len(made) < n_rows:
+        n_document = max(round(rng.gauss(1570, 500) / divided_by), 8)
+        document = shapes.token_ids(rng, n_document)
+        for _ in range(min(rng.choice((1, 2, 3, 4, 5)), n_rows - len(made))):
+            made.append([*instruction, *document, *shapes.token_ids(rng, max(30 // divided_by, 2))])
+    rng.shuffle(made)
+    return made
