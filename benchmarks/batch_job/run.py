@@ -2,7 +2,8 @@
 
     python benchmarks/batch_job/run.py [--quick] [--json PATH]
 
-The paper's microbenchmarks, divided by 10, against both versions of SGLang, as shuffled and sorted files. See the README beside this.
+The paper's microbenchmarks, divided by 10, against both versions of SGLang, as shuffled and as sorted files. See the README
+beside this.
 """
 
 from __future__ import annotations
@@ -99,9 +100,7 @@ def main() -> int:
     return 0
 
 
-def targets_of(
-    workloads: Sequence[Micro], found: dict[engines.Engine, list[Measured]]
-) -> list[report.Target]:
+def targets_of(workloads: Sequence[Micro], found: dict[engines.Engine, list[Measured]]) -> list[report.Target]:
     def rate(engine: engines.Engine, workload: Micro, is_sorted: bool) -> float:
         return statistics.median(run[workload.name, is_sorted].rows_per_s for run in found[engine])
 
@@ -122,7 +121,9 @@ def targets_of(
                 if limit is not None:
                     ratio = rate(JOB, workload, False) / rate(best, workload, is_sorted)
                     how = "sorted" if is_sorted else "shuffled"
-                    name = f"{workload.name}: rows a second, batch job / best stock policy, {reference.name}, file {how}"
+                    name = (
+                        f"{workload.name}: rows a second, batch job / best stock policy, {reference.name}, file {how}"
+                    )
                     targets.append(report.Target.at_least(name, ratio, limit))
     return targets
 

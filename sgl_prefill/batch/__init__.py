@@ -1,10 +1,10 @@
 """Whole jobs, known ahead (BatchLLM): `python -m sgl_prefill.batch`, and the same from Python.
 
-    from sgl_prefill import batch
+from sgl_prefill import batch
 
-    with batch.Engine(model_path="...") as engine:
-        for row in batch.score(prompts, labels=[" yes", " no"], engine=engine):
-            print(row.number, row.probabilities)
+with batch.Engine(model_path="...") as engine:
+    for row in batch.score(prompts, labels=[" yes", " no"], engine=engine):
+        print(row.number, row.probabilities)
 """
 
 from __future__ import annotations

@@ -10,12 +10,15 @@ import orjson
 
 def answered(custom_id: str, status: int, body: bytes) -> bytes:
     """Makes the line of a row that has an answer. body: JSON, which is not parsed again."""
-    return b'{"id":"batch_req_%s","custom_id":%s,"response":{"status_code":%d,"request_id":"%s","body":%s},"error":null}' % (
-        uuid.uuid4().hex.encode(),
-        orjson.dumps(custom_id),
-        status,
-        uuid.uuid4().hex.encode(),
-        body,
+    return (
+        b'{"id":"batch_req_%s","custom_id":%s,"response":{"status_code":%d,"request_id":"%s","body":%s},"error":null}'
+        % (
+            uuid.uuid4().hex.encode(),
+            orjson.dumps(custom_id),
+            status,
+            uuid.uuid4().hex.encode(),
+            body,
+        )
     )
 
 

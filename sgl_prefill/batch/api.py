@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -56,7 +57,9 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Does nothing: the engine ends with its process."""
 
 
@@ -96,7 +99,7 @@ def plan(rows: Sequence[Sequence[int]]) -> list[RowGroup]:
 
 def _groups(order: JobPlan) -> Iterator[RowGroup]:
     bounds = [*order.group_begins().tolist(), len(order)]
-    for first, end in zip(bounds, bounds[1:], strict=False):
+    for first, end in itertools.pairwise(bounds):
         yield RowGroup(order.rows[first:end].tolist(), int(order.reused_tokens[first:end].sum()))
 
 

@@ -25,9 +25,17 @@ RequestOf = Callable[[int], tuple[str, dict[str, Any]]]
 class Backend(Protocol):
     """Finds the prompts of requests, and answers them."""
 
-    unit: str  # of what prompts are made of here
-    n_prompt_tokens: int  # of all answers so far
-    n_cached_tokens: int
+    @property
+    def unit(self) -> str:
+        """Says what prompts are made of here."""
+
+    @property
+    def n_prompt_tokens(self) -> int:
+        """Counts the prompt tokens of all answers so far."""
+
+    @property
+    def n_cached_tokens(self) -> int:
+        """Counts those that the prefix cache held."""
 
     async def find_prompts(self, url: str, body: dict[str, Any]) -> list[FoundPrompt]:
         """Returns what a request makes the model read, and how many tokens each prompt may write. Raises BadRequestError."""

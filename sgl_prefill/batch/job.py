@@ -101,7 +101,9 @@ class Job:
         n_failed = len(self.bad)
         answer_s = 0.0
         if len(planned.order):
-            progress = Progress(planned.n_rows, planned.n_before, planned.n_tokens, planned.order.saved_tokens, backend.unit)
+            progress = Progress(
+                planned.n_rows, planned.n_before, planned.n_tokens, planned.order.saved_tokens, backend.unit
+            )
             if self.options.metrics_port is not None:
                 progress.serve_metrics(self.options.metrics_port)
             asyncio.run(self._answer_all(backend, planned, progress))

@@ -59,7 +59,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("-o", "--output", "--output-file", type=Path, required=True, help="answers: .jsonl or .parquet")
     made.add_argument("--error-file", type=Path, help="rows without an answer (default: OUTPUT.errors.jsonl)")
     made.add_argument(
-        "--base-url", dest="base_urls", nargs="+", metavar="URL", help="running servers that answer in place of an own engine"
+        "--base-url",
+        dest="base_urls",
+        nargs="+",
+        metavar="URL",
+        help="running servers that answer in place of an own engine",
     )
     made.add_argument(
         "--output-order", choices=("completion", "input"), help="of the answers (default: as they are completed)"

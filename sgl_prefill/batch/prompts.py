@@ -62,8 +62,7 @@ def prepare(requests: RequestFile, find_prompts: FindPrompts, folder: Path) -> P
         n_workers = max(1, min(len(os.sched_getaffinity(0)), len(requests) // ROWS_AT_ONCE))
         bounds = np.linspace(0, len(requests), n_workers + 1).astype(int).tolist()
         parts = [
-            _Part(requests, find_prompts, folder, number, *bounds[number : number + 2])
-            for number in range(n_workers)
+            _Part(requests, find_prompts, folder, number, *bounds[number : number + 2]) for number in range(n_workers)
         ]
         _run_all(parts)
         _join(parts, folder / "tokens.bin", marker)
@@ -178,7 +177,7 @@ def _doubled(requests: RequestFile, hashes: IntArray) -> list[BadRow]:
         first = first_of.setdefault(custom_id, row)
         if first != row:
             line = requests.line_number(first)
-            bad.append(BadRow(row, custom_id, f"custom_id {custom_id!r} is that of line {line} too: each must be another"))
+            bad.append(
+                BadRow(row, custom_id, f"custom_id {custom_id!r} is that of line {line} too: each must be another")
+            )
     return bad
-
-

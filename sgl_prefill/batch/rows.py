@@ -81,7 +81,9 @@ def parse(line: bytes) -> Request:
         raise BadRequestError("a line must be a JSON object with custom_id, method, url and body")
     custom_id = fields.get("custom_id")
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MOST_ID_CHARACTERS:
-        raise BadRequestError(f"custom_id is {_shown(custom_id)}: it must be a text of 1 to {MOST_ID_CHARACTERS} characters")
+        raise BadRequestError(
+            f"custom_id is {_shown(custom_id)}: it must be a text of 1 to {MOST_ID_CHARACTERS} characters"
+        )
     method, url, body = fields.get("method", "POST"), fields.get("url"), fields.get("body")
     if method != "POST":
         raise BadRequestError(f"method is {_shown(method)}: it must be POST")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import sys
 from collections import deque
@@ -33,7 +34,7 @@ TIMEOUT_S = 3600.0
 ANSWERS_EVERY_S = 0.25
 
 
-class Nonsense(Exception):
+class NonsenseError(Exception):
     """An answer that is none: not JSON, or cut off."""
 
 
@@ -108,10 +109,10 @@ async def answers(
                 status = response.status
             if status < 400:
                 _check_json(text)
-        except (aiohttp.ClientError, TimeoutError, OSError, Nonsense) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, NonsenseError) as error:
             server.is_gone = True
             server.pause(f"{type(error).__name__} {error}".strip(), tell)
-            tries[row] -= not isinstance(error, Nonsense)  # nobody has looked at the row
+            tries[row] -= not isinstance(error, NonsenseError)  # nobody has looked at the row
             status, text = HTTPStatus.BAD_GATEWAY, str(error).encode()
         else:
             server.answered()
@@ -175,7 +176,7 @@ def _groups(n_rows: int, begins: IntArray, most_rows: int) -> list[tuple[int, in
     found = []
     first = 0
     bounds = [*begins.tolist(), n_rows]
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in itertools.pairwise(bounds):
         if end - first > most_rows and begin > first:
             found.append((first, begin))
             first = begin
@@ -188,4 +189,4 @@ def _check_json(text: bytes) -> None:
     try:
         orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise Nonsense("answers 200 with what is not JSON") from error
+        raise NonsenseError("answers 200 with what is not JSON") from error

@@ -27,7 +27,9 @@ class Template:
 
     def __init__(self, options: JobOptions) -> None:
         self._text = options.template
-        self.columns = [options.prompt_column] if options.prompt_column is not None else _columns_of(options.template or "")
+        self.columns = (
+            [options.prompt_column] if options.prompt_column is not None else _columns_of(options.template or "")
+        )
 
     def prompt(self, row: Mapping[str, Any]) -> str:
         values = {name: "" if row[name] is None else str(row[name]) for name in self.columns}
@@ -52,7 +54,9 @@ def write_requests(options: JobOptions, path: Path) -> None:
     needed = [*template.columns, *([options.id_column] if options.id_column is not None else [])]
     taken = {options.id_column or "row", MASS, ERROR}
     if doubled := [label for label in options.labels if label in taken]:
-        raise BatchJobError(f"--labels: {doubled[0]!r} is a column of the answers already: name another --id-column or label")
+        raise BatchJobError(
+            f"--labels: {doubled[0]!r} is a column of the answers already: name another --id-column or label"
+        )
     new = path.with_suffix(".new")
     with new.open("wb") as file:
         for number, row in enumerate(_rows(options.input)):

@@ -245,6 +245,8 @@ RADIX_CACHE = "sglang.srt.mem_cache.radix_cache.RadixCache"
 KV_POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
 ALLOCATOR = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
 
+DETOKENIZER = "sglang.srt.managers.detokenizer_manager.DetokenizerManager"
+
 OVERRIDES: tuple[Override, ...] = (
     *(
         Override(f"{RADIX_CACHE}.{method}", "WatchedRadixCache", "the policy hears of every change of the tree")
@@ -277,6 +279,19 @@ OVERRIDES: tuple[Override, ...] = (
             ("update_weights_from_ipc", "packed weights cannot be replaced"),
         )
     ),
+    *(
+        Override(f"{MANAGER}.{method}", "SteppedTokenizerManager", reason)
+        for method, reason in (
+            ("__init__", "it has no sockets"),
+            ("init_ipc_channels", "it has no sockets"),
+            ("auto_create_handle_loop", "its owner hands the answers over"),
+            ("_dispatch_to_scheduler", "the scheduler is in the same thread"),
+            ("_send_one_request", "takes down the plan of a prompt, or the prompt alone"),
+            ("_send_batch_request", "takes down the plan of a prompt, or the prompt alone"),
+            ("_wait_one_response", "ends where the prompts alone are asked for"),
+        )
+    ),
+    Override(f"{DETOKENIZER}.init_ipc_channels", "SteppedDetokenizer", "it has no sockets"),
     Override("sglang.srt.entrypoints.engine.Engine.__init__", "Engine", "options of ours, and our process functions"),
 )
 
@@ -322,6 +337,16 @@ POKES: tuple[Poke, ...] = (
         "sglang.srt.managers.scheduler_components.metrics_reporter.PrefillStats", "num_pending_tokens", "all that wait"
     ),
     Poke("sglang.srt.managers.tokenizer_manager.TokenizerManager", "server_status", "healthy after our own warm-up"),
+    Poke("sglang.srt.managers.tokenizer_manager.TokenizerManager", "max_req_input_len", "of a scheduler in this process"),
+    *(
+        Poke("sglang.srt.managers.scheduler.Scheduler", attribute, "a scheduler in this process is stepped by its owner")
+        for attribute in ("running_batch", "last_batch")
+    ),
+    Poke(
+        "sglang.srt.managers.scheduler_components.output_sender.SenderWrapper",
+        "socket",
+        "a scheduler in this process leaves its answers with its owner",
+    ),
     Poke(
         "sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph.context_manager.logger",
         "disabled",
@@ -385,6 +410,10 @@ RELIED_UPON: tuple[Relied, ...] = (
     ),
     Relied("sglang.srt.model_executor.runner.eager_runner.EagerRunner.load_batch", "copies inputs unless told not to"),
     Relied("sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend", "the start runs batches of its own"),
+    Relied("sglang.srt.managers.scheduler.Scheduler.event_loop_normal", "a scheduler in this process is stepped like it"),
+    Relied("sglang.srt.managers.tokenizer_manager.TokenizerManager.handle_loop", "answers are handed over like it"),
+    Relied(f"{DETOKENIZER}.event_loop", "answers are detokenized like it"),
+    Relied("sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_request", "sends, then waits"),
     Relied("sglang.srt.managers.tokenizer_manager.TokenizerManager._remove_req_state", "forgets a refused request"),
     *(
         Relied(f"sglang.srt.layers.{layer}.forward_native", "native kernels compute the same in its place")

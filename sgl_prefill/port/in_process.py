@@ -105,7 +105,8 @@ class SteppedTokenizerManager(PrefillTokenizerManager):
             super()._send_one_request(tokenized_obj)
 
     def _send_batch_request(self, tokenized_objs: list[Any]) -> None:
-        if all([self._runs(one) for one in tokenized_objs]):
+        run = [one for one in tokenized_objs if self._runs(one)]
+        if run:
             super()._send_batch_request(tokenized_objs)
 
     def _runs(self, tokenized: Any) -> bool:
@@ -249,9 +250,7 @@ class InProcessEngine:
         requests = [msgpack_decode(sent.popleft()) for _ in range(len(sent))]
         scheduler.request_receiver.unwrap_pickle_wrapper(requests)
         scheduler.process_input_requests(requests)
-        plan = scheduler.get_next_batch_to_run(
-            running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
-        )
+        plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
         scheduler.running_batch = plan.running_batch
         batch = plan.batch_to_run
         if batch:

@@ -253,5 +253,3 @@ def test_a_table_becomes_requests_and_its_answers_a_table(tmp_path: Path, suffix
 def test_options_that_contradict_are_refused(tmp_path: Path, argv: Sequence[str], complaint: str) -> None:
     with pytest.raises(BatchJobError, match=complaint):
         options(tmp_path, *(str(tmp_path / "out.jsonl") if word == "OUTPUT" else word for word in argv))
-
-

@@ -59,9 +59,7 @@ class Ran:
         self.asked: list[list[int]] = []
 
 
-async def run(
-    *behaviours: Behaviour | None, max_inflight: int = 4, begins: Sequence[int] = range(0, N_ROWS, 5)
-) -> Ran:
+async def run(*behaviours: Behaviour | None, max_inflight: int = 4, begins: Sequence[int] = range(0, N_ROWS, 5)) -> Ran:
     """Runs a job of N_ROWS rows on servers that behave so; None: nobody listens there."""
     ran = Ran()
     pauses = mock.patch.multiple(servers, FIRST_PAUSE_S=0.01, LONGEST_PAUSE_S=0.02, ANSWERS_EVERY_S=0.01)
@@ -97,7 +95,9 @@ async def _all(behaviours: Sequence[Behaviour | None]) -> AsyncIterator[list[tup
 
 
 def all_good(ran: Ran) -> bool:
-    return {row: orjson.loads(body)["row"] for row, (_, body) in ran.answers.items()} == {row: row for row in range(N_ROWS)}
+    return {row: orjson.loads(body)["row"] for row, (_, body) in ran.answers.items()} == {
+        row: row for row in range(N_ROWS)
+    }
 
 
 def test_each_server_gets_whole_groups_in_order() -> None:

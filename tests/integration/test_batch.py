@@ -50,12 +50,24 @@ def shared_prefixes(n_groups: int, n_rows: int) -> list[dict[str, Any]]:
 def of_all_urls() -> list[dict[str, Any]]:
     question = "Is the sky blue?"
     return [
-        request("chat", "/v1/chat/completions", messages=[{"role": "user", "content": question}], allowed_tokens=["Yes", "No"]),
+        request(
+            "chat",
+            "/v1/chat/completions",
+            messages=[{"role": "user", "content": question}],
+            allowed_tokens=["Yes", "No"],
+        ),
         request("two", "/v1/completions", prompt=["One is", "Two is"], allowed_tokens=LABELS),
         request("ids", "/v1/completions", prompt=[100, 200, 300], allowed_token_ids=[500, 600]),
         request("one-token", "/v1/completions", prompt="The sky is", max_tokens=1, temperature=0),
         request("generate", "/generate", text=question, allowed_tokens=LABELS),
-        request("score", "/v1/score", query="The sky is", items=[" blue", " red"], label_token_ids=[500, 600], apply_softmax=True),
+        request(
+            "score",
+            "/v1/score",
+            query="The sky is",
+            items=[" blue", " red"],
+            label_token_ids=[500, 600],
+            apply_softmax=True,
+        ),
         request("rerank", "/v1/rerank", query=question, documents=["The sky is blue.", "Fish swim."]),
     ]
 
@@ -137,7 +149,11 @@ def test_a_job_that_is_killed_goes_on_and_is_answered_as_by_a_server(
         reply = server.post(row["url"], row["body"])
         assert reply.status_code == 200, reply.text
         assert_same(answers[row["custom_id"]], reply.json())
-    cached = sum(answers[f"{group}-{row}"]["usage"]["prompt_tokens_details"]["cached_tokens"] for group in range(30) for row in range(20))
+    cached = sum(
+        answers[f"{group}-{row}"]["usage"]["prompt_tokens_details"]["cached_tokens"]
+        for group in range(30)
+        for row in range(20)
+    )
     assert cached > 0
 
 
@@ -158,7 +174,14 @@ def test_rows_that_cannot_be_answered_are_all_named_before_anything_runs(demo_fo
     log = (tmp_path / "log").read_text()
     assert child.exitcode == 2, log
     assert "6 of 10 rows cannot be answered" in log
-    for number, complaint in ((5, "tokens"), (6, "tokens after this prompt"), (7, "each must be another"), (8, "stream"), (9, "max_tokens"), (10, "not JSON")):
+    for number, complaint in (
+        (5, "tokens"),
+        (6, "tokens after this prompt"),
+        (7, "each must be another"),
+        (8, "stream"),
+        (9, "max_tokens"),
+        (10, "not JSON"),
+    ):
         (line,) = [one for one in log.splitlines() if one.strip().startswith(f"line {number}")]
         assert complaint in line
     errors = [json.loads(line) for line in (tmp_path / "out.jsonl.errors.jsonl").read_text().splitlines()]
@@ -197,14 +220,23 @@ def test_a_dry_run_tells_what_the_job_costs_and_leaves_nothing(demo_folder: Path
     child.join()
     log = (tmp_path / "log").read_text()
     assert child.exitcode == 0, log
-    for part in ("rows: 20, prompts: 20", "groups that share a prefix: 4, the largest of 5", "predicted time", "at 2 an hour"):
+    for part in (
+        "rows: 20, prompts: 20",
+        "groups that share a prefix: 4, the largest of 5",
+        "predicted time",
+        "at 2 an hour",
+    ):
         assert part in log
     assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_help_needs_no_model_and_prints_nothing_else() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "sgl_prefill.batch", "--help"], capture_output=True, text=True, check=True, env=os.environ
+        [sys.executable, "-m", "sgl_prefill.batch", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ,
     )
     assert done.stdout.startswith("usage: python -m sgl_prefill.batch")
     assert done.stderr == ""

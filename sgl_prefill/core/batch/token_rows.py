@@ -31,7 +31,7 @@ class TokenRows:
         return cls(tokens, ends - lengths, lengths)
 
     @classmethod
-    def of(cls, rows: Iterable[Sequence[int]]) -> TokenRows:
+    def of(cls, rows: Iterable[Sequence[int] | IntArray]) -> TokenRows:
         """Copies rows that are in memory."""
         arrays = [np.asarray(row, dtype=np.int32) for row in rows]
         lengths = np.array([len(row) for row in arrays], dtype=np.int64)
