@@ -32,6 +32,7 @@ class JobOptions:
     template: str | None = None
     labels: tuple[str, ...] = ()
     id_column: str | None = None
+    reorder_columns: bool = False
 
     @property
     def is_table(self) -> bool:
@@ -39,7 +40,7 @@ class JobOptions:
 
     def meaning(self) -> dict[str, Any]:
         """Returns what the answers depend on: two runs of one job must agree in it."""
-        names = ("output_order", "shard", "prompt_column", "template", "labels", "id_column")
+        names = ("output_order", "shard", "prompt_column", "template", "labels", "id_column", "reorder_columns")
         return {name: _plain(getattr(self, name)) for name in names}
 
 
@@ -80,6 +81,12 @@ def parser() -> argparse.ArgumentParser:
     table.add_argument("--template", help="the prompt, with {column} where a column's text belongs; @FILE: from a file")
     table.add_argument("--labels", nargs="+", help="the allowed answers, one token each")
     table.add_argument("--id-column", help="the column that names a row (default: its number)")
+    table.add_argument(
+        "--reorder-columns",
+        action="store_true",
+        help="change prompts: put consecutive lines of the template that hold one column each in the order, row by row, that"
+        " shares most",
+    )
     return made
 
 
@@ -107,6 +114,8 @@ def options_of(namespace: argparse.Namespace) -> JobOptions:
         problems.append("--labels and --id-column are for tables: give --prompt-column or --template too")
     if not options.is_table and options.output.suffix == ".parquet":
         problems.append(f"{options.output}: the answers to requests are JSON lines, name a .jsonl file")
+    if options.reorder_columns and options.template is None:
+        problems.append("--reorder-columns puts lines of a --template in another order: give one")
     if options.price_per_hour is not None and not options.price_per_hour >= 0:
         problems.append(f"--price-per-hour is {options.price_per_hour}: it must be a number >= 0")
     same = {path.resolve() for path in (options.input, options.output, options.error_file)}

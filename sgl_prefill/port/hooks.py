@@ -337,9 +337,13 @@ POKES: tuple[Poke, ...] = (
         "sglang.srt.managers.scheduler_components.metrics_reporter.PrefillStats", "num_pending_tokens", "all that wait"
     ),
     Poke("sglang.srt.managers.tokenizer_manager.TokenizerManager", "server_status", "healthy after our own warm-up"),
-    Poke("sglang.srt.managers.tokenizer_manager.TokenizerManager", "max_req_input_len", "of a scheduler in this process"),
+    Poke(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager", "max_req_input_len", "of a scheduler in this process"
+    ),
     *(
-        Poke("sglang.srt.managers.scheduler.Scheduler", attribute, "a scheduler in this process is stepped by its owner")
+        Poke(
+            "sglang.srt.managers.scheduler.Scheduler", attribute, "a scheduler in this process is stepped by its owner"
+        )
         for attribute in ("running_batch", "last_batch")
     ),
     Poke(
@@ -410,7 +414,9 @@ RELIED_UPON: tuple[Relied, ...] = (
     ),
     Relied("sglang.srt.model_executor.runner.eager_runner.EagerRunner.load_batch", "copies inputs unless told not to"),
     Relied("sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend", "the start runs batches of its own"),
-    Relied("sglang.srt.managers.scheduler.Scheduler.event_loop_normal", "a scheduler in this process is stepped like it"),
+    Relied(
+        "sglang.srt.managers.scheduler.Scheduler.event_loop_normal", "a scheduler in this process is stepped like it"
+    ),
     Relied("sglang.srt.managers.tokenizer_manager.TokenizerManager.handle_loop", "answers are handed over like it"),
     Relied(f"{DETOKENIZER}.event_loop", "answers are detokenized like it"),
     Relied("sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_request", "sends, then waits"),
