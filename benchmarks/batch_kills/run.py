@@ -1,0 +1,123 @@
+"""Is a job that is killed at random moments answered as one that is not?
+
+    python benchmarks/batch_kills/run.py [--quick] [--json PATH]
+
+See the README beside this.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import orjson
+
+from benchmarks import report, shapes
+from benchmarks.batch_job.workloads import Micro
+
+MODEL = "llama-small"
+LABEL_IDS = (100, 200, 300)
+N_ROWS, N_KILLS = 5_000, 20
+START_S = 20
+SAME = 1e-6  # float32; rows of other steps differ in the last bits
+
+
+def main() -> int:
+    arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
+    conditions = report.conditions() | {"model": MODEL, "dtype": "float32"}
+    n_rows, n_kills = (64, 1) if arguments.quick else (N_ROWS, N_KILLS)
+    rows = Micro(200, 20, 16, n_rows).rows()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shapes.write(MODEL, folder / "model")
+        shapes.write_weights(folder / "model")
+        job = folder / "job.jsonl"
+        with job.open("wb") as file:
+            for number, row in enumerate(rows):
+                body = {"input_ids": row, "allowed_token_ids": LABEL_IDS}
+                file.write(orjson.dumps({"custom_id": f"{number}", "url": "/generate", "body": body}) + b"\n")
+        whole = folder / "whole.jsonl"
+        began_s = time.monotonic()
+        run(job, whole, folder).wait()
+        whole_s = time.monotonic() - began_s
+        kills, killed = run_with_kills(job, folder / "killed.jsonl", folder, n_kills)
+        expected, found = answers_of(whole), answers_of(killed)
+    counts = Counter(custom_id for custom_id, _ in found)
+    by_id, expected_by_id = dict(found), dict(expected)
+    differing = sum(
+        any(abs(a - b) > SAME for a, b in zip(by_id[one], expected_by_id[one], strict=True)) for one in by_id
+    )
+    targets = [
+        report.Target.at_most("rows lost", len(expected_by_id.keys() - by_id.keys()), 0),
+        report.Target.at_most("rows answered twice", sum(n > 1 for n in counts.values()), 0),
+        report.Target.at_most("rows answered otherwise than without kills", differing, 0),
+    ]
+    if len(expected) != len(rows):
+        raise report.InvalidRunError(f"the job that was not killed answered {len(expected)} of {len(rows)} rows")
+    report.finish({"conditions": conditions, "kills": kills, "whole_s": whole_s}, targets, arguments.json)
+    return 0
+
+
+def run(job: Path, output: Path, folder: Path) -> subprocess.Popen[bytes]:
+    command = [
+        *(sys.executable, "-m", "sgl_prefill.batch", "-i", str(job), "-o", str(output)),
+        *shapes.weight_flags(folder / "model", "float32"),
+        *("--context-length", "4096", "--max-total-tokens", "4000", "--max-input-length", "2048", *shapes.budget(3)),
+        "--skip-parity-gate",
+    ]
+    with (folder / "log.txt").open("ab") as log:
+        return subprocess.Popen(command, cwd=report.REPOSITORY, stdout=log, stderr=log)
+
+
+def run_with_kills(job: Path, output: Path, folder: Path, n_kills: int) -> tuple[list[dict[str, Any]], Path]:
+    """Kills the job at moments that are spread over its answers, every fifth time while it starts, tokenises or plans."""
+    rng = random.Random(0)
+    n_rows = sum(1 for _ in job.open("rb"))
+    moments = sorted(rng.random() for _ in range(n_kills))
+    kills = []
+    for number, moment in enumerate(moments):
+        process = run(job, output, folder)
+        if number % 5 == 4:
+            time.sleep(rng.uniform(0, START_S))
+        else:
+            while process.poll() is None and n_lines(output) < moment * n_rows:
+                time.sleep(0.005)
+            time.sleep(rng.random() * 0.3)
+        process.send_signal(signal.SIGKILL)
+        status = process.wait()
+        torn = output.read_bytes().rpartition(b"\n")[2] if output.exists() else b""
+        kills.append({"answered": n_lines(output), "torn_bytes": len(torn), "status": status})
+    last = run(job, output, folder)
+    if last.wait() != 0:
+        raise report.InvalidRunError(
+            f"the last run ended with {last.returncode}: {(folder / 'log.txt').read_text()[-2000:]}"
+        )
+    return kills, output
+
+
+def n_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def answers_of(path: Path) -> list[tuple[str, list[float]]]:
+    found = []
+    for line in path.read_bytes().splitlines():
+        answer = orjson.loads(line)
+        labels = answer["response"]["body"]["meta_info"]["label_scores"]["labels"]
+        found.append((answer["custom_id"], [label["logprob"] for label in labels]))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
