@@ -11,6 +11,7 @@ import contextvars
 import dataclasses
 import functools
 import logging
+import pickle
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -35,8 +36,8 @@ from sglang.srt.managers.io_struct import (
     BatchEmbeddingOutput,
     BatchStrOutput,
     BatchTokenIDOutput,
-    msgpack_decode,
-    msgpack_encode,
+    sock_recv,
+    sock_send,
 )
 
 from sgl_prefill.answer import Answer
@@ -78,11 +79,33 @@ class _Request:
 _request: contextvars.ContextVar[_Request] = contextvars.ContextVar("request")
 
 
+class _Wire:
+    """In the place of a socket, for either of SGLang's encodings: who receives works on a copy."""
+
+    def __init__(self) -> None:
+        self._messages: deque[bytes] = deque()
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def send(self, data: bytes, flags: int = 0) -> None:
+        self._messages.append(data)
+
+    def recv(self, flags: int = 0) -> bytes:
+        return self._messages.popleft()
+
+    def send_pyobj(self, obj: Any, flags: int = 0, protocol: int = pickle.HIGHEST_PROTOCOL) -> None:
+        self.send(pickle.dumps(obj, protocol))
+
+    def recv_pyobj(self, flags: int = 0) -> Any:
+        return pickle.loads(self.recv())
+
+
 class SteppedTokenizerManager(PrefillTokenizerManager):
     """Hands requests to a scheduler in this process, or finds out what their prompts are."""
 
     def __init__(self, server_args: ServerArgs, port_args: PortArgs, *, config: PrefillConfig) -> None:
-        self.sent: deque[bytes] = deque()
+        self.sent = _Wire()
         self.planned: dict[str, PlannedRow] = {}  # by the id of a request, until the scheduler has taken it in
         super().__init__(server_args, port_args, config=config)
         self.scheduler_info = {PACKS_WEIGHTS_KEY: False}  # until there is a scheduler
@@ -97,8 +120,7 @@ class SteppedTokenizerManager(PrefillTokenizerManager):
         """Starts no task and takes no signals: `InProcessEngine.step` hands the answers over."""
 
     def _dispatch_to_scheduler(self, obj: Any) -> None:
-        # In SGLang's own encoding, so that the scheduler works on a copy as it does behind a socket.
-        self.sent.append(msgpack_encode(obj))
+        sock_send(self.sent, obj)
 
     def _send_one_request(self, tokenized_obj: Any) -> None:
         if self._runs(tokenized_obj):
@@ -138,16 +160,6 @@ class SteppedDetokenizer(DetokenizerManager):  # type: ignore[misc]
         return self._request_dispatcher(output) if is_for_it else output
 
 
-class _Outbox:
-    """In the place of the scheduler's sockets."""
-
-    def __init__(self) -> None:
-        self.messages: deque[Any] = deque()
-
-    def send(self, data: bytes, flags: int = 0) -> None:
-        self.messages.append(msgpack_decode(data))
-
-
 class InProcessEngine:
     """Answers requests as our server does, in one thread and one event loop. At most one a process.
 
@@ -185,7 +197,7 @@ class InProcessEngine:
         }
         self._scheduler: Any = None
         self._detokenizer: Any = None
-        self._outbox = _Outbox()
+        self._answered = _Wire()
         self.n_prompt_tokens = self.n_cached_tokens = 0  # of all prompts that were answered
 
     @property
@@ -195,10 +207,12 @@ class InProcessEngine:
     def start(self) -> EngineState:
         """Loads the model, and does everything else that a server's start does. Raises what that raises."""
         activation.activate(self._config, "detokenizer")
-        self._detokenizer = SteppedDetokenizer(self._server_args, self._port_args)
+        # With metrics it would register a second time what the tokenizer manager has registered.
+        without_metrics = SimpleNamespace(**{**vars(self._server_args), "enable_metrics": False})
+        self._detokenizer = SteppedDetokenizer(without_metrics, self._port_args)
         state, self._scheduler = scheduler_alone.build(self._config, self._server_args)
         channels = self._scheduler.ipc_channels
-        channels.send_to_detokenizer.socket = channels.send_to_tokenizer.socket = self._outbox
+        channels.send_to_detokenizer.socket = channels.send_to_tokenizer.socket = self._answered
         info = self._scheduler.get_init_info()
         self._manager.scheduler_info, self._manager.max_req_input_len = info, info["max_req_input_len"]
         if state.scheduling is not None:
@@ -247,7 +261,7 @@ class InProcessEngine:
     @torch.inference_mode()
     def _run_step(self) -> bool:
         scheduler, sent = self._scheduler, self._manager.sent
-        requests = [msgpack_decode(sent.popleft()) for _ in range(len(sent))]
+        requests = [sock_recv(sent) for _ in range(len(sent))]
         scheduler.request_receiver.unwrap_pickle_wrapper(requests)
         scheduler.process_input_requests(requests)
         plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
@@ -261,9 +275,8 @@ class InProcessEngine:
     async def step(self) -> bool:
         """Takes in what was sent, runs one step and hands out its answers. Returns whether there was anything to run."""
         has_run = self._run_step()
-        messages = self._outbox.messages
-        while messages:
-            output = self._detokenizer.detokenize(messages.popleft())
+        while self._answered:
+            output = self._detokenizer.detokenize(sock_recv(self._answered))
             if isinstance(output, (BatchStrOutput, BatchTokenIDOutput, BatchEmbeddingOutput)):
                 self.n_prompt_tokens += sum(output.prompt_tokens)
                 self.n_cached_tokens += sum(output.cached_tokens)
