@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from sgl_prefill.core.batch.token_rows import IntArray, TokenRows
 from sgl_prefill.errors import BadRequestError, BatchJobError
 
 ROWS_AT_ONCE = 256
+COPY_AT_ONCE = 1 << 24
 UNLIMITED = -1
 
 FoundPrompt = tuple[Sequence[int] | IntArray, int]  # its tokens, and how many it may write
@@ -152,8 +154,7 @@ def _join(parts: Sequence[_Part], tokens_file: Path, marker: Path) -> None:
     with tokens_file.open("ab") as joined:
         for part in parts[1:]:
             with part.tokens_file.open("rb") as file:
-                while os.sendfile(joined.fileno(), file.fileno(), None, 1 << 30):
-                    pass
+                shutil.copyfileobj(file, joined, COPY_AT_ONCE)
             part.tokens_file.unlink()
     tables = [np.load(part.table_file) for part in parts]
     new = marker.with_name("prompts.new.npz")
