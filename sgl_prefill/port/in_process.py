@@ -7,6 +7,7 @@ only take turns with the one that starts its kernels.
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import dataclasses
 import functools
@@ -55,6 +56,9 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import PortArgs, ServerArgs
 
 logger = logging.getLogger(__name__)
+
+# Of the event loop, from a prompt being sent to its answer being awaited. One that failed in between is never awaited.
+MOST_TURNS = 10
 
 
 class Prompt(NamedTuple):
@@ -106,6 +110,7 @@ class SteppedTokenizerManager(PrefillTokenizerManager):
 
     def __init__(self, server_args: ServerArgs, port_args: PortArgs, *, config: PrefillConfig) -> None:
         self.sent = _Wire()
+        self.n_not_awaited = 0  # prompts that were sent, and whose answers nobody waits for yet
         self.planned: dict[str, PlannedRow] = {}  # by the id of a request, until the scheduler has taken it in
         super().__init__(server_args, port_args, config=config)
         self.scheduler_info = {PACKS_WEIGHTS_KEY: False}  # until there is a scheduler
@@ -137,6 +142,7 @@ class SteppedTokenizerManager(PrefillTokenizerManager):
         if current.prompts is not None:
             current.prompts.append(Prompt(tokenized.input_ids, tokenized.sampling_params.max_new_tokens))
             return False
+        self.n_not_awaited += 1
         if (planned := next(current.planned, None)) is not None:
             self.planned[tokenized.rid] = planned
         return True
@@ -144,6 +150,7 @@ class SteppedTokenizerManager(PrefillTokenizerManager):
     async def _wait_one_response(self, obj: Any, request: fastapi.Request | None = None) -> AsyncIterator[Any]:
         if _request.get().prompts is not None:
             raise _PromptsAreKnown
+        self.n_not_awaited -= 1
         async for output in super()._wait_one_response(obj, request):
             yield output
 
@@ -274,6 +281,12 @@ class InProcessEngine:
 
     async def step(self) -> bool:
         """Takes in what was sent, runs one step and hands out its answers. Returns whether there was anything to run."""
+        # SGLang forgets a request with its answer: who has sent several prompts must have asked for all of them by then.
+        for _ in range(MOST_TURNS):
+            if self._manager.n_not_awaited <= 0:
+                break
+            await asyncio.sleep(0)
+        self._manager.n_not_awaited = 0
         has_run = self._run_step()
         while self._answered:
             output = self._detokenizer.detokenize(sock_recv(self._answered))
