@@ -11,6 +11,7 @@ import asyncio
 import contextvars
 import dataclasses
 import functools
+import gc
 import logging
 import pickle
 from collections import deque
@@ -50,7 +51,7 @@ from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.batch.planned_row import PlannedRow
 from sgl_prefill.engine_state import PACKS_WEIGHTS_KEY, EngineState
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.port import activation, scheduler_alone
+from sgl_prefill.port import activation, scheduler_alone, silent_metrics
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import PortArgs, ServerArgs
@@ -59,6 +60,7 @@ logger = logging.getLogger(__name__)
 
 # Of the event loop, from a prompt being sent to its answer being awaited. One that failed in between is never awaited.
 MOST_TURNS = 10
+WARM_UP_TOKENS = [10, 11, 12]
 
 
 class Prompt(NamedTuple):
@@ -177,6 +179,7 @@ class InProcessEngine:
         from sglang.srt.server_args import PortArgs
 
         activation.activate(config, "http")
+        server_args.override(source="sgl_prefill", stat_loggers=silent_metrics.COLLECTORS)
         self._config, self._server_args = config, server_args
         self._port_args = PortArgs.init_new(server_args)
         make = functools.partial(SteppedTokenizerManager, config=config)
@@ -224,7 +227,23 @@ class InProcessEngine:
         self._manager.scheduler_info, self._manager.max_req_input_len = info, info["max_req_input_len"]
         if state.scheduling is not None:
             state.scheduling.planned = self._manager.planned
+        asyncio.run(self._warm_up())
+        gc.collect()
+        gc.freeze()  # as a server does once it has warmed up: full collections pass over what has been loaded
         return state
+
+    async def _warm_up(self) -> None:
+        """Answers one request, as a server does before it is healthy: what is made at first use is there from now on."""
+        body: dict[str, Any] = {"input_ids": WARM_UP_TOKENS, "allowed_token_ids": WARM_UP_TOKENS}
+        url = "/generate"
+        if not self._manager.is_generation:
+            url, body = "/v1/embeddings", {"model": "default", "input": WARM_UP_TOKENS}
+        answering = asyncio.ensure_future(self.answer(url, body))
+        while not answering.done():
+            await asyncio.sleep(0)
+            await self.step()
+        assert answering.result().is_ok, answering.result().body
+        self.n_prompt_tokens = self.n_cached_tokens = 0
 
     async def prompts_of(self, url: str, body: dict[str, Any]) -> list[Prompt] | Answer:
         """Returns what a request makes the model read, in the order in which it sends its prompts; the answer where it would

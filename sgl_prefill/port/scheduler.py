@@ -19,7 +19,7 @@ from sgl_prefill.core.policies import POLICIES
 from sgl_prefill.core.policy import PolicySettings
 from sgl_prefill.engine_state import EngineState
 from sgl_prefill.errors import SeamError
-from sgl_prefill.port import deadlines, reply_facts, request_state
+from sgl_prefill.port import deadlines, reply_facts, request_state, silent_metrics
 from sgl_prefill.port.arrival import arrival_s
 from sgl_prefill.port.radix_cache import RadixTree, WatchedRadixCache
 from sgl_prefill.port.waiting_list import WaitingList
@@ -104,7 +104,7 @@ def after_init_schedule_policy(state: EngineState, result: None, scheduler: Sche
         counts_sharers=config.sharers == "count",
     )._replace(kv_tokens=scheduler.max_total_num_tokens)
     collector = getattr(scheduler, "metrics_collector", None)
-    metrics = PolicyMetrics(collector.labels) if collector else None
+    metrics = None if collector is None or silent_metrics.are_silent(collector) else PolicyMetrics(collector.labels)
     live = LiveScheduling(RadixTree(cache), POLICIES[config.scheduling](settings), metrics)
     cache.connect(live.listener, live.advisor)
     state.scheduling = SchedulerPort(live, sign)

@@ -1,0 +1,44 @@
+"""SGLang's metrics where nobody asks for them: its times of each request are needed, and switched on together with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from sglang.srt.observability import metrics_collector as stock
+
+
+class Silent:
+    """In the place of any Prometheus metric, and of whatever it returns."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Registers nothing."""
+
+    def __call__(self, *_: Any, **__: Any) -> Silent:
+        return self
+
+    def __getattr__(self, name: str) -> Silent:
+        return self
+
+    def __getitem__(self, key: Any) -> Silent:
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+def _silent(collector: type) -> type:
+    classes = ("_counter_cls", "_gauge_cls", "_histogram_cls", "_summary_cls")
+    return type(f"Silent{collector.__name__}", (collector,), dict.fromkeys(classes, Silent))
+
+
+# As `ServerArgs.stat_loggers` takes them, which is SGLang's own way to replace its collectors.
+COLLECTORS: dict[str, type] = {
+    stock.STAT_LOGGER_ROLE_SCHEDULER: _silent(stock.SchedulerMetricsCollector),
+    stock.STAT_LOGGER_ROLE_TOKENIZER: _silent(stock.TokenizerMetricsCollector),
+    stock.STAT_LOGGER_ROLE_RADIX_CACHE: _silent(stock.RadixCacheMetricsCollector),
+}
+
+
+def are_silent(collector: Any) -> bool:
+    return getattr(collector, "_counter_cls", None) is Silent
