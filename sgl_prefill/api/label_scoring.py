@@ -42,6 +42,8 @@ SLICE = 500
 MOST_SCORES = 50_000
 MOST_LABEL_CHARACTERS = 1_000
 
+ANYWHERE = ""  # the end of a prompt after which labels are tokens already
+
 T = TypeVar("T")
 _End = str | tuple[int, ...]  # of a prompt
 
@@ -94,9 +96,8 @@ class LabelScorer:
         self._manager = tokenizer_manager
         # A copy that one thread alone uses: the event loop goes on meanwhile, with SGLang's, which is not safe for two.
         self._tokenizer = copy.deepcopy(tokenizer_manager.tokenizer)
-        self._known: dict[
-            tuple[str, ...], dict[_End, list[Label]]
-        ] = {}  # what was looked up, by labels and ends of prompts
+        # What was looked up, by labels and ends of prompts.
+        self._known: dict[tuple[str, ...] | tuple[int, ...], dict[_End, list[Label]]] = {}
         self._n_known = 0  # labels
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="labels")
 
@@ -134,7 +135,11 @@ class LabelScorer:
         if answers.token_ids is not None:
             check_distinct(answers.token_ids, "allowed_token_ids")
             check_ids_in_vocabulary(answers.token_ids, self._manager.model_config.vocab_size, "allowed_token_ids")
-            same = await self._in_slices(self._labels_of, answers.token_ids)
+            ids = tuple(answers.token_ids)
+            same = self._known.get(ids, {}).get(ANYWHERE)
+            if same is None:
+                same = await self._in_slices(self._labels_of, ids)
+                self._remember(ids, {ANYWHERE: same})
             return [same] * len(prompts)
         assert answers.tokens is not None
         check_distinct(answers.tokens, "allowed_tokens")
@@ -161,10 +166,10 @@ class LabelScorer:
             labels += await loop.run_in_executor(self._thread, look_up, asked[start : start + SLICE])
         return labels
 
-    def _remember(self, texts: tuple[str, ...], found: dict[_End, list[Label]]) -> None:
+    def _remember(self, asked: tuple[str, ...] | tuple[int, ...], found: dict[_End, list[Label]]) -> None:
         """Forgets the oldest where there is too much; another request may have looked up the same meanwhile."""
-        known = self._known.setdefault(texts, {})
-        self._n_known += len(texts) * len(found.keys() - known.keys())
+        known = self._known.setdefault(asked, {})
+        self._n_known += len(asked) * len(found.keys() - known.keys())
         known |= found
         while self._n_known > MOST_RESOLUTIONS:
             oldest = next(iter(self._known))
