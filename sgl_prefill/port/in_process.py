@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import gc
 import logging
-import pickle
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -86,10 +85,12 @@ _request: contextvars.ContextVar[_Request] = contextvars.ContextVar("request")
 
 
 class _Wire:
-    """In the place of a socket, for either of SGLang's encodings: who receives works on a copy."""
+    """In the place of a socket, for either of SGLang's encodings. Python objects are handed over as they are: nobody changes a
+    message after it was sent, and what a message holds of a request's state is read before the next step.
+    """
 
     def __init__(self) -> None:
-        self._messages: deque[bytes] = deque()
+        self._messages: deque[Any] = deque()
 
     def __len__(self) -> int:
         return len(self._messages)
@@ -97,14 +98,13 @@ class _Wire:
     def send(self, data: bytes, flags: int = 0) -> None:
         self._messages.append(data)
 
-    def recv(self, flags: int = 0) -> bytes:
+    def recv(self, flags: int = 0) -> Any:
         return self._messages.popleft()
 
-    def send_pyobj(self, obj: Any, flags: int = 0, protocol: int = pickle.HIGHEST_PROTOCOL) -> None:
-        self.send(pickle.dumps(obj, protocol))
+    def send_pyobj(self, obj: Any, flags: int = 0, protocol: int = 0) -> None:
+        self._messages.append(obj)
 
-    def recv_pyobj(self, flags: int = 0) -> Any:
-        return pickle.loads(self.recv())
+    recv_pyobj = recv
 
 
 class SteppedTokenizerManager(PrefillTokenizerManager):
