@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import os
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,9 @@ INTERRUPTED = 130
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a job, and returns the exit status."""
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")  # of the libraries that an engine imports, for those who work on them
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # says that there is no CUDA
     namespace, engine_flags = parser().parse_known_args(sys.argv[1:] if argv is None else argv)
     try:
         return answer(options_of(namespace), engine_flags)

@@ -310,8 +310,12 @@ class InProcessEngine:
         while self._answered:
             output = self._detokenizer.detokenize(sock_recv(self._answered))
             if isinstance(output, (BatchStrOutput, BatchTokenIDOutput, BatchEmbeddingOutput)):
-                self.n_prompt_tokens += sum(output.prompt_tokens)
-                self.n_cached_tokens += sum(output.cached_tokens)
+                for n_prompt, n_cached, reason in zip(
+                    output.prompt_tokens, output.cached_tokens, output.finished_reasons, strict=True
+                ):
+                    if reason is not None:  # a generation tells of itself meanwhile
+                        self.n_prompt_tokens += n_prompt
+                        self.n_cached_tokens += n_cached
                 await self._manager._handle_batch_output(output)
             else:
                 self._manager._result_dispatcher(output)
