@@ -87,6 +87,12 @@ class PrefillConfig:
         none="auto",
         paper=0,
     )
+    background_step_ms: float = _option(
+        50.0,
+        "requests of background jobs (header x-prefill-background: 1) run when no other waits, in steps predicted to take at"
+        " most so many milliseconds",
+        paper=50.0,
+    )
     hybrid_prefill: str = _option(
         "auto",
         "everything but attention chunk by chunk in one forward; auto: where the model can be traced; on: or refuse",
@@ -143,6 +149,8 @@ class PrefillConfig:
             problems.append(f"--max-queue-s is {self.max_queue_s}: it must be a number of seconds >= 0")
         if self.pack_step_tokens is not None and self.pack_step_tokens < 0:
             problems.append(f"--pack-step-tokens is {self.pack_step_tokens}: it must be auto or a number >= 0")
+        if not 0 < self.background_step_ms < math.inf:
+            problems.append(f"--background-step-ms is {self.background_step_ms}: it must be a positive number")
         if self.memory_budget_gb is not None and not 0 < self.memory_budget_gb < math.inf:
             problems.append(f"--memory-budget-gb is {self.memory_budget_gb}: it must be a positive number of GiB")
         if not 0 < self.max_body_mb < math.inf:

@@ -21,7 +21,7 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.engine_state import PACKS_WEIGHTS_KEY
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.port import deadlines
+from sgl_prefill.port import background, deadlines
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import ReqState
@@ -87,6 +87,8 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             self._check_embeddings(obj)
             self._check_logprob_options(obj)
         self._check_sampling_params(obj)
+        if background.is_asked_for(request):
+            self._mark_background(obj)
         hidden = self._hide_rids(obj, request)
         try:
             async for output in super().generate_request(obj, request):
@@ -96,6 +98,18 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         finally:
             for rid in hidden:
                 self._forget_rid(rid)
+
+    def _mark_background(self, obj: GenerateReqInput | EmbeddingReqInput) -> None:
+        if not self.prefill_config.has_policy:
+            raise BadRequestError(
+                f"{background.HEADER} is set, and this server runs SGLang's own scheduler, which knows no background jobs: leave it"
+                " out, or start the server without --scheduling stock"
+            )
+        given = obj.sampling_params
+        marked = (
+            [background.mark(params) for params in given] if isinstance(given, list) else background.mark(given or {})
+        )
+        obj.sampling_params = marked
 
     def _hide_rids(self, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None) -> list[str]:
         """Give the request ids of its own inside; clients' may be alike, and SGLang aborts all that begin with one.

@@ -77,7 +77,7 @@ def score(
         labels: the allowed answers, one token each after every prompt.
         engine: one of this process, or the URLs of running servers.
     """
-    backend: Backend = engine.backend if isinstance(engine, Engine) else RunningServers(_urls(engine), None)
+    backend: Backend = engine.backend if isinstance(engine, Engine) else RunningServers(_urls(engine))
     loop = asyncio.new_event_loop()
     try:
         bodies = _Bodies(rows, labels)

@@ -86,8 +86,8 @@ class RunningServers:
 
     unit = "bytes"
 
-    def __init__(self, urls: Sequence[str], api_key: str | None) -> None:
-        self._urls, self._api_key = urls, api_key
+    def __init__(self, urls: Sequence[str], headers: dict[str, str] | None = None) -> None:
+        self._urls, self._headers = urls, headers or {}
         self.n_prompt_tokens = self.n_cached_tokens = 0
 
     async def find_prompts(self, url: str, body: dict[str, Any]) -> list[FoundPrompt]:
@@ -101,7 +101,7 @@ class RunningServers:
     ) -> AsyncIterator[list[RowAnswer]]:
         rows = prompts.row[order.rows]
         async for answered in servers.answers(
-            self._urls, rows, order.group_begins(), request_of, max_inflight, api_key=self._api_key
+            self._urls, rows, order.group_begins(), request_of, max_inflight, headers=self._headers
         ):
             for _, answer in answered:
                 n_prompt, n_cached = tokens_of(answer.body)

@@ -20,6 +20,7 @@ class JobOptions:
     output: Path
     error_file: Path
     base_urls: tuple[str, ...] = ()
+    background: bool = False
     output_order: str = "completion"
     max_inflight: int = DEFAULT_INFLIGHT
     overwrite: bool = False
@@ -65,6 +66,9 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         metavar="URL",
         help="running servers that answer in place of an own engine",
+    )
+    made.add_argument(
+        "--background", action="store_true", help="with --base-url: let all other requests of our servers go first"
     )
     made.add_argument(
         "--output-order", choices=("completion", "input"), help="of the answers (default: as they are completed)"
@@ -114,6 +118,8 @@ def options_of(namespace: argparse.Namespace) -> JobOptions:
         problems.append("--labels and --id-column are for tables: give --prompt-column or --template too")
     if not options.is_table and options.output.suffix == ".parquet":
         problems.append(f"{options.output}: the answers to requests are JSON lines, name a .jsonl file")
+    if options.background and not options.base_urls:
+        problems.append("--background lets others of a server go first: name it with --base-url")
     if options.reorder_columns and options.template is None:
         problems.append("--reorder-columns puts lines of a --template in another order: give one")
     if options.price_per_hour is not None and not options.price_per_hour >= 0:

@@ -7,7 +7,7 @@ import itertools
 import random
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -79,7 +79,7 @@ async def answers(
     request_of: Callable[[int], tuple[str, dict[str, Any]]],
     max_inflight: int,
     *,
-    api_key: str | None = None,
+    headers: Mapping[str, str] | None = None,
     tell: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
 ) -> AsyncIterator[list[RowAnswer]]:
     """Yields answers as they come. A row that failed on one server is asked for again, of whichever has time first.
@@ -95,7 +95,6 @@ async def answers(
     groups = deque(_groups(len(rows_in_order), group_begins, max_inflight))
     n_left = len(rows_in_order)
     servers = [Server(url) for url in urls]
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S, connect=10)
     connector = aiohttp.TCPConnector(limit=0)
 
@@ -147,7 +146,7 @@ async def answers(
                 mine.clear()
 
     async with aiohttp.ClientSession(
-        headers={"Content-Type": "application/json", **headers}, timeout=timeout, connector=connector
+        headers={"Content-Type": "application/json", **(headers or {})}, timeout=timeout, connector=connector
     ) as session:
         serving = [asyncio.create_task(serve(session, server)) for server in servers]
         was_paused = False

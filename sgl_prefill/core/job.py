@@ -4,10 +4,14 @@ know."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from array import array
 from collections.abc import Hashable
 
 from sgl_prefill.core.batch.planned_row import PlannedRow
+
+# Of requests that fill what all others leave: no user gives it.
+BACKGROUND = math.inf
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -21,7 +25,7 @@ class Job:
     arrival_s: float  # on one clock for all jobs
     most_cached_tokens: int  # so many may be reused at most: at least the last one is always computed
     namespace: str | None = None  # jobs of two namespaces share no prefix
-    rank: float = 0.0  # user-given priority class: a smaller rank always goes first; 0 where priorities are off
+    rank: float = 0.0  # priority class: a smaller rank always goes first; 0 where priorities are off, or BACKGROUND
     planned: PlannedRow | None = None  # where it is a row of a job that is known ahead
     deadline_ms: float | None = None  # counted from the arrival; a later answer is worth nothing
 
@@ -32,6 +36,10 @@ class Job:
     is_follower: bool = False  # another job, which came first, waits for the same page
     n_sharers: int = 0  # of the job that others follow: their number
     n_shared_tokens: int = 0  # of a job in a group: how long the prefix is that it shares
+
+    @property
+    def is_background(self) -> bool:
+        return self.rank == BACKGROUND
 
     @property
     def n_input_tokens(self) -> int:

@@ -9,6 +9,7 @@ The live scheduler, the planner and batch jobs call the same object. A policy of
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -39,6 +40,7 @@ class PolicySettings(NamedTuple):
     counts_sharers: bool = False
     predictor: Predictor | None = None  # of milliseconds; None where nobody knows them
     kv_tokens: int | None = None  # that the prefix cache can hold; None: no limit
+    background_step_ms: float | None = None  # longest step of background jobs; None: as long as any
 
     @classmethod
     def of(
@@ -73,19 +75,31 @@ class Policy:
         self.waiting: dict[Job, None] = {}  # in the order in which they came here
         self._by_arrival: LazyHeap[Job] = LazyHeap()
         self._deadlines = Deadlines()
+        self._background_step = _background_step(settings)
 
     def choose(self, now_s: float) -> list[Job]:
         """Chooses the jobs of the next step, the best first; none only where none waits."""
         raise NotImplementedError
 
     def fill_step(self, in_order: Iterable[Job]) -> list[Job]:
-        """Takes the first of these, and those behind it that the step has room for."""
-        return pack(in_order, self.settings.step)
+        """Takes the first of these, and those behind it that the step has room for.
+
+        Background jobs share no step with others, which would wait for them, and run in short ones: who comes meanwhile waits
+        for the end of a step. They come last in every order, by their rank.
+        """
+        jobs = iter(in_order)
+        first = next(jobs, None)
+        if first is None:
+            return []
+        alike = itertools.takewhile(lambda job: job.is_background == first.is_background, jobs)
+        step = self._background_step if first.is_background else self.settings.step
+        return pack(itertools.chain([first], alike), step)
 
     def add(self, job: Job) -> None:
         """Takes in a job that begins to wait."""
         self.waiting[job] = None
-        self._by_arrival.put(job, job.arrival_s)
+        if not job.is_background:  # nobody waits for those
+            self._by_arrival.put(job, job.arrival_s)
         self._deadlines.add(job)
 
     def remove(self, job: Job) -> None:
@@ -122,6 +136,15 @@ class Policy:
     def oldest(self) -> Job | None:
         """Returns the job that has waited longest."""
         return self._by_arrival.first()
+
+
+def _background_step(settings: PolicySettings) -> StepSize:
+    """Returns how much of background jobs runs in one step."""
+    step, predictor = settings.step, settings.predictor
+    if settings.background_step_ms is None or predictor is None or step.is_one or predictor.model.miss_token_ms == 0:
+        return step
+    n_tokens = (settings.background_step_ms - predictor.model.step_ms) / predictor.model.miss_token_ms
+    return step._replace(max_tokens=min(max(int(n_tokens), 1), step.max_tokens))
 
 
 class Forecast(NamedTuple):

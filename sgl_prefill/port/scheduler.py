@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from sgl_prefill.core.batch.planned_row import PlannedRow
-from sgl_prefill.core.job import Job
+from sgl_prefill.core.job import BACKGROUND, Job
 from sgl_prefill.core.packing import StepSize
 from sgl_prefill.core.policies import POLICIES
 from sgl_prefill.core.policy import PolicySettings
 from sgl_prefill.engine_state import EngineState
 from sgl_prefill.errors import SeamError
-from sgl_prefill.port import deadlines, reply_facts, request_state, silent_metrics
+from sgl_prefill.port import background, deadlines, reply_facts, request_state, silent_metrics
 from sgl_prefill.port.arrival import arrival_s
 from sgl_prefill.port.radix_cache import RadixTree, WatchedRadixCache
 from sgl_prefill.port.waiting_list import WaitingList
@@ -78,10 +78,13 @@ class SchedulerPort:
             # SGLang always computes the last token, and more where log-probabilities are asked for.
             most_cached_tokens=req._compute_max_prefix_len(len(tokens)),
             namespace=req.extra_key,
-            rank=req.priority * self._priority_sign if self._priority_sign else 0,
+            rank=BACKGROUND if background.is_background(req) else self._rank_of(req),
             planned=self.planned.pop(req.rid, None),
             deadline_ms=deadlines.deadline_ms_of(req),
         )
+
+    def _rank_of(self, req: Req) -> float:
+        return req.priority * self._priority_sign if self._priority_sign else 0
 
 
 def after_init_schedule_policy(state: EngineState, result: None, scheduler: Scheduler) -> None:
@@ -102,7 +105,7 @@ def after_init_schedule_policy(state: EngineState, result: None, scheduler: Sche
         fairness_lambda=config.fairness_lambda,
         max_queue_s=config.max_queue_s,
         counts_sharers=config.sharers == "count",
-    )._replace(kv_tokens=scheduler.max_total_num_tokens)
+    )._replace(kv_tokens=scheduler.max_total_num_tokens, background_step_ms=config.background_step_ms)
     collector = getattr(scheduler, "metrics_collector", None)
     metrics = None if collector is None or silent_metrics.are_silent(collector) else PolicyMetrics(collector.labels)
     live = LiveScheduling(RadixTree(cache), POLICIES[config.scheduling](settings), metrics)

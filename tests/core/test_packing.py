@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sgl_prefill.core.jct import FittedJct
-from sgl_prefill.core.job import Job
+from sgl_prefill.core.jct import FittedJct, Predictor
+from sgl_prefill.core.job import BACKGROUND, Job
 from sgl_prefill.core.packing import LOOK_AT, Steps, StepSize, fill_steps, pack
+from sgl_prefill.core.policies.fifo import Fifo
+from sgl_prefill.core.policies.srjf import CalibratedSrjf
+from sgl_prefill.core.policy import PolicySettings
 from tests.core.jobs import job
 
 
@@ -92,3 +95,20 @@ def test_steps_are_filled_and_a_long_request_has_one_to_itself() -> None:
     assert filled([14_000, 50], StepSize(100, 32)) == Steps(2, room_tokens=50, room_requests=62)
     assert filled([1] * 10, StepSize(100, 4)) == Steps(3, room_tokens=290, room_requests=2)
     assert filled([1] * 10, StepSize()) == Steps(10, room_tokens=0, room_requests=0)
+
+
+def test_background_jobs_share_no_step_with_others_and_run_in_short_ones() -> None:
+    """A step of 100 ms at most, of which 10 are fixed: 45 tokens of 2 ms each; others' steps take 1,000 tokens."""
+    model = FittedJct(step_ms=10.0, miss_token_ms=2.0, pair_ms=0.0, cached_token_ms=0.0, request_ms=0.0)
+    settings = PolicySettings(StepSize(1000, 100), predictor=Predictor(model), background_step_ms=100.0)
+    for policy in (Fifo(settings), CalibratedSrjf(settings)):
+        in_background = [job(20, rank=BACKGROUND) for _ in range(4)]
+        live = [job(300, 1.0), job(300, 2.0)]
+        for one in (*in_background, *live):
+            policy.add(one)
+        assert policy.decide(3.0).run == live
+        assert policy.oldest() is live[0]
+        for one in live:
+            policy.remove(one)
+        assert len(policy.decide(3.0).run) == 2
+        assert policy.oldest() is None
