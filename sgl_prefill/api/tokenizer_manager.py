@@ -102,8 +102,8 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     def _mark_background(self, obj: GenerateReqInput | EmbeddingReqInput) -> None:
         if not self.prefill_config.has_policy:
             raise BadRequestError(
-                f"{background.HEADER} is set, and this server runs SGLang's own scheduler, which knows no background jobs: leave it"
-                " out, or start the server without --scheduling stock"
+                f"{background.HEADER} is set, and this server runs SGLang's own scheduler, which knows no background jobs: leave"
+                " it out, or start the server without --scheduling stock"
             )
         given = obj.sampling_params
         marked = (
