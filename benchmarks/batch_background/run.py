@@ -1,0 +1,120 @@
+"""What do live requests feel of a job in the background, and what does the job lose by its way over HTTP?
+
+    python benchmarks/batch_background/run.py [--quick] [--json PATH]
+
+See the README beside this.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import orjson
+
+from benchmarks import report, shapes
+from benchmarks.batch_job.workloads import MICRO, Micro, Rows
+from benchmarks.harness import client, engines, traffic
+from benchmarks.harness.turns import Served, Servers
+
+MODEL = "llama-small"
+KV_TOKENS = 4000
+TURNS, LIVE_REQUESTS, LIVE_PER_S = 3, 300, 5.0
+LIVE_PREFIX_TOKENS, LIVE_OWN_TOKENS = 200, 50
+
+
+def main() -> int:
+    arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
+    conditions = report.conditions() | {"model": MODEL, "kv_tokens": KV_TOKENS, "live_requests_per_s": LIVE_PER_S}
+    turns, n_live = (1, 10) if arguments.quick else (TURNS, LIVE_REQUESTS)
+    workload: Micro = Micro(60, 10, 4, 24) if arguments.quick else MICRO[1]._replace(n_rows=16_000)
+    served = Served(
+        MODEL,
+        ["--context-length", "4096", "--max-total-tokens", str(KV_TOKENS), "--max-running-requests", "64"],
+        ["--max-input-length", "2048", *shapes.budget(3)],
+    )
+    live = live_requests(n_live)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name, Servers(served, 1) as servers:
+        folder = Path(name)
+        write_job(workload.rows(), folder / "job.jsonl")
+        url = servers.of(engines.OURS).url
+        for turn in range(turns):
+            for what, flags in (("no job", None), ("background", ["--background"]), ("job, not in the background", [])):
+                job = None if flags is None else start_job(url, folder, flags)
+                if job is not None:
+                    wait_for_answers(job, folder)
+                outcomes = client.run(url, live, f"{what}, turn {turn + 1}")
+                if job is not None:
+                    ran_on = job.poll() is None
+                    job.terminate()
+                    job.wait()
+                    if not ran_on and not arguments.quick:
+                        raise report.InvalidRunError("the job ended before the live requests did")
+                figures = client.figures(outcomes)
+                rows.append({"turn": turn + 1, "beside": what, **figures._asdict()})
+
+    def p99(what: str) -> float:
+        return statistics.median(row["p99_s"] for row in rows if row["beside"] == what)
+
+    targets = [
+        report.Target.at_most("live requests: P99, background job / no job", p99("background") / p99("no job"), 1.5)
+    ]
+    report.finish({"conditions": conditions, "rows": rows}, targets, arguments.json)
+    return 0
+
+
+def live_requests(n: int) -> list[client.Due]:
+    """Prompts of ten users, as they come."""
+    rng = random.Random("live")
+    prefixes = [shapes.token_ids(rng, LIVE_PREFIX_TOKENS) for _ in range(10)]
+    return [
+        client.Due(at_s, [*rng.choice(prefixes), *shapes.token_ids(rng, LIVE_OWN_TOKENS)])
+        for at_s in traffic.poisson(LIVE_PER_S, n)
+    ]
+
+
+def write_job(rows: Rows, path: Path) -> None:
+    with path.open("wb") as file:
+        for number, row in enumerate(rows):
+            body = {"input_ids": row, "allowed_token_ids": client.LABEL_IDS}
+            file.write(orjson.dumps({"custom_id": str(number), "url": "/generate", "body": body}) + b"\n")
+
+
+def start_job(url: str, folder: Path, flags: list[str]) -> subprocess.Popen[bytes]:
+    command = [
+        sys.executable,
+        "-m",
+        "sgl_prefill.batch",
+        "-i",
+        str(folder / "job.jsonl"),
+        "-o",
+        str(folder / "out.jsonl"),
+    ]
+    command += ["--base-url", url, "--overwrite", *flags]
+    with (folder / "log.txt").open("ab") as log:
+        return subprocess.Popen(command, cwd=report.REPOSITORY, stdout=log, stderr=log)
+
+
+def wait_for_answers(job: subprocess.Popen[bytes], folder: Path) -> None:
+    """Until the job is under way."""
+    import time
+
+    output = folder / "out.jsonl"
+    while not (output.exists() and output.stat().st_size):
+        if job.poll() is not None:
+            raise report.InvalidRunError(f"the job ended: {(folder / 'log.txt').read_text()[-1000:]}")
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
