@@ -91,7 +91,6 @@ class PrefillConfig:
         50.0,
         "requests of background jobs (header x-prefill-background: 1) run when no other waits, in steps predicted to take at"
         " most so many milliseconds",
-        paper=50.0,
     )
     hybrid_prefill: str = _option(
         "auto",

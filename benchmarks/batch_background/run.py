@@ -64,7 +64,7 @@ def main() -> int:
                 rows.append({"turn": turn + 1, "beside": what, **figures._asdict()})
 
     def p99(what: str) -> float:
-        return statistics.median(row["p99_s"] for row in rows if row["beside"] == what)
+        return float(statistics.median(row["p99_s"] for row in rows if row["beside"] == what))
 
     targets = [
         report.Target.at_most("live requests: P99, background job / no job", p99("background") / p99("no job"), 1.5)

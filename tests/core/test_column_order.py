@@ -14,7 +14,7 @@ from sgl_prefill.core.batch.column_order import column_orders, saved
 TABLES = st.lists(st.tuples(*[st.integers(0, 2)] * 3), min_size=1, max_size=8)
 
 
-def shared(rows: Sequence[Sequence[tuple[int, int]]], lengths: Sequence[Sequence[int]]) -> int:
+def shared(rows: Sequence[list[tuple[int, int]]], lengths: Sequence[Sequence[int]]) -> int:
     """What sorted rows share with the one before, in units of length; cells are (column, value)."""
     total = 0
     for one, other in itertools.pairwise(sorted(rows)):
