@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sgl_prefill.core.kv_plan import ceil_to, plan_kv
 from sgl_prefill.engine_state import EngineState
 from sgl_prefill.errors import UnsupportedModelError
-from sgl_prefill.port import reply_facts, request_state
+from sgl_prefill.port import background, reply_facts, request_state
 from sgl_prefill.port.kv_allocator import SuffixKVAllocator
 from sgl_prefill.port.kv_pool import SuffixKVPool
 
@@ -120,6 +120,14 @@ def around_add_one_req(
         adder.cur_rem_token_offset += credit_tokens
 
 
+def _room_for_background(cache: WatchedRadixCache, reqs: list[Req]) -> int | None:
+    """Counts the tokens that background jobs may evict; None where these are no background jobs, or keep all of their KV."""
+    if cache.of_background is None or not all(background.is_background(req) and not decodes(req) for req in reqs):
+        return None
+    n_own = cache.of_background.evictable_tokens(lambda node: 0 if node.lock_ref else len(node.key))
+    return n_own + cache.of_background.n_tokens_more
+
+
 def around_alloc_for_extend(
     original: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]], batch: ScheduleBatch
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -128,6 +136,7 @@ def around_alloc_for_extend(
     allocator = cache.token_to_kv_pool_allocator
     plans = []
     n_promised = 0
+    n_for_background = _room_for_background(cache, batch.reqs)
     for req in batch.reqs:
         n_input, n_cached = req.extend_range.end, len(req.prefix_indices)
         n_free = allocator.available_size() - n_promised
@@ -137,6 +146,8 @@ def around_alloc_for_extend(
         else:
             n_missing = ceil_to(n_input - n_cached, allocator.page_size)
             n_available = cache.advisor.room_for(state.job, n_cached, n_missing, n_free)
+        if n_for_background is not None:
+            n_available = min(n_available, max(n_free + n_for_background, 0))
         plan = plan_kv(
             n_input=n_input,
             n_cached=n_cached,
@@ -146,7 +157,7 @@ def around_alloc_for_extend(
         )
         n_promised += ceil_to(plan.n_new_durable, allocator.page_size)
         plans.append(plan)
-    cache.evict_tokens(n_promised - allocator.available_size())
+    cache.evict_tokens(n_promised - allocator.available_size(), for_background=n_for_background is not None)
     with allocator.serving(plans):
         allocated = original(batch)
     for req, plan in zip(batch.reqs, plans, strict=True):

@@ -266,7 +266,7 @@ def _request(rid: str, token_ids: Sequence[int], prefix: torch.Tensor) -> Req:
 class _NoPrefixCache:
     """What SGLang's allocation asks of a prefix cache, which does not exist yet at this point of the start."""
 
-    advisor = None  # nobody waits
+    advisor = of_background = None  # nobody waits
 
     def __init__(self, runner: Any) -> None:
         self.page_size = runner.page_size
@@ -279,7 +279,7 @@ class _NoPrefixCache:
     def evict(self, params: Any) -> None:
         """Does nothing: there is nothing to evict."""
 
-    def evict_tokens(self, n_tokens: int) -> None:
+    def evict_tokens(self, n_tokens: int, *, for_background: bool = False) -> None:
         """Does nothing either."""
 
     def is_chunk_cache(self) -> bool:

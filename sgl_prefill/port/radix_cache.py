@@ -1,21 +1,23 @@
-"""SGLang's radix cache as ours: it reports each change of its tree, evicts last what waiting jobs will use, and is shown only
-the durable part of a request.
+"""SGLang's radix cache as ours: it reports each change of its tree, evicts last what waiting jobs will use and first what only
+background jobs have used, and is shown only the durable part of a request.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
+from sgl_prefill.core.background_kv import BackgroundKV
 from sgl_prefill.core.job import Job
 from sgl_prefill.core.kv_advisor import KVAdvisor
 from sgl_prefill.core.prefix_tree import Match, TreeListener
-from sgl_prefill.port import request_state
+from sgl_prefill.port import background, request_state
 from sgl_prefill.preflight import PREFIX_CACHE_NAME
 
 if TYPE_CHECKING:
@@ -28,42 +30,70 @@ class WatchedRadixCache(RadixCache):  # type: ignore[misc]
 
     listener: TreeListener | None = None
     advisor: KVAdvisor | None = None
+    of_background: BackgroundKV | None = None
     eviction_strategy: Any
+    _inserts_for_background = False
 
-    def connect(self, listener: TreeListener, advisor: KVAdvisor) -> None:
-        """Report to one from now on, and ask the other before anything is evicted."""
+    def connect(self, listener: TreeListener, advisor: KVAdvisor, kv_tokens: int = 0) -> None:
+        """Report to one from now on, and ask the other before anything is evicted.
+
+        Args:
+            kv_tokens: the cache's slots, of which background jobs get a share; 0 where there are no such jobs.
+        """
         self.listener, self.advisor = listener, advisor
-        self.eviction_strategy = _UnwantedFirst(advisor, self.eviction_strategy)
+        self.of_background = BackgroundKV(kv_tokens)
+        self.eviction_strategy = _UnwantedFirst(advisor, self.of_background, self.eviction_strategy)
 
-    def evict_tokens(self, n_tokens: int) -> None:
-        """Make room for so many tokens, if any."""
-        if n_tokens > 0:
-            self.evict(EvictParams(num_tokens=n_tokens))
+    def evict_tokens(self, n_tokens: int, *, for_background: bool = False) -> None:
+        """Make room for so many tokens, if any. Background jobs take from others what they may, and then from themselves."""
+        if n_tokens <= 0:
+            return
+        if for_background and self.of_background is not None:
+            n_of_any = min(n_tokens, self.of_background.n_tokens_more)
+            n_tokens -= n_of_any
+            self.evict_tokens(n_of_any)
+            with self.eviction_strategy.backgrounds_first():
+                self.evict_tokens(n_tokens)
+            return
+        self.evict(EvictParams(num_tokens=n_tokens))
 
     def reset(self) -> None:
         super().reset()
+        if self.of_background is not None:
+            self.of_background.cleared()
         if self.listener is not None:
             self.listener.cleared()
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
         upper = super()._split_node(key, child, split_len)
+        if self.of_background is not None:
+            self.of_background.split(upper, child, split_len)
         if self.listener is not None:
             self.listener.split(upper, child)
         return upper
 
     def _insert_helper(self, node: TreeNode, key: RadixKey, value: Any, *rest: Any) -> tuple[int, TreeNode]:
         n_present, last = super()._insert_helper(node, key, value, *rest)
-        if self.listener is not None and n_present < len(key):
+        is_new = n_present < len(key)
+        if self.of_background is not None:
+            if not self._inserts_for_background:
+                self.of_background.used_by_live(_path_to(last))
+            elif is_new:
+                self.of_background.added(last, len(last.key))
+        if self.listener is not None and is_new:
             self.listener.child_added(last)
         return n_present, last
 
     def _delete_leaf(self, node: TreeNode) -> None:
         super()._delete_leaf(node)
+        if self.of_background is not None:
+            self.of_background.removed(node)
         if self.listener is not None:
             self.listener.leaf_removed(node)
 
     def cache_finished_req(self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         """Keeps scratch slots from the tree: what a request leaves behind is cut at its plan's durable end."""
+        self._inserts_for_background = background.is_background(req)
         state = request_state.of(req)
         plan = state.kv_plan
         state.kv_plan = None
@@ -76,17 +106,36 @@ class WatchedRadixCache(RadixCache):  # type: ignore[misc]
     def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
         plan = request_state.of(req).kv_plan
         assert plan is None or plan.n_scratch == 0, "a request that goes on keeps all of its KV"
+        self._inserts_for_background = background.is_background(req)
         super().cache_unfinished_req(req, chunked)
 
 
+def _path_to(node: TreeNode) -> Iterator[TreeNode]:
+    """Yields a node and what is above it, without the root."""
+    while node.parent is not None:
+        yield node
+        node = node.parent
+
+
 class _UnwantedFirst:
-    """An eviction strategy around SGLang's: what waiting jobs would use goes only after all else."""
+    """An eviction strategy around SGLang's: what only background jobs have used goes first, what waiting jobs would use last."""
 
-    def __init__(self, advisor: KVAdvisor, strategy: Any) -> None:
-        self._advisor, self._strategy = advisor, strategy
+    def __init__(self, advisor: KVAdvisor, of_background: BackgroundKV, strategy: Any) -> None:
+        self._advisor, self._of_background, self._strategy = advisor, of_background, strategy
+        self._backgrounds_first = False
 
-    def get_priority(self, node: TreeNode) -> tuple[bool, Any]:
-        return self._advisor.is_wanted(node), self._strategy.get_priority(node)
+    @contextmanager
+    def backgrounds_first(self) -> Iterator[None]:
+        """Within this, what background jobs hold goes before all else, wanted or not."""
+        self._backgrounds_first = True
+        try:
+            yield
+        finally:
+            self._backgrounds_first = False
+
+    def get_priority(self, node: TreeNode) -> tuple[bool, bool, bool, Any]:
+        is_wanted, is_live = self._advisor.is_wanted(node), node not in self._of_background
+        return self._backgrounds_first and is_live, is_wanted, is_live, self._strategy.get_priority(node)
 
 
 class RadixTree:

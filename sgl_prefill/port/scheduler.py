@@ -109,7 +109,7 @@ def after_init_schedule_policy(state: EngineState, result: None, scheduler: Sche
     collector = getattr(scheduler, "metrics_collector", None)
     metrics = None if collector is None or silent_metrics.are_silent(collector) else PolicyMetrics(collector.labels)
     live = LiveScheduling(RadixTree(cache), POLICIES[config.scheduling](settings), metrics)
-    cache.connect(live.listener, live.advisor)
+    cache.connect(live.listener, live.advisor, scheduler.max_total_num_tokens)
     state.scheduling = SchedulerPort(live, sign)
     scheduler.waiting_queue = WaitingList(scheduler.waiting_queue)
 

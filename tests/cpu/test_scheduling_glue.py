@@ -16,7 +16,8 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.calibration import Calibration
 from sgl_prefill.core.job import Job
-from sgl_prefill.core.policy import Policy
+from sgl_prefill.core.policies.fifo import Fifo
+from sgl_prefill.core.policy import Policy, PolicySettings
 from sgl_prefill.engine_state import EngineState
 from sgl_prefill.errors import SeamError
 from sgl_prefill.port import request_state, scheduler
@@ -40,10 +41,10 @@ def watched_tree(page_size: int = 1) -> WatchedRadixCache:
     return WatchedRadixCache(parameters)
 
 
-def calibrated(tree: WatchedRadixCache, policy: Policy) -> Calibration:
+def calibrated(tree: WatchedRadixCache, policy: Policy, kv_tokens: int = 0) -> Calibration:
     """A policy that follows a tree."""
     calibration = Calibration(RadixTree(tree), policy)
-    tree.connect(calibration, calibration.advisor)
+    tree.connect(calibration, calibration.advisor, kv_tokens)
     return calibration
 
 
@@ -112,6 +113,7 @@ def request(name: str, tokens: list[int], arrival_s: float = 1.0, priority: int 
         priority=priority,
         sampling_params=SimpleNamespace(custom_params=None),
         time_stats=SimpleNamespace(api_server_dispatch_time=arrival_s, wait_queue_entry_time=99.0),
+        rid=name,
         _compute_max_prefix_len=lambda n: n - 1,
     )
 
@@ -129,7 +131,9 @@ class Engine(NamedTuple):
 
 def engine_with(tree: Any, waiting: list[Any], fairness_lambda: float = 0.0, **options: Any) -> Engine:
     defaults = {"enable_priority_scheduling": False, "schedule_low_priority_values_first": False}
-    stand_in = SimpleNamespace(tree_cache=tree, waiting_queue=waiting, **{**defaults, **options})
+    stand_in = SimpleNamespace(
+        tree_cache=tree, waiting_queue=waiting, max_total_num_tokens=1000, **{**defaults, **options}
+    )
     config = PrefillConfig(fairness_lambda=fairness_lambda, jct_model="cache-miss", pack_step_tokens=0)
     state = EngineState(config)
     scheduler.after_init_schedule_policy(state, None, stand_in)
@@ -283,3 +287,36 @@ def test_a_prefix_cache_that_the_probe_cannot_read_is_refused_by_name() -> None:
 
     with pytest.raises(SeamError, match=r"SWARadixCache.*--scheduling stock"):
         engine_with(SWARadixCache(), [])
+
+
+def test_background_jobs_take_a_share_of_the_cache_and_then_evict_themselves() -> None:
+    tree = watched_tree()
+    calibration = calibrated(tree, Fifo(PolicySettings()), kv_tokens=40)
+    for first in (100, 200, 300):
+        insert(tree, list(range(first, first + 10)))
+    tree._inserts_for_background = True
+    insert(tree, list(range(100, 115)))  # 5 tokens behind what a live request has computed
+    insert(tree, list(range(400, 405)))
+    tree._inserts_for_background = False
+    assert tree.of_background is not None and tree.of_background.n_tokens == 10
+    calibration.add(waiting_job([*range(400, 405), 1]))  # whoever waits for them, they are a background job's
+
+    tree.evict_tokens(10, for_background=True)
+    assert tree.of_background.n_tokens == 0
+    assert tree.total_size() == 30  # live requests' prefixes are whole
+
+    tree.evict_tokens(10, for_background=True)
+    assert tree.total_size() == 20  # up to its share a job may take what is oldest
+
+
+def test_what_a_live_request_has_used_is_no_background_jobs_any_more() -> None:
+    tree = watched_tree()
+    calibrated(tree, Fifo(PolicySettings()), kv_tokens=40)
+    insert(tree, [7, 8, 9])
+    tree._inserts_for_background = True
+    insert(tree, [1, 2, 3, 4, 5, 6])
+    tree._inserts_for_background = False
+    insert(tree, [1, 2, 3])
+    assert tree.of_background is not None and tree.of_background.n_tokens == 3
+    tree.evict_tokens(3)
+    assert [count_cached_tokens(tree, tokens) for tokens in ([1, 2, 3, 4, 5, 6], [7, 8, 9])] == [3, 3]
