@@ -88,7 +88,7 @@ class PrefillConfig:
         paper=0,
     )
     background_step_ms: float = _option(
-        50.0,
+        20.0,
         "requests of background jobs (header x-prefill-background: 1) run when no other waits, in steps predicted to take at"
         " most so many milliseconds",
     )

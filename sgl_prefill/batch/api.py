@@ -14,7 +14,7 @@ import orjson
 from sgl_prefill.answer import Answer
 from sgl_prefill.batch import answer_lines
 from sgl_prefill.batch.backends import Backend, OwnEngine, RunningServers
-from sgl_prefill.batch.options import DEFAULT_INFLIGHT
+from sgl_prefill.batch.options import INFLIGHT_OWN_ENGINE
 from sgl_prefill.batch.prompts import FoundPrompt, Prompts
 from sgl_prefill.core.batch.plan import JobPlan, depth_first
 from sgl_prefill.core.batch.token_rows import TokenRows
@@ -68,7 +68,7 @@ def score(
     *,
     labels: Sequence[str],
     engine: Engine | str | Sequence[str],
-    max_inflight: int = DEFAULT_INFLIGHT,
+    max_inflight: int = INFLIGHT_OWN_ENGINE,
 ) -> Iterator[RowScore]:
     """Yields the probabilities of the labels after each prompt, as they come: in the order that computes least.
 

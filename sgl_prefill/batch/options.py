@@ -9,7 +9,9 @@ from typing import Any
 
 from sgl_prefill.errors import BatchJobError
 
-DEFAULT_INFLIGHT = 1024
+# Rows with an engine at a time: enough that its steps are full. More only crowd a server's HTTP process, and who comes meanwhile
+# waits there behind them.
+INFLIGHT_OWN_ENGINE, INFLIGHT_SERVER, INFLIGHT_BACKGROUND = 1024, 128, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +24,7 @@ class JobOptions:
     base_urls: tuple[str, ...] = ()
     background: bool = False
     output_order: str = "completion"
-    max_inflight: int = DEFAULT_INFLIGHT
+    max_inflight: int = INFLIGHT_OWN_ENGINE
     overwrite: bool = False
     skip_bad_rows: bool = False
     shard: tuple[int, int] = (1, 1)  # which, counted from 1, of how many
@@ -73,7 +75,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--output-order", choices=("completion", "input"), help="of the answers (default: as they are completed)"
     )
-    made.add_argument("--max-inflight", type=int, help=f"rows with the engine at a time (default: {DEFAULT_INFLIGHT})")
+    made.add_argument(
+        "--max-inflight",
+        type=int,
+        help=f"rows with the engine, or with each server, at a time (default: {INFLIGHT_OWN_ENGINE}, of a server"
+        f" {INFLIGHT_SERVER}, with --background {INFLIGHT_BACKGROUND})",
+    )
     made.add_argument("--overwrite", action="store_true", help="discard what an earlier run has answered")
     made.add_argument("--skip-bad-rows", action="store_true", help="answer the others where rows cannot be answered")
     made.add_argument("--shard", type=_shard, metavar="I/N", help="answer the I-th of N parts, which share no prefix")
@@ -100,6 +107,8 @@ def options_of(namespace: argparse.Namespace) -> JobOptions:
     given.setdefault("error_file", given["output"].with_name(given["output"].name + ".errors.jsonl"))
     for name in ("base_urls", "labels"):
         given[name] = tuple(given.get(name, ()))
+    if given["base_urls"]:
+        given.setdefault("max_inflight", INFLIGHT_BACKGROUND if given.get("background") else INFLIGHT_SERVER)
     template = given.get("template")
     if template is not None and template.startswith("@"):
         try:
