@@ -36,6 +36,8 @@ class Planned:
     def __init__(self, prompts: Prompts, rows: IntArray, n_before: int) -> None:
         self.prompts = prompts  # of the rows that are left
         self.order: JobPlan = plan.depth_first(prompts.tokens)
+        if (prompts.max_new_tokens > 1).any():
+            self.order = plan.decode_first(self.order, prompts.tokens.lengths, prompts.max_new_tokens)
         self.n_rows, self.n_before = len(rows), n_before
         self.plan_s = 0.0  # that reading, tokenising and planning have taken
 

@@ -8,6 +8,8 @@ from typing import TextIO
 
 import prometheus_client
 
+from sgl_prefill.errors import BatchJobError
+
 TERMINAL_EVERY_S = 0.5
 FILE_EVERY_S = 60.0
 
@@ -81,7 +83,11 @@ class Progress:
         self._out.flush()
 
     def serve_metrics(self, port: int) -> None:
-        """Serves these numbers, and SGLang's own, to Prometheus. Raises OSError where the port is taken."""
+        """Serves these numbers, and SGLang's own, to Prometheus. Raises BatchJobError where the port is taken."""
+        try:
+            prometheus_client.start_http_server(port, addr="127.0.0.1")
+        except OSError as error:
+            raise BatchJobError(f"--metrics-port {port}: {error.strerror}") from error
         for name, about, value in (
             ("rows", "Rows of the job.", lambda: self.n_rows),
             ("rows_done", "Rows that are answered, or have failed.", lambda: self.n_done),
@@ -92,7 +98,6 @@ class Progress:
             ("tokens_saved_most", "Tokens that the plan saves at most.", lambda: self.most_saved_tokens),
         ):
             prometheus_client.Gauge(f"sgl_prefill_job_{name}", about).set_function(value)
-        prometheus_client.start_http_server(port, addr="127.0.0.1")
 
 
 def _duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""How much of the prefix cache background jobs may hold: where they reuse much, they would otherwise evict what live requests use.
+"""How much of the prefix cache background jobs may hold: they would otherwise evict what live requests use.
 
 A prefix that a live request has used is its, whoever computed it. Background jobs hold slots that nobody else wants, and of the
 others' at most a share: live requests find nearly all of their prefixes, and a job still has its present groups' prefixes.
@@ -7,6 +7,7 @@ others' at most a share: live requests find nearly all of their prefixes, and a 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from typing import Any
 
 SHARE = 0.25
 
@@ -49,7 +50,7 @@ class BackgroundKV:
         """Counts the slots that background jobs may still take from others."""
         return max(int(SHARE * self._kv_tokens) - self.n_tokens, 0)
 
-    def evictable_tokens(self, evictable: Callable[[Hashable], int]) -> int:
+    def evictable_tokens(self, evictable: Callable[[Any], int]) -> int:
         """Counts the tokens of these nodes that eviction could take. evictable: of one node."""
         return sum(evictable(node) for node in self._n_tokens_of)
 

@@ -27,6 +27,7 @@ class Job:
     namespace: str | None = None  # jobs of two namespaces share no prefix
     rank: float = 0.0  # priority class: a smaller rank always goes first; 0 where priorities are off, or BACKGROUND
     planned: PlannedRow | None = None  # where it is a row of a job that is known ahead
+    most_output_tokens: int = 1  # that it may write; beyond one it goes on after its prefill, and keeps all of its KV
     deadline_ms: float | None = None  # counted from the arrival; a later answer is worth nothing
 
     n_cached_tokens: int = 0  # longest prefix that the cache holds now, as far as this job may use it

@@ -30,6 +30,13 @@ class Decision(NamedTuple):
     refuse: dict[Job, Refusal]  # they wait no longer
 
 
+class Writing(NamedTuple):
+    """A job that runs on after its prefill, token by token. Its KV stays until it ends."""
+
+    job: Job
+    n_output_tokens: int  # so far
+
+
 class PolicySettings(NamedTuple):
     """What a policy may need to know; costs are in units of `cost`."""
 
@@ -73,12 +80,13 @@ class Policy:
     def __init__(self, settings: PolicySettings) -> None:
         self.settings = settings
         self.waiting: dict[Job, None] = {}  # in the order in which they came here
+        self.writing: Sequence[Writing] = ()  # those that run on, before each decision
         self._by_arrival: LazyHeap[Job] = LazyHeap()
         self._deadlines = Deadlines()
         self._background_step = _background_step(settings)
 
     def choose(self, now_s: float) -> list[Job]:
-        """Chooses the jobs of the next step, the best first; none only where none waits."""
+        """Chooses the jobs of the next step, the best first; none only where none waits or some write."""
         raise NotImplementedError
 
     def fill_step(self, in_order: Iterable[Job]) -> list[Job]:
@@ -114,6 +122,14 @@ class Policy:
 
     def prefix_computed(self, jobs: Sequence[Job]) -> None:
         """Hears that the page that all of these waited for is in the cache now; of each, `recalibrated` follows."""
+
+    def ended(self, job: Job, n_output_tokens: int) -> None:
+        """Hears that a job which may write more than one token has written so many, and all."""
+
+    @property
+    def output_share(self) -> float | None:
+        """Says what part of the tokens that they may write jobs will write; None where this policy leaves that to SGLang."""
+        return None
 
     def forecast(self, job: Job) -> Forecast | None:
         """Predicts when a waiting job will be done, were nobody to arrive any more; None where this policy cannot say."""

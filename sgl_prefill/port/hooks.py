@@ -299,6 +299,11 @@ POKES: tuple[Poke, ...] = (
     Poke(
         "sglang.srt.managers.scheduler.Scheduler", "waiting_queue", "during admission it holds what the policy picked"
     ),
+    Poke(
+        "sglang.srt.managers.scheduler_components.new_token_ratio_tracker.NewTokenRatioTracker",
+        "current",
+        "how long outputs will be, learned from those that are written",
+    ),
     *(
         Poke("sglang.srt.managers.schedule_policy.PrefillAdder", attribute, "scratch counts as room")
         for attribute in ("rem_total_token_offset", "cur_rem_token_offset")

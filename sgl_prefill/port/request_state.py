@@ -19,6 +19,7 @@ class RequestState:
     """What we know of one request in the scheduler process."""
 
     job: Job | None = None  # while it waits under a policy of ours
+    writing: Job | None = None  # while it runs on after its prefill under such a policy
     kv_plan: KVPlan | None = None  # the plan that it runs under: None before its forward pass and after it
 
 

@@ -16,7 +16,7 @@ from sgl_prefill.core.batch.planned_row import PlannedRow
 from sgl_prefill.core.job import BACKGROUND, Job
 from sgl_prefill.core.packing import StepSize
 from sgl_prefill.core.policies import POLICIES
-from sgl_prefill.core.policy import PolicySettings
+from sgl_prefill.core.policy import PolicySettings, Writing
 from sgl_prefill.engine_state import EngineState
 from sgl_prefill.errors import SeamError
 from sgl_prefill.port import background, deadlines, reply_facts, request_state, silent_metrics
@@ -69,7 +69,28 @@ class SchedulerPort:
         for job in jobs:
             request_state.of(self._reqs.pop(job)).job = None
 
+    def started(self, job: Job) -> None:
+        """Takes out a request that runs now."""
+        req = self._reqs[job]
+        self.forget([job])
+        if job.most_output_tokens > 1:
+            request_state.of(req).writing = job
+
+    def writing(self, running: Iterable[Req]) -> list[Writing]:
+        """Returns those that run on after their prefill."""
+        found = [(request_state.of(req).writing, req) for req in running if not req.finished()]
+        return [Writing(job, len(req.output_ids)) for job, req in found if job is not None]
+
+    def ended(self, reqs: Iterable[Req]) -> None:
+        """Tells the policy of those among these that have written all."""
+        for req in reqs:
+            state = request_state.of(req)
+            if state.writing is not None and req.finished():
+                self.live.policy.ended(state.writing, len(req.output_ids))
+                state.writing = None
+
     def _job_of(self, req: Req) -> Job:
+        request_state.of(req).writing = None
         # A preempted generation has output tokens too; the sum copies the whole prompt.
         tokens: array[int] = req.origin_input_ids + req.output_ids if req.output_ids else req.origin_input_ids
         return Job(
@@ -80,6 +101,7 @@ class SchedulerPort:
             namespace=req.extra_key,
             rank=BACKGROUND if background.is_background(req) else self._rank_of(req),
             planned=self.planned.pop(req.rid, None),
+            most_output_tokens=(req.sampling_params.max_new_tokens or 0) - len(req.output_ids),
             deadline_ms=deadlines.deadline_ms_of(req),
         )
 
@@ -140,15 +162,14 @@ def around_get_new_batch_prefill(
     now_s = time.perf_counter()
     with live.cost:
         waiting = port.follow(scheduler.waiting_queue)
-        run, refuse = live.decide(now_s)
+        run, refuse = live.decide(now_s, port.writing(running_batch.reqs))
         picked, refused = port.reqs_of(run), port.reqs_of(refuse)
         waiting.take_out(refused)
         port.forget(refuse)
     for req, refusal in zip(refused, refuse.values(), strict=True):
         deadlines.refuse(scheduler, req, refusal)
-    if not picked:
-        scheduler.waiting_queue = waiting
-        return original(scheduler, running_batch)
+    if (share := live.policy.output_share) is not None:
+        scheduler.new_token_ratio_tracker.current = share
     scheduler.waiting_queue = list(picked)
     try:
         plan = original(scheduler, running_batch)
@@ -158,7 +179,8 @@ def around_get_new_batch_prefill(
             started = [(job, req) for job, req in zip(run, picked, strict=True) if req not in left]
             waiting.take_out([req for _, req in started])
             predicted_ms = live.start([job for job, _ in started], now_s)
-            port.forget(job for job, _ in started)
+            for job, _ in started:
+                port.started(job)
         for _, req in started:
             if predicted_ms is not None:
                 reply_facts.add(req.time_stats, predicted_jct_ms=round(predicted_ms, 3))
@@ -177,9 +199,10 @@ def after_process_batch_result(
     state: EngineState, result: None, scheduler: Scheduler, batch: ScheduleBatch, *_: Any
 ) -> None:
     """Hook: correct the JCT model by what this step has taken, and count."""
+    assert state.scheduling is not None
+    state.scheduling.ended(batch.reqs)
     if not batch.forward_mode.is_extend():
         return
-    assert state.scheduling is not None
     done = [req for req in batch.reqs if req.time_stats.prefill_finished_time > 0]  # the others failed
     actual_ms = None
     if done:

@@ -10,7 +10,7 @@ from sgl_prefill.core.calibration import Calibration
 from sgl_prefill.core.jct import Work
 from sgl_prefill.core.job import Job
 from sgl_prefill.core.kv_advisor import KVAdvisor
-from sgl_prefill.core.policy import Decision, Policy
+from sgl_prefill.core.policy import Decision, Policy, Writing
 from sgl_prefill.core.prefix_tree import PrefixTree, TreeListener
 from sgl_prefill.scheduling.metrics import Facts, PolicyMetrics
 
@@ -66,8 +66,9 @@ class LiveScheduling:
         self.calibration.remove(job)
         self.n_pending_tokens -= job.n_input_tokens
 
-    def decide(self, now_s: float) -> Decision:
-        """Says who runs next; who is refused waits no longer."""
+    def decide(self, now_s: float, writing: Sequence[Writing] = ()) -> Decision:
+        """Says who runs next; who is refused waits no longer. writing: who runs on meanwhile."""
+        self.policy.writing = writing
         decision = self.policy.decide(now_s)
         for job in decision.refuse:
             self.leave(job)

@@ -8,10 +8,12 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_prefill.core.batch import plan, prefix_order, prefix_tree
+from sgl_prefill.core.batch.output_length import OutputLength
 from sgl_prefill.core.batch.prefix_tree import ROOT, Group, PrefixNode
 from sgl_prefill.core.batch.token_rows import TokenRows
 
@@ -153,3 +155,34 @@ def test_a_job_is_cut_where_its_rows_share_nothing() -> None:
     cuts = [plan.shard(whole, token_rows.lengths, which, 4) for which in (1, 2, 3, 4)]
     assert [whole.reused_tokens[first] for first, _ in cuts] == [0, 0, 0, 0]
     assert [end - first for first, end in cuts] == [25, 25, 25, 25]
+
+
+@given(ROWS, st.integers(1, 3), st.data())
+def test_another_order_of_siblings_saves_as_much(rows: list[list[int]], page_size: int, data: st.DataObject) -> None:
+    token_rows = TokenRows.of(rows)
+    outputs = np.array(data.draw(st.lists(st.integers(1, 9), min_size=len(rows), max_size=len(rows))), np.int64)
+    sorted_plan = plan.depth_first(token_rows, page_size)
+    found = plan.decode_first(sorted_plan, token_rows.lengths, outputs, page_size)
+    assert sorted(found.rows.tolist()) == list(range(len(rows)))
+    for place, row in enumerate(found.rows.tolist()):
+        before = [common(rows[row], rows[other]) for other in found.rows[:place].tolist()]
+        most = min(max(before, default=0), max(len(rows[row]) - 1, 0)) // page_size * page_size
+        assert found.reused_tokens[place] == most
+    assert found.saved_tokens == sorted_plan.saved_tokens
+
+
+def test_groups_that_write_most_for_what_they_read_come_first() -> None:
+    rows = [[1, 1, 1, 1, group, row] for group, n_rows in ((2, 1), (3, 3), (4, 2)) for row in range(n_rows)]
+    token_rows = TokenRows.of(rows)
+    outputs = np.array([50, 10, 10, 10, 90, 10])
+    found = plan.decode_first(plan.depth_first(token_rows), token_rows.lengths, outputs)
+    assert [rows[row][4:] for row in found.rows.tolist()] == [[4, 0], [4, 1], [2, 0], [3, 0], [3, 1], [3, 2]]
+    assert found.reused_tokens.tolist() == [0, 5, 4, 4, 5, 5]
+
+
+def test_outputs_are_expected_to_be_as_long_as_those_before() -> None:
+    length = OutputLength()
+    assert length.share == 1.0
+    for _ in range(96):
+        length.observe(10, 100)
+    assert length.share == pytest.approx((96 * 10 + 4 * 100) / (100 * 100))

@@ -111,7 +111,7 @@ def request(name: str, tokens: list[int], arrival_s: float = 1.0, priority: int 
         extra_key=None,
         seqlen=len(tokens),
         priority=priority,
-        sampling_params=SimpleNamespace(custom_params=None),
+        sampling_params=SimpleNamespace(custom_params=None, max_new_tokens=1),
         time_stats=SimpleNamespace(api_server_dispatch_time=arrival_s, wait_queue_entry_time=99.0),
         rid=name,
         _compute_max_prefix_len=lambda n: n - 1,
@@ -126,7 +126,7 @@ class Engine(NamedTuple):
 
     def step(self, admit: Any) -> Any:
         """One prefill admission; `admit` stands in for SGLang's."""
-        return scheduler.around_get_new_batch_prefill(self.state, admit, self.scheduler, None)
+        return scheduler.around_get_new_batch_prefill(self.state, admit, self.scheduler, SimpleNamespace(reqs=[]))
 
 
 def engine_with(tree: Any, waiting: list[Any], fairness_lambda: float = 0.0, **options: Any) -> Engine:
@@ -298,7 +298,8 @@ def test_background_jobs_take_a_share_of_the_cache_and_then_evict_themselves() -
     insert(tree, list(range(100, 115)))  # 5 tokens behind what a live request has computed
     insert(tree, list(range(400, 405)))
     tree._inserts_for_background = False
-    assert tree.of_background is not None and tree.of_background.n_tokens == 10
+    assert tree.of_background is not None
+    assert tree.of_background.n_tokens == 10
     calibration.add(waiting_job([*range(400, 405), 1]))  # whoever waits for them, they are a background job's
 
     tree.evict_tokens(10, for_background=True)
@@ -317,6 +318,7 @@ def test_what_a_live_request_has_used_is_no_background_jobs_any_more() -> None:
     insert(tree, [1, 2, 3, 4, 5, 6])
     tree._inserts_for_background = False
     insert(tree, [1, 2, 3])
-    assert tree.of_background is not None and tree.of_background.n_tokens == 3
+    assert tree.of_background is not None
+    assert tree.of_background.n_tokens == 3
     tree.evict_tokens(3)
     assert [count_cached_tokens(tree, tokens) for tokens in ([1, 2, 3, 4, 5, 6], [7, 8, 9])] == [3, 3]

@@ -198,7 +198,7 @@ def test_a_table_is_answered_with_a_column_a_label_by_running_servers_as_by_an_o
     asked = ["-i", str(tmp_path / "in.parquet"), "--template", "Text: {text}, {stars} stars. Good? Answer:"]
     asked += ["--labels", *LABELS, "--id-column", "name", "--output-order", "input"]
     found = []
-    for name, backend in (("own", engine_flags(demo_folder)), ("url", ["--base-url", server.url])):
+    for name, backend in (("own", engine_flags(demo_folder)), ("url", ["--base-url", server.url, "--background"])):
         output = tmp_path / f"{name}.parquet"
         child = forked_main("sgl_prefill.batch.__main__", [*asked, "-o", str(output), *backend], tmp_path / name)
         child.join()
@@ -211,6 +211,30 @@ def test_a_table_is_answered_with_a_column_a_label_by_running_servers_as_by_an_o
         assert row[" yes"] + row[" no"] == pytest.approx(1)
         assert row[" yes"] == pytest.approx(other[" yes"], abs=SAME)
     assert len({round(row[" yes"], 3) for row in own}) > 3
+
+
+def test_rows_that_generate_write_the_same_whoever_writes_beside_them(demo_folder: Path, tmp_path: Path) -> None:
+    """Each prompt twice, once to a part of the length: greedy decoding begins alike. The cache holds six rows at a time."""
+    rows = [
+        request(f"{number}-{n_tokens}", "/v1/completions", prompt=prompt, max_tokens=n_tokens, temperature=0)
+        for number, prompt in enumerate(f"{text(number % 3, 60)}. {text(number + 50, 5)}" for number in range(12))
+        for n_tokens in (4, 20)
+    ]
+    output = tmp_path / "out.jsonl"
+    flags = ["-i", str(write(tmp_path / "in.jsonl", rows)), "-o", str(output), *engine_flags(demo_folder)]
+    flags += ["--allow-generation", "--max-total-tokens", "600"]
+    child = forked_main("sgl_prefill.batch.__main__", flags, tmp_path / "log")
+    child.join()
+    assert child.exitcode == 0, (tmp_path / "log").read_text()
+    answers = answers_in(output)
+    assert len(answers) == len(rows)
+    texts = {name: body["choices"][0]["text"] for name, body in answers.items()}
+    n_longer = 0
+    for number in range(12):
+        assert texts[f"{number}-20"].startswith(texts[f"{number}-4"])
+        n_longer += texts[f"{number}-20"] != texts[f"{number}-4"]
+    assert n_longer > 6
+    assert len(set(texts.values())) > 12
 
 
 def test_a_dry_run_tells_what_the_job_costs_and_leaves_nothing(demo_folder: Path, tmp_path: Path) -> None:

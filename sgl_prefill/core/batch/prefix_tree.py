@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 ROOT = -1
 
@@ -44,6 +44,47 @@ def build(shared_tokens: Sequence[int]) -> list[PrefixNode]:
         nodes.append(PrefixNode(n_tokens, first, end, path[-1] if path else ROOT))
         path.append(len(nodes) - 1)
     return nodes
+
+
+class Placed(NamedTuple):
+    """A row of a depth-first order."""
+
+    row: int  # its place in the sorted order
+    n_shared_tokens: int  # with the rows before it
+
+
+def with_siblings_sorted(
+    nodes: Sequence[PrefixNode], n_rows: int, key: Callable[[int, int, int], Any]
+) -> Iterator[Placed]:
+    """Yields all rows depth first, siblings in another order: what the tree shares is shared in any.
+
+    Args:
+        key: of a subtree or a row alone, by its first row, its end and the tokens of the prefix above it.
+    """
+    children: dict[int, list[int]] = {}
+    for number, node in enumerate(nodes):
+        children.setdefault(node.parent, []).append(number)
+
+    def below(parent: int, first: int, end: int) -> Iterator[tuple[int, int, int | None]]:
+        """Yields (first row, end, node) of each sibling; a row alone has no node."""
+        for child in children.get(parent, ()):
+            yield from ((row, row + 1, None) for row in range(first, nodes[child].first))
+            first = nodes[child].end
+            yield nodes[child].first, first, child
+        yield from ((row, row + 1, None) for row in range(first, end))
+
+    def in_order(parent: int, first: int, end: int, n_inherited: int) -> list[tuple[int, int, int | None, int]]:
+        n_tokens = nodes[parent].n_tokens if parent != ROOT else 0
+        siblings = sorted(below(parent, first, end), key=lambda one: key(one[0], one[1], n_tokens))
+        return [(*one, n_tokens if place else n_inherited) for place, one in enumerate(siblings)]
+
+    waiting = in_order(ROOT, 0, n_rows, 0)[::-1]
+    while waiting:
+        first, end, subtree, n_shared = waiting.pop()
+        if subtree is None:
+            yield Placed(first, n_shared)
+        else:
+            waiting += in_order(subtree, first, end, n_shared)[::-1]
 
 
 class Group(NamedTuple):

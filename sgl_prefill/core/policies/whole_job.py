@@ -3,6 +3,10 @@
 Rows run in the order of their plan. A step takes the earliest rows whose prefix the cache holds, and is filled with the first
 rows of later groups, which compute prefixes: so a step is full while a prefix is computed, which a group alone could not make
 it. A group is begun only while all prefixes in use fit the cache; each is in use until the last row that shares it has run.
+
+Rows that write more than one token keep their KV meanwhile: they begin while the cache has room for all that they will hold,
+however many they are (section 4.3.3, memory-centric token batching). The paper mixes their tokens with chunks of prompts in one
+step. Here a prompt is read in one step of its own, so it waits until such a step is worth it, while others write.
 """
 
 from __future__ import annotations
@@ -12,9 +16,13 @@ import itertools
 import math
 from collections.abc import Iterator
 
+from sgl_prefill.core.batch.output_length import OutputLength
 from sgl_prefill.core.batch.planned_row import PlannedRow
 from sgl_prefill.core.job import Job
 from sgl_prefill.core.policy import Policy, PolicySettings
+
+# While rows write, others are read in steps that are full to this part at least, or that bring this part of those who write.
+FULL_ENOUGH, MANY_ENOUGH = 0.5, 0.25
 
 
 class _PrefixInUse:
@@ -39,6 +47,7 @@ class WholeJob(Policy):
         self._places: list[int] = []  # of the rows that wait, in order
         self._job_at: dict[int, Job] = {}
         self._in_use: list[_PrefixInUse] = []
+        self._output_length = OutputLength()
 
     def add(self, job: Job) -> None:
         super().add(job)
@@ -61,13 +70,45 @@ class WholeJob(Policy):
             if n_tokens := self._new_prefix_tokens(job, row):
                 self._in_use.append(_PrefixInUse(row, n_tokens))
 
+    def ended(self, job: Job, n_output_tokens: int) -> None:
+        self._output_length.observe(n_output_tokens, job.most_output_tokens)
+
+    @property
+    def output_share(self) -> float:
+        return self._output_length.share
+
     def choose(self, now_s: float) -> list[Job]:
-        return self.fill_step(itertools.chain(self._unplanned, self._ready()))
+        run = self.fill_step(itertools.chain(self._unplanned, self._ready()))
+        return [] if self.writing and self._can_wait(run) else run
+
+    def _can_wait(self, run: list[Job]) -> bool:
+        """Says whether a step of these would stop those who write for little: it is nearly empty, they are few, and more will
+        join them once some of those have ended."""
+        step = self.settings.step
+        if step.is_one or len(run) == len(self.waiting) or any(job in self._unplanned for job in run):
+            return False
+        are_many = len(run) >= min(MANY_ENOUGH * len(self.writing), step.max_requests)
+        return not are_many and sum(job.n_miss_tokens for job in run) < FULL_ENOUGH * step.max_tokens
+
+    def _expected_tokens(self, job: Job) -> int:
+        """Returns how many tokens a row will write."""
+        return math.ceil(self._output_length.share * job.most_output_tokens) if job.most_output_tokens > 1 else 0
+
+    def _held_by_those_who_write(self) -> int:
+        """Counts the KV that they hold, or will, without prefixes in use."""
+        n_in_use = {prefix.first: prefix.n_tokens for prefix in self._in_use}
+        n_held = 0
+        for job, n_output_tokens in self.writing:
+            row = job.planned
+            n_shared = 0 if row is None else row.n_reused_tokens + n_in_use.get(row.place, 0)
+            n_held += job.n_input_tokens - n_shared + max(self._expected_tokens(job), n_output_tokens + 1)
+        return n_held
 
     def _ready(self) -> Iterator[Job]:
         """Yields rows that need not wait for another, the first in any case."""
         room = math.inf if self.settings.kv_tokens is None else self.settings.kv_tokens
-        room -= sum(prefix.n_tokens for prefix in self._in_use)
+        room -= sum(prefix.n_tokens for prefix in self._in_use) + self._held_by_those_who_write()
+        some_run = bool(self.writing)
         index = 0
         while index < len(self._places):
             place = self._places[index]
@@ -75,9 +116,14 @@ class WholeJob(Policy):
             row = job.planned
             assert row is not None
             n_tokens = self._new_prefix_tokens(job, row)
+            # Of a row that only reads, what nobody shares is evicted as soon as others need the room.
+            n_needed = job.n_miss_tokens + self._expected_tokens(job) if job.most_output_tokens > 1 else n_tokens
+            if some_run and job.most_output_tokens > 1 and n_needed > room:
+                return
             # Who shares the prefix must be here already: nothing else tells the cache that it is wanted.
-            if index == 0 or n_tokens == 0 or (n_tokens <= room and place + 1 in self._job_at):
-                room -= n_tokens
+            if index == 0 or n_tokens == 0 or (n_needed <= room and place + 1 in self._job_at):
+                room -= n_needed
+                some_run = True
                 yield job
             index = index + 1 if n_tokens == 0 else bisect.bisect_left(self._places, row.end)
 
