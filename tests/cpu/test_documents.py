@@ -47,7 +47,7 @@ def test_every_script_and_module_that_the_readme_runs_exists() -> None:
         assert (ROOT / script).stat().st_mode & 0o111
     for module in set(re.findall(r"-m (sgl_prefill[\w.]+)", README)):
         path = ROOT / module.replace(".", "/")
-        assert path.with_suffix(".py").exists(), module
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
     for place in re.findall(r"\]\(([^)#:]+)\)", README):
         assert (ROOT / place).exists(), place
 

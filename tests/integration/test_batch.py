@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from sgl_prefill.examples import review_table
+from sgl_prefill.examples.label_reviews import NEGATIVE, POSITIVE
 from tests.integration.children import forked_main
 from tests.integration.conftest import Server
 
@@ -235,6 +237,23 @@ def test_rows_that_generate_write_the_same_whoever_writes_beside_them(demo_folde
         n_longer += texts[f"{number}-20"] != texts[f"{number}-4"]
     assert n_longer > 6
     assert len(set(texts.values())) > 12
+
+
+def test_the_reviews_of_the_readme_are_scored_right(demo_folder: Path, tmp_path: Path) -> None:
+    """2,000 rows, of which the examples before all and the descriptions of 40 products are computed once."""
+    review_table.write(tmp_path)
+    flags = ["-i", str(tmp_path / "reviews.csv"), "-o", str(tmp_path / "scores.jsonl"), "--id-column", "id"]
+    flags += ["--template", f"@{tmp_path / 'template.txt'}", "--labels", POSITIVE, NEGATIVE]
+    child = forked_main("sgl_prefill.batch.__main__", [*flags, *engine_flags(demo_folder)], tmp_path / "log")
+    child.join()
+    assert child.exitcode == 0, (tmp_path / "log").read_text()
+    truth = {row["id"]: row["truth"] for row in review_table.rows()}
+    scores = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
+    assert {row["id"] for row in scores} == truth.keys()
+    n_right = sum((row[POSITIVE] > row[NEGATIVE]) == (truth[row["id"]] == POSITIVE) for row in scores)
+    assert n_right >= 0.95 * len(scores) == 1900
+    summary = json.loads((tmp_path / "scores.jsonl.job" / "summary.json").read_text())
+    assert summary["cached_tokens"] == summary["tokens_saved_at_most"] > 0.9 * summary["prompt_tokens"]
 
 
 def test_a_dry_run_tells_what_the_job_costs_and_leaves_nothing(demo_folder: Path, tmp_path: Path) -> None:
