@@ -1,4 +1,4 @@
-"""Write 2,000 product reviews as a table, and a template with examples, for a batch job:
+"""Write 2,000 product reviews as a table, and a template with examples, for a batch job.
 
     python -m sgl_prefill.examples.review_table FOLDER
     python -m sgl_prefill.batch -i FOLDER/reviews.csv -o FOLDER/scores.jsonl --template @FOLDER/template.txt \

@@ -175,6 +175,7 @@ def test_the_radix_cache_gets_the_durable_part_alone() -> None:
     assert slots is not None
     row[0, :12] = slots
     req: Any = SimpleNamespace(
+        sampling_params=SimpleNamespace(custom_params=None),
         origin_input_ids=array("q", range(12)),
         output_ids=array("q"),
         req_pool_idx=0,
