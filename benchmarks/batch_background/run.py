@@ -1,4 +1,4 @@
-"""What do live requests feel of a job in the background, and what does the job lose by its way over HTTP?
+"""What do live requests feel of a job in the background, and how much does the job get done meanwhile?
 
     python benchmarks/batch_background/run.py [--quick] [--json PATH]
 
@@ -13,16 +13,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import orjson
-
 from benchmarks import report, shapes
-from benchmarks.batch_job.workloads import MICRO, Micro, Rows
+from benchmarks.batch_job import job as batch_job
+from benchmarks.batch_job.workloads import MICRO, Micro
 from benchmarks.harness import client, engines, traffic
 from benchmarks.harness.turns import Served, Servers
 
@@ -30,13 +30,14 @@ MODEL = "llama-small"
 KV_TOKENS = 4000
 TURNS, LIVE_REQUESTS, LIVE_PER_S = 3, 300, 5.0
 LIVE_PREFIX_TOKENS, LIVE_OWN_TOKENS = 200, 50
+OUTPUT = "out.jsonl"
 
 
 def main() -> int:
     arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
     conditions = report.conditions() | {"model": MODEL, "kv_tokens": KV_TOKENS, "live_requests_per_s": LIVE_PER_S}
     turns, n_live = (1, 10) if arguments.quick else (TURNS, LIVE_REQUESTS)
-    workload: Micro = Micro(60, 10, 4, 24) if arguments.quick else MICRO[1]._replace(n_rows=16_000)
+    workload: Micro = Micro(60, 10, 4, 24) if arguments.quick else MICRO[1]._replace(n_rows=32_000)
     served = Served(
         MODEL,
         ["--context-length", "4096", "--max-total-tokens", str(KV_TOKENS), "--max-running-requests", "64"],
@@ -46,14 +47,16 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name, Servers(served, 1) as servers:
         folder = Path(name)
-        write_job(workload.rows(), folder / "job.jsonl")
+        batch_job.write(workload.rows(), folder / "job.jsonl")
         url = servers.of(engines.OURS).url
         for turn in range(turns):
             for what, flags in (("no job", None), ("background", ["--background"]), ("job, not in the background", [])):
                 job = None if flags is None else start_job(url, folder, flags)
                 if job is not None:
                     wait_for_answers(job, folder)
+                began_s, n_before = time.monotonic(), n_answers(folder)
                 outcomes = client.run(url, live, f"{what}, turn {turn + 1}")
+                job_rows_per_s = (n_answers(folder) - n_before) / (time.monotonic() - began_s)
                 if job is not None:
                     ran_on = job.poll() is None
                     job.terminate()
@@ -61,7 +64,7 @@ def main() -> int:
                     if not ran_on and not arguments.quick:
                         raise report.InvalidRunError("the job ended before the live requests did")
                 figures = client.figures(outcomes)
-                rows.append({"turn": turn + 1, "beside": what, **figures._asdict()})
+                rows.append({"turn": turn + 1, "beside": what, **figures._asdict(), "job_rows_per_s": job_rows_per_s})
 
     def p99(what: str) -> float:
         return float(statistics.median(row["p99_s"] for row in rows if row["beside"] == what))
@@ -83,33 +86,21 @@ def live_requests(n: int) -> list[client.Due]:
     ]
 
 
-def write_job(rows: Rows, path: Path) -> None:
-    with path.open("wb") as file:
-        for number, row in enumerate(rows):
-            body = {"input_ids": row, "allowed_token_ids": client.LABEL_IDS}
-            file.write(orjson.dumps({"custom_id": str(number), "url": "/generate", "body": body}) + b"\n")
-
-
 def start_job(url: str, folder: Path, flags: list[str]) -> subprocess.Popen[bytes]:
-    command = [
-        sys.executable,
-        "-m",
-        "sgl_prefill.batch",
-        "-i",
-        str(folder / "job.jsonl"),
-        "-o",
-        str(folder / "out.jsonl"),
-    ]
-    command += ["--base-url", url, "--overwrite", *flags]
+    (folder / OUTPUT).unlink(missing_ok=True)  # whoever waits for answers must not see those of the turn before
+    command = batch_job.command_of(folder / "job.jsonl", folder / OUTPUT, ["--base-url", url, "--overwrite", *flags])
     with (folder / "log.txt").open("ab") as log:
         return subprocess.Popen(command, cwd=report.REPOSITORY, stdout=log, stderr=log)
 
 
+def n_answers(folder: Path) -> int:
+    output = folder / OUTPUT
+    return output.read_bytes().count(b"\n") if output.exists() else 0
+
+
 def wait_for_answers(job: subprocess.Popen[bytes], folder: Path) -> None:
     """Until the job is under way."""
-    import time
-
-    output = folder / "out.jsonl"
+    output = folder / OUTPUT
     while not (output.exists() and output.stat().st_size):
         if job.poll() is not None:
             raise report.InvalidRunError(f"the job ended: {(folder / 'log.txt').read_text()[-1000:]}")

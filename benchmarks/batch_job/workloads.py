@@ -17,10 +17,12 @@ class Micro(NamedTuple):
     own_tokens: int
     degree: int
     n_rows: int
+    n_new_tokens: int = 0  # 0: prefill only
 
     @property
     def name(self) -> str:
-        return f"{self.prefix_tokens}/{self.own_tokens} at {self.degree}"
+        writes = f", {self.n_new_tokens} new tokens" if self.n_new_tokens else ""
+        return f"{self.prefix_tokens}/{self.own_tokens} at {self.degree}{writes}"
 
     @property
     def ceiling(self) -> float:
@@ -42,6 +44,8 @@ MICRO = (
     *(Micro(prefix, own, degree, 640) for prefix, own in ((200, 20), (200, 100), (100, 100)) for degree in (4, 16)),
     Micro(1600, 20, 16, 320),
 )
+# With the paper's 100 new tokens, divided by 10.
+WITH_DECODE = tuple(Micro(200, 20, degree, 640, n_new_tokens=10) for degree in (4, 16))
 
 INSTRUCTION_TOKENS = 20
 
@@ -50,7 +54,7 @@ def industry(n_rows: int, divided_by: int) -> Rows:
     """Snippets of web documents (section 6.2.2): one short instruction, documents of N(1570, 500) tokens with some three queries
     of 30 tokens each."""
     rng = random.Random("industry")
-    instruction = shapes.token_ids(rng, INSTRUCTION_TOKENS)
+    instruction = shapes.token_ids(rng, INSTRUCTION_TOKENS // divided_by)
     made: Rows = []
     while len(made) < n_rows:
         n_document = max(round(rng.gauss(1570, 500) / divided_by), 8)

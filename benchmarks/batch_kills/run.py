@@ -21,13 +21,11 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import orjson
-
 from benchmarks import report, shapes
+from benchmarks.batch_job import job as batch_job
 from benchmarks.batch_job.workloads import Micro
 
 MODEL = "llama-small"
-LABEL_IDS = (100, 200, 300)
 N_ROWS, N_KILLS = 5_000, 20
 START_S = 20
 SAME = 1e-4  # float32: sums in steps of other rows differ in their last bits, some 1e-6 of log-probabilities near -11
@@ -43,17 +41,14 @@ def main() -> int:
         shapes.write(MODEL, folder / "model")
         shapes.write_weights(folder / "model")
         job = folder / "job.jsonl"
-        with job.open("wb") as file:
-            for number, row in enumerate(rows):
-                body = {"input_ids": row, "allowed_token_ids": LABEL_IDS}
-                file.write(orjson.dumps({"custom_id": f"{number}", "url": "/generate", "body": body}) + b"\n")
+        batch_job.write(rows, job)
         whole = folder / "whole.jsonl"
         began_s = time.monotonic()
         run(job, whole, folder).wait()
         whole_s = time.monotonic() - began_s
         kills, killed = run_with_kills(job, folder / "killed.jsonl", folder, n_kills)
-        expected, found = answers_of(whole), answers_of(killed)
-    counts = Counter(custom_id for custom_id, _ in found)
+        expected, found = batch_job.answers_of(whole), batch_job.answers_of(killed)
+    counts = Counter(number for number, _ in found)
     by_id, expected_by_id = dict(found), dict(expected)
     differences = {one: max(abs(a - b) for a, b in zip(by_id[one], expected_by_id[one], strict=True)) for one in by_id}
     differing = sum(difference > SAME for difference in differences.values())
@@ -73,14 +68,13 @@ def main() -> int:
 
 
 def run(job: Path, output: Path, folder: Path) -> subprocess.Popen[bytes]:
-    command = [
-        *(sys.executable, "-m", "sgl_prefill.batch", "-i", str(job), "-o", str(output)),
+    flags = [
         *shapes.weight_flags(folder / "model", "float32"),
         *("--context-length", "4096", "--max-total-tokens", "4000", "--max-input-length", "2048", *shapes.budget(3)),
         "--skip-parity-gate",
     ]
     with (folder / "log.txt").open("ab") as log:
-        return subprocess.Popen(command, cwd=report.REPOSITORY, stdout=log, stderr=log)
+        return subprocess.Popen(batch_job.command_of(job, output, flags), cwd=report.REPOSITORY, stdout=log, stderr=log)
 
 
 def run_with_kills(job: Path, output: Path, folder: Path, n_kills: int) -> tuple[list[dict[str, Any]], Path]:
@@ -111,15 +105,6 @@ def run_with_kills(job: Path, output: Path, folder: Path, n_kills: int) -> tuple
 
 def n_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def answers_of(path: Path) -> list[tuple[str, list[float]]]:
-    found = []
-    for line in path.read_bytes().splitlines():
-        answer = orjson.loads(line)
-        labels = answer["response"]["body"]["meta_info"]["label_scores"]["labels"]
-        found.append((answer["custom_id"], [label["logprob"] for label in labels]))
-    return found
 
 
 if __name__ == "__main__":

@@ -24,11 +24,12 @@ TIMEOUT_S = 3600
 
 
 class Due(NamedTuple):
-    """A prompt, when it arrives, in seconds from the start of the run, and the labels that are asked for."""
+    """A prompt, when it arrives, in seconds from the start of the run, and what is asked for."""
 
     at_s: float
     input_ids: list[int]
     label_ids: Sequence[int] = LABEL_IDS
+    n_new_tokens: int = 0  # 0: prefill only
 
 
 class Outcome(NamedTuple):
@@ -102,8 +103,24 @@ def told_apart(answers: Sequence[list[float]], max_difference: float) -> float:
     return sum(differ) / max(len(differ), 1)
 
 
+def body_of(due: Due) -> dict[str, Any]:
+    """What `/generate` is asked, of every engine."""
+    ends = {"ignore_eos": True} if due.n_new_tokens else {}  # everybody writes as many
+    return {
+        "input_ids": due.input_ids,
+        "sampling_params": {"max_new_tokens": due.n_new_tokens, "temperature": 0, **ends},
+        "return_logprob": True,
+        "token_ids_logprob": due.label_ids,
+    }
+
+
+def label_logprobs(meta: dict[str, Any]) -> list[float]:
+    """Of the first new token, from an answer's `meta_info`."""
+    return [entry[0] for entry in meta["output_token_ids_logprobs"][0]]
+
+
 async def _run(url: str, dues: Sequence[Due], name: str) -> list[Outcome]:
-    bodies = [_body(due) for due in dues]
+    bodies = [orjson.dumps(body_of(due)) for due in dues]
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     n_done = 0
     # A connection that idles for longer than servers keep theirs (5 s) may end just as a request is sent on it.
@@ -126,10 +143,9 @@ async def _run(url: str, dues: Sequence[Due], name: str) -> list[Outcome]:
             if reply.status != 200:
                 raise report.InvalidRunError(f"{name}: a request failed with {reply.status}: {raw[:300]!r}")
             meta = orjson.loads(raw)["meta_info"]
-            logprobs = [entry[0] for entry in meta["output_token_ids_logprobs"][0]]
             n_done += 1
             times_s = (due.at_s, sent_s, first_byte_s, finish_s)
-            return Outcome(*times_s, meta["prompt_tokens"], meta["cached_tokens"], logprobs, _queue_s(meta))
+            return Outcome(*times_s, meta["prompt_tokens"], meta["cached_tokens"], label_logprobs(meta), _queue_s(meta))
 
         async def show_progress() -> None:
             while True:
@@ -149,13 +165,3 @@ def _queue_s(meta: dict[str, Any]) -> float | None:
     if "forward_entry_time" not in meta or "api_server_dispatch_finish_ts" not in meta:
         return None
     return float(meta["forward_entry_time"] - meta["api_server_dispatch_finish_ts"])
-
-
-def _body(due: Due) -> bytes:
-    body: dict[str, Any] = {
-        "input_ids": due.input_ids,
-        "sampling_params": {"max_new_tokens": 0, "temperature": 0},
-        "return_logprob": True,
-        "token_ids_logprob": due.label_ids,
-    }
-    return orjson.dumps(body)

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sgl_prefill.batch.backends import OwnEngine, RunningServers
-from sgl_prefill.batch.options import JobOptions, options_of, parser
+from sgl_prefill.batch.options import SCHEDULING, JobOptions, options_of, parser
 from sgl_prefill.errors import BatchJobError, SglPrefillError
 from sgl_prefill.port import background
 
 if TYPE_CHECKING:
     from sgl_prefill.config import PrefillConfig
 
-DEFAULT_POLICY = ("--scheduling", "whole-job")
 QUIET = ("--log-level", "error")
 INTERRUPTED = 130
 
@@ -104,8 +103,8 @@ def own_engine(engine_flags: list[str]) -> tuple[OwnEngine, dict[str, Any]]:
     """Returns an engine in this process, which is not started yet, and what tells its answers from others'."""
     from sgl_prefill import launch_server
 
-    policy = () if "--scheduling" in engine_flags else DEFAULT_POLICY
-    config, server_args = launch_server.parse([*policy, *QUIET, *engine_flags], listens=False)
+    # The last of two flags counts.
+    config, server_args = launch_server.parse(["--scheduling", SCHEDULING, *QUIET, *engine_flags], listens=False)
     from sgl_prefill.port.in_process import InProcessEngine
 
     return OwnEngine(InProcessEngine(config, server_args)), identity_of(config, server_args)

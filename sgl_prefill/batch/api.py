@@ -14,12 +14,10 @@ import orjson
 from sgl_prefill.answer import Answer
 from sgl_prefill.batch import answer_lines
 from sgl_prefill.batch.backends import Backend, OwnEngine, RunningServers
-from sgl_prefill.batch.options import INFLIGHT_OWN_ENGINE
+from sgl_prefill.batch.options import INFLIGHT_OWN_ENGINE, SCHEDULING
 from sgl_prefill.batch.prompts import FoundPrompt, Prompts
 from sgl_prefill.core.batch.plan import JobPlan, depth_first
 from sgl_prefill.core.batch.token_rows import TokenRows
-
-POLICY = "whole-job"
 
 
 class RowScore(NamedTuple):
@@ -48,7 +46,7 @@ class Engine:
     def __init__(self, **options: Any) -> None:
         from sgl_prefill.port import engine as port
 
-        config, server_args = port.arguments_of({"scheduling": POLICY, "log_level": "error", **options})
+        config, server_args = port.arguments_of({"scheduling": SCHEDULING, "log_level": "error", **options})
         from sgl_prefill.port.in_process import InProcessEngine
 
         self.backend = OwnEngine(InProcessEngine(config, server_args))

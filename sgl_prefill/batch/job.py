@@ -187,10 +187,11 @@ class Job:
 
     def _make_output(self) -> None:
         """Writes the output of a job all of whose rows are answered."""
+        without_id = {bad.row for bad in self.bad if bad.custom_id is None}
         place_of = {
             answer_lines.custom_id_of(self.requests.line(row)): row
             for row in range(len(self.requests))
-            if row not in {bad.row for bad in self.bad if bad.custom_id is None}
+            if row not in without_id
         }
         answers = self.answers.in_order(lambda line: place_of[answer_lines.custom_id_of(line)])
         if self.options.is_table:

@@ -12,6 +12,7 @@ from sgl_prefill.errors import BatchJobError
 # Rows with an engine at a time: enough that its steps are full. More only crowd a server's HTTP process, and who comes meanwhile
 # waits there behind them.
 INFLIGHT_OWN_ENGINE, INFLIGHT_SERVER, INFLIGHT_BACKGROUND = 1024, 128, 16
+SCHEDULING = "whole-job"  # of an own engine, if its flags name no other
 
 
 @dataclasses.dataclass(frozen=True)

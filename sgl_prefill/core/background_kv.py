@@ -23,9 +23,6 @@ class BackgroundKV:
     def __contains__(self, node: Hashable) -> bool:
         return node in self._n_tokens_of
 
-    def __len__(self) -> int:
-        return len(self._n_tokens_of)
-
     def added(self, node: Hashable, n_tokens: int) -> None:
         """Hears of a node that a background job has computed."""
         self._n_tokens_of[node] = n_tokens

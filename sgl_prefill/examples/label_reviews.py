@@ -74,10 +74,15 @@ class Row(NamedTuple):
         return (self.p_positive > 0.5) == (self.truth == POSITIVE)
 
 
+def few_shot_prompt() -> str:
+    """Returns the task and its examples, which all prompts share."""
+    shots = "".join(f"Review: {text}\nSentiment:{label}\n\n" for text, label in SHOTS)
+    return f"Decide whether the review is positive or negative.\n\n{shots}"
+
+
 def prompt_for(review: str) -> str:
     """Returns the shared few-shot prompt, then this review."""
-    shots = "".join(f"Review: {text}\nSentiment:{label}\n\n" for text, label in SHOTS)
-    return f"Decide whether the review is positive or negative.\n\n{shots}Review: {review}\nSentiment:"
+    return f"{few_shot_prompt()}Review: {review}\nSentiment:"
 
 
 def label_all(url: str) -> list[Row]:

@@ -15,7 +15,7 @@ import random
 import sys
 from pathlib import Path
 
-from sgl_prefill.examples.label_reviews import NEGATIVE, POSITIVE, SHOTS
+from sgl_prefill.examples.label_reviews import NEGATIVE, POSITIVE, few_shot_prompt
 
 N_ROWS = 2000
 
@@ -72,8 +72,7 @@ def rows() -> list[dict[str, str]]:
 
 def template() -> str:
     """Returns the prompt of a row: the examples, then its product and its review."""
-    shots = "".join(f"Review: {text}\nSentiment:{label}\n\n" for text, label in SHOTS)
-    return f"Decide whether the review is positive or negative.\n\n{shots}Product: {{product}}\nReview: {{review}}\nSentiment:"
+    return few_shot_prompt() + "Product: {product}\nReview: {review}\nSentiment:"
 
 
 def write(folder: Path) -> None:

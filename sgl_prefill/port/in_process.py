@@ -285,18 +285,11 @@ class InProcessEngine:
         return Answer(result.status_code, with_nested_error(body_bytes) if result.status_code >= 400 else body_bytes)
 
     @torch.inference_mode()
-    def _run_step(self) -> bool:
+    def _take_in(self) -> None:
         scheduler, sent = self._scheduler, self._manager.sent
         requests = [sock_recv(sent) for _ in range(len(sent))]
         scheduler.request_receiver.unwrap_pickle_wrapper(requests)
         scheduler.process_input_requests(requests)
-        plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
-        scheduler.running_batch = plan.running_batch
-        batch = plan.batch_to_run
-        if batch:
-            scheduler.process_batch_result(batch, scheduler.run_batch(batch))
-        scheduler.last_batch = batch
-        return bool(batch)
 
     async def step(self) -> bool:
         """Takes in what was sent, runs one step and hands out its answers. Returns whether there was anything to run."""
@@ -306,7 +299,8 @@ class InProcessEngine:
                 break
             await asyncio.sleep(0)
         self._manager.n_not_awaited = 0
-        has_run = self._run_step()
+        self._take_in()
+        has_run = scheduler_alone.step(self._scheduler)
         while self._answered:
             output = self._detokenizer.detokenize(sock_recv(self._answered))
             if isinstance(output, (BatchStrOutput, BatchTokenIDOutput, BatchEmbeddingOutput)):

@@ -124,8 +124,7 @@ def _room_for_background(cache: WatchedRadixCache, reqs: list[Req]) -> int | Non
     """Counts the tokens that background jobs may evict; None where these are no background jobs, or keep all of their KV."""
     if cache.of_background is None or not all(background.is_background(req) and not decodes(req) for req in reqs):
         return None
-    n_own = cache.of_background.evictable_tokens(lambda node: 0 if node.lock_ref else len(node.key))
-    return n_own + cache.of_background.n_tokens_more
+    return cache.evictable_background_tokens() + cache.of_background.n_tokens_more
 
 
 def around_alloc_for_extend(

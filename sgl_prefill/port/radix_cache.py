@@ -64,6 +64,10 @@ class WatchedRadixCache(RadixCache):  # type: ignore[misc]
         if self.listener is not None:
             self.listener.cleared()
 
+    def evictable_background_tokens(self) -> int:
+        """Counts the tokens that eviction could take from what only background jobs have used."""
+        return 0 if self.of_background is None else self.of_background.evictable_tokens(_evictable_tokens)
+
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
         upper = super()._split_node(key, child, split_len)
         if self.of_background is not None:
@@ -181,16 +185,16 @@ class RadixTree:
         return key
 
     def end_tokens(self, node: TreeNode) -> int:
-        n_tokens = 0
-        while node.parent is not None:
-            n_tokens += len(node.key)
-            node = node.parent
-        return n_tokens
+        return sum(len(above.key) for above in _path_to(node))
 
     def evictable_tokens(self, node: TreeNode | None = None) -> int:
         if node is None:
             return int(self._cache.evictable_size())
-        return len(node.key) if node.lock_ref == 0 else 0
+        return _evictable_tokens(node)
+
+
+def _evictable_tokens(node: TreeNode) -> int:
+    return len(node.key) if node.lock_ref == 0 else 0
 
 
 def _count_equal(one: array[int], other: array[int], start: int = 0) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.engine_state import EngineState
 from sgl_prefill.port import activation
@@ -25,3 +27,15 @@ def build(config: PrefillConfig, server_args: ServerArgs) -> tuple[EngineState, 
     publish(server_args, role="scheduler")
     ranks = dict.fromkeys(("tp_rank", "moe_ep_rank", "pp_rank", "attn_cp_rank", "moe_dp_rank"), 0)
     return state, Scheduler(server_args, PortArgs.init_new(server_args), gpu_id=0, **ranks, dp_rank=None)
+
+
+@torch.inference_mode()
+def step(scheduler: Any) -> bool:
+    """Runs one turn of SGLang's event loop over the requests that the scheduler has taken in. Returns whether a batch ran."""
+    plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
+    scheduler.running_batch = plan.running_batch
+    batch = plan.batch_to_run
+    if batch:
+        scheduler.process_batch_result(batch, scheduler.run_batch(batch))
+    scheduler.last_batch = batch
+    return bool(batch)

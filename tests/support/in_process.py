@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import prometheus_client
-import torch
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.jct import FittedJct
@@ -156,17 +155,7 @@ class InProcessScheduler:
 
     def step(self) -> bool:
         """One turn of SGLang's event loop; whether a batch ran."""
-        scheduler = self.scheduler
-        with torch.inference_mode():
-            plan = scheduler.get_next_batch_to_run(
-                running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
-            )
-            scheduler.running_batch = plan.running_batch
-            batch = plan.batch_to_run
-            if batch:
-                scheduler.process_batch_result(batch, scheduler.run_batch(batch))
-            scheduler.last_batch = batch
-        return bool(batch)
+        return scheduler_alone.step(self.scheduler)
 
     def run_all(self) -> None:
         while self.step() or self.scheduler.waiting_queue:
