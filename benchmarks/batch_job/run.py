@@ -79,13 +79,13 @@ def main() -> int:
         for number in range(2, 2 if arguments.quick else TURNS + 1):
             comparison.turn(number, finalists(comparison.measured, workloads))
         of_industry = comparison.run_industry(400 if arguments.quick else INDUSTRY_ROWS)
-        conditions["commands"] = comparison.commands
     report.finish(
         {
-            "conditions": conditions,
-            "rows": comparison.rows,
+            "conditions": conditions | comparison.conditions,
+            "medians": comparison.medians(),
             "industry": of_industry,
             "failed": comparison.failed,
+            "rows": comparison.rows,
         },
         targets_of(comparison.measured, workloads, of_industry),
         arguments.json,
@@ -123,8 +123,8 @@ class Comparison:
         self._first: dict[Micro, Ran] = {}
         self.measured: Measured = {}
         self.rows: list[dict[str, Any]] = []
-        self.failed: dict[str, str] = {}
-        self.commands: dict[str, str] = {}
+        self.failed: list[dict[str, str]] = []
+        self.conditions: dict[str, dict[str, Any]] = {"commands": {}, "kernel_of": {}, "sglang_of": {}}
 
     def turn(self, number: int, wanted: Mapping[engines.Engine, Iterable[Cell]]) -> None:
         """Measures everybody once. A rival that cannot be started, or ends, is named in `failed`."""
@@ -136,7 +136,7 @@ class Comparison:
                 why = self._servers.why_failed(engine, error)
                 if why is None or engine.reference is None:
                     raise
-                self.failed[engine.name] = why
+                self.failed.append({"engine": engine.name, "failed": why})
 
     def _measure(self, number: int, engine: engines.Engine, cell: Cell) -> None:
         rows = cell.workload.rows()
@@ -162,14 +162,35 @@ class Comparison:
     def _run_server(self, engine: engines.Engine, rows: Rows, cell: Cell) -> Ran:
         """All rows at once: what a user of a batch file who has a server would do."""
         order = sorted(range(len(rows)), key=rows.__getitem__) if cell.file == SORTED else range(len(rows))
-        server = self._servers.of(engine)
-        self.commands[engine.name] = server.command
-        server.flush_cache()
+        server = self._empty_server(engine)
         dues = [client.Due(0.0, rows[row], n_new_tokens=cell.workload.n_new_tokens) for row in order]
         outcomes = client.run(server.url, dues, f"{engine.name}, {cell.workload.name}, {cell.file}")
         figures = client.figures(outcomes)
         logprobs = dict(zip(order, (one.logprobs for one in outcomes), strict=True))
         return Ran(figures.requests_per_s, figures.cached_share, [logprobs[row] for row in range(len(rows))])
+
+    def _empty_server(self, engine: engines.Engine) -> engines.Running:
+        server = self._servers.of(engine)
+        for name, value in (("commands", server.command), ("kernel_of", server.kernel), ("sglang_of", server.version)):
+            self.conditions[name][engine.name] = value
+        server.flush_cache()
+        return server
+
+    def medians(self) -> list[dict[str, Any]]:
+        """Of those that took all turns."""
+        n_turns = max(len(runs) for cells in self.measured.values() for runs in cells.values())
+        return [
+            {
+                "engine": engine.name,
+                "workload": cell.workload.name,
+                "file": cell.file,
+                "rows_per_s": statistics.median(run.rows_per_s for run in runs),
+                "cached_share": statistics.median(run.cached_share for run in runs),
+            }
+            for engine, cells in self.measured.items()
+            for cell, runs in cells.items()
+            if len(runs) == n_turns
+        ]
 
     def _run_job(self, engine: engines.Engine, rows: Rows, n_new_tokens: int) -> Ran:
         ran, _ = self._run_job_with_summary(engine, rows, n_new_tokens)
@@ -188,14 +209,11 @@ class Comparison:
                 *(["--allow-generation"] if n_new_tokens else []),
             ]
         else:
-            server = self._servers.of(engines.OURS)
-            self.commands[engines.OURS.name] = server.command
-            server.flush_cache()
-            flags = ["--base-url", server.url]
+            flags = ["--base-url", self._empty_server(engines.OURS).url]
         batch_job.write(rows, self._job, n_new_tokens)
         print(f"{engine.name}: {len(rows)} rows", file=sys.stderr)
         summary = batch_job.run(self._job, self._output, flags)
-        self.commands[engine.name] = report.portable(batch_job.command_of(self._job, self._output, flags))
+        self.conditions["commands"][engine.name] = report.portable(batch_job.command_of(self._job, self._output, flags))
         logprobs = dict(batch_job.answers_of(self._output))
         taken_s = summary["plan_s"] + summary["answer_s"]
         cached_share = summary["cached_tokens"] / summary["prompt_tokens"]
