@@ -34,14 +34,13 @@ SHUFFLED, SORTED = "shuffled", "sorted"
 
 JOB = engines.Engine("batch job", batch_job.MODULE)
 JOB_OVER_HTTP = engines.Engine("batch job, --base-url", batch_job.MODULE)
-OLDER = tuple(engines.stock(policy) for policy in ("fcfs", "lpm", "dfs-weight"))
-NEWER = tuple(engines.newer(policy) for policy in ("shortest-prefill-first", "lpm", "fcfs"))
-# As a user gets it an engine attends so slowly that 0.5.23 is asked with the policy alone that 0.5.17 has not.
-RIVALS = (
-    *(one.on(engines.AS_SHIPPED) for one in (*OLDER, NEWER[0])),
-    *(one.on(engines.NEW_KERNEL) for one in (*OLDER, *NEWER)),
+POLICIES = (
+    *(engines.stock(policy) for policy in ("fcfs", "lpm", "dfs-weight")),
+    *(engines.newer(policy) for policy in ("lpm", "shortest-prefill-first")),
 )
-QUICK_RIVALS = (OLDER[2].on(engines.NEW_KERNEL),)
+# In bfloat16 log-probabilities near -13 differ by up to 0.6 and more between PyTorch's attention and the kernel's after 1,620
+# tokens; each row says by how much, and which share of the answers this tells from those of another prompt.
+MAX_LOGPROB_DIFFERENCE = 1.5
 QUICK = (Micro(60, 10, 4, 24), Micro(60, 10, 4, 24, n_new_tokens=4))
 
 
@@ -67,7 +66,7 @@ def main() -> int:
     arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
     conditions = report.conditions() | {"model": MODEL, "kv_tokens": KV_TOKENS}
     workloads = QUICK if arguments.quick else (*MICRO, *WITH_DECODE)
-    rivals = QUICK_RIVALS if arguments.quick else RIVALS
+    policies = POLICIES[2:3] if arguments.quick else POLICIES
     served = Served(
         MODEL,
         ["--context-length", "4096", "--max-total-tokens", str(KV_TOKENS), "--max-running-requests", "64"],
@@ -75,9 +74,13 @@ def main() -> int:
     )
     with tempfile.TemporaryDirectory() as folder, Servers(served, SERVERS_UP) as servers:
         comparison = Comparison(servers, served, Path(folder))
-        comparison.turn(1, {engine: cells_of(engine, workloads) for engine in (JOB, JOB_OVER_HTTP, *rivals)})
-        for number in range(2, 2 if arguments.quick else TURNS + 1):
-            comparison.turn(number, finalists(comparison.measured, workloads))
+        everybody = (JOB, JOB_OVER_HTTP, *(policy.on(engines.NEW_KERNEL) for policy in policies))
+        comparison.turn(1, {engine: cells_of(engine, workloads) for engine in everybody})
+        if not arguments.quick:
+            as_shipped = fastest_as_shipped(comparison.measured, policies, workloads)
+            comparison.turn(1, as_shipped)
+            for number in range(2, TURNS + 1):
+                comparison.turn(number, finalists(comparison.measured, workloads) | as_shipped)
         of_industry = comparison.run_industry(400 if arguments.quick else INDUSTRY_ROWS)
     report.finish(
         {
@@ -101,17 +104,31 @@ def cells_of(engine: engines.Engine, workloads: Sequence[Micro]) -> list[Cell]:
 
 
 def finalists(measured: Measured, workloads: Sequence[Micro]) -> dict[engines.Engine, list[Cell]]:
-    """Ours, and for each reference, workload and file whoever was the fastest in the first turn."""
+    """Ours, and for each workload and file whoever was the fastest of those with the kernel."""
     wanted = {engine: cells_of(engine, workloads) for engine in (JOB, JOB_OVER_HTTP)}
-    for reference in (engines.AS_SHIPPED, engines.NEW_KERNEL):
-        for cell in {cell for one, cells in measured.items() if one.reference == reference for cell in cells}:
-            wanted.setdefault(fastest(measured, reference, cell), []).append(cell)
+    for cell in (Cell(one, file) for one in workloads for file in (SHUFFLED, SORTED)):
+        wanted.setdefault(fastest(measured, engines.NEW_KERNEL, cell), []).append(cell)
+    return wanted
+
+
+def fastest_as_shipped(
+    measured: Measured, policies: Sequence[engines.Engine], workloads: Sequence[Micro]
+) -> dict[engines.Engine, list[Cell]]:
+    """For each shuffled file the policy that was the fastest with the kernel, attending as a user gets it."""
+    wanted: dict[engines.Engine, list[Cell]] = {}
+    as_shipped = {policy.on(engines.NEW_KERNEL): policy.on(engines.AS_SHIPPED) for policy in policies}
+    for cell in (Cell(one, SHUFFLED) for one in workloads if not one.n_new_tokens):
+        wanted.setdefault(as_shipped[fastest(measured, engines.NEW_KERNEL, cell)], []).append(cell)
     return wanted
 
 
 def fastest(measured: Measured, reference: engines.Reference, cell: Cell) -> engines.Engine:
     rivals = [one for one, cells in measured.items() if one.reference == reference and cell in cells]
     return max(rivals, key=lambda one: measured[one][cell][0].rows_per_s)
+
+
+def largest_difference(answers: list[list[float]], others: list[list[float]]) -> float:
+    return max(abs(a - b) for one, other in zip(answers, others, strict=True) for a, b in zip(one, other, strict=True))
 
 
 class Comparison:
@@ -145,7 +162,7 @@ class Comparison:
         else:
             ran = self._run_server(engine, rows, cell)
         first = self._first.setdefault(cell.workload, ran)
-        client.check_agreement(ran.logprobs, first.logprobs, engine.max_logprob_difference, engine.name)
+        client.check_agreement(ran.logprobs, first.logprobs, MAX_LOGPROB_DIFFERENCE, engine.name)
         self.measured.setdefault(engine, {}).setdefault(cell, []).append(ran)
         self.rows.append(
             {
@@ -155,7 +172,8 @@ class Comparison:
                 "file": cell.file,
                 "rows_per_s": ran.rows_per_s,
                 "cached_share": ran.cached_share,
-                "told_apart": client.told_apart(ran.logprobs, engine.max_logprob_difference),
+                "largest_difference": largest_difference(ran.logprobs, first.logprobs),
+                "told_apart": client.told_apart(ran.logprobs, MAX_LOGPROB_DIFFERENCE),
             }
         )
 
