@@ -6,6 +6,7 @@ Rows that can never be answered are found here too, all of them, before a model 
 from __future__ import annotations
 
 import asyncio
+import mmap
 import multiprocessing
 import os
 import shutil
@@ -69,7 +70,7 @@ def prepare(requests: RequestFile, find_prompts: FindPrompts, folder: Path) -> P
         _run_all(parts)
         _join(parts, folder / "tokens.bin", marker)
     found = np.load(marker)
-    tokens = np.memmap(folder / "tokens.bin", np.int32, "r") if found["lengths"].sum() else np.empty(0, np.int32)
+    tokens = _mapped(folder / "tokens.bin") if found["lengths"].sum() else np.empty(0, np.int32)
     bad = [
         BadRow(int(row), str(custom_id) or None, str(message))
         for row, custom_id, message in zip(found["bad_rows"], found["bad_ids"], found["bad_messages"], strict=True)
@@ -77,6 +78,16 @@ def prepare(requests: RequestFile, find_prompts: FindPrompts, folder: Path) -> P
     rows = TokenRows.one_after_the_other(tokens, found["lengths"])
     prompts = Prompts(rows, found["row"], found["max_new_tokens"], found["id_hashes"], bad)
     return prompts._replace(bad=sorted([*bad, *_doubled(requests, prompts.id_hashes)]))
+
+
+def _mapped(path: Path) -> IntArray:
+    """Maps a file of tokens. Rows are read in the order of their prefixes: what the kernel would read ahead of each, megabytes
+    on some machines, would push out of memory what is needed next."""
+    with path.open("rb") as file:
+        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if hasattr(mmap, "MADV_RANDOM"):  # not everywhere
+        pages.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(pages, np.int32)
 
 
 class _Part(NamedTuple):

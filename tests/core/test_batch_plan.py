@@ -24,16 +24,32 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-@given(ROWS, st.integers(1, 5))
+@given(ROWS, st.integers(1, 3), st.integers(1, 5), st.integers(1, 12))
 def test_rows_are_sorted_and_neighbours_compared_whatever_is_looked_at_together(
-    rows: list[list[int]], n_columns: int
+    rows: list[list[int]], fewest_columns: int, most_columns: int, n_rows: int
 ) -> None:
-    with mock.patch.multiple(prefix_order, FEWEST_COLUMNS=n_columns, MOST_COLUMNS=n_columns):
+    at_once = {"FEWEST_COLUMNS": fewest_columns, "MOST_COLUMNS": most_columns, "ROWS_AT_ONCE": n_rows}
+    with mock.patch.multiple(prefix_order, **at_once):
         found = prefix_order.sort(TokenRows.of(rows))
     expected = sorted(range(len(rows)), key=rows.__getitem__)
     assert found.rows.tolist() == expected
     shared = [common(rows[one], rows[other]) for one, other in itertools.pairwise(expected)]
     assert found.shared_tokens.tolist() == [0] * (len(rows) > 0) + shared
+
+
+def test_a_job_is_read_about_once_to_be_sorted() -> None:
+    """Where each pass over all rows is one over a file larger than memory, a pass every few columns is hours."""
+    pairs = [[7] * 1000 + [pair] * 1000 + [row] for pair in range(100) for row in (0, 1)]
+    token_rows = TokenRows.of(pairs)
+    with (
+        mock.patch.object(prefix_order, "ROWS_AT_ONCE", 16),
+        mock.patch.object(TokenRows, "columns", autospec=True, side_effect=TokenRows.columns) as columns,
+    ):
+        found = prefix_order.sort(token_rows)
+    assert found.rows.tolist() == list(range(200))
+    assert found.shared_tokens.tolist() == [0, 2000] + [1000, 2000] * 99
+    n_read = sum(len(call.args[1]) * call.args[3] for call in columns.call_args_list)
+    assert n_read < 1.1 * token_rows.lengths.sum()
 
 
 @given(ROWS, st.integers(1, 3))

@@ -12,8 +12,9 @@ import numpy as np
 
 from sgl_prefill.core.batch.token_rows import IntArray, TokenRows
 
-# Tokens that are looked at together: rows that are still alike, times columns. Bounds the memory beside the rows themselves.
-MOST_TOKENS_AT_ONCE = 1 << 23
+# Rows of which a part is looked at together. Where more are alike, they are first divided by a few columns at a time, each a
+# pass over all of them; so many are sorted to their ends at once, while the pages that hold them are in memory.
+ROWS_AT_ONCE = 4096
 FEWEST_COLUMNS, MOST_COLUMNS = 8, 1024
 ALONE = -1
 
@@ -35,20 +36,64 @@ class PrefixOrder(NamedTuple):
 def sort(rows: TokenRows) -> PrefixOrder:
     """Sorts rows by their tokens; a row that begins another comes first, equal rows keep their order.
 
-    Columns are looked at in blocks, and only of rows that are still equal to a neighbour; where a whole run of rows goes on
-    alike, nothing is sorted. So long shared prefixes cost one comparison a token.
+    Rows are read near each other and few times, since they may lie in a file that is larger than memory: what a large run of
+    rows has in common is found by one pass and never sorted; a run that is small enough is sorted to its end.
     """
     order = np.arange(len(rows))
     shared = np.zeros(len(rows), np.int64)
-    run_of = np.zeros(len(rows), np.int64)  # rows with one number have been equal so far
-    if len(rows) < 2:
-        return PrefixOrder(order, shared)
-    start = 0
-    while (alike := np.flatnonzero(run_of != ALONE)).size:
-        n_columns = min(max(MOST_TOKENS_AT_ONCE // alike.size, FEWEST_COLUMNS), MOST_COLUMNS)
-        run_of[alike] = _refine(rows, order, shared, alike, run_of[alike], start, n_columns)
-        start += n_columns
+    large = [(0, len(rows), 0)] if len(rows) > 1 else []  # first place, end, tokens that all of them share
+    while large:
+        first, end, start = large.pop()
+        n_common = _n_common(rows, order[first:end], start)
+        shared[first + 1 : end] += n_common
+        start += n_common
+        run_of = np.zeros(end - first, np.int64)
+        run_of = _refine(rows, order, shared, np.arange(first, end), run_of, start, FEWEST_COLUMNS)
+        start += FEWEST_COLUMNS
+        is_first = np.diff(run_of, prepend=ALONE) != 0
+        firsts = np.flatnonzero(is_first)
+        sizes = np.diff(firsts, append=len(run_of)) if firsts.size else firsts
+        goes_on = run_of[firsts] != ALONE
+        firsts, sizes = first + firsts[goes_on], sizes[goes_on]
+        is_large = sizes > ROWS_AT_ONCE
+        large += [(begin, begin + n, start) for begin, n in zip(firsts[is_large], sizes[is_large], strict=True)]
+        _sort_small(rows, order, shared, firsts[~is_large], sizes[~is_large], start)
     return PrefixOrder(order, shared)
+
+
+def _n_common(rows: TokenRows, members: IntArray, start: int) -> int:
+    """Counts the tokens from `start` on that all of these rows share."""
+    expected = rows[members[0]][start:]
+    n_common = len(expected)
+    for begin in range(0, len(members), ROWS_AT_ONCE):
+        some = members[begin : begin + ROWS_AT_ONCE]
+        seen, n_columns = 0, FEWEST_COLUMNS
+        while seen < n_common:
+            n_columns = min(n_columns, n_common - seen)
+            differs = (rows.columns(some, start + seen, n_columns) - 1 != expected[seen : seen + n_columns]).any(axis=0)
+            if differs.any():
+                n_common = seen + int(differs.argmax())
+            seen += n_columns
+            n_columns = min(2 * n_columns, MOST_COLUMNS)
+    return n_common
+
+
+def _sort_small(
+    rows: TokenRows, order: IntArray, shared: IntArray, firsts: IntArray, sizes: IntArray, start: int
+) -> None:
+    """Sorts runs, which begin at these places and share `start` tokens each, to the ends of their rows, some at a time."""
+    ends = np.cumsum(sizes)
+    for batch in np.split(np.arange(len(sizes)), np.flatnonzero(np.diff(ends // ROWS_AT_ONCE)) + 1):
+        n_rows = sizes[batch]
+        run_of = np.repeat(batch, n_rows)
+        places = np.arange(len(run_of)) + np.repeat(firsts[batch] - (np.cumsum(n_rows) - n_rows), n_rows)
+        seen, n_columns = start, FEWEST_COLUMNS
+        while places.size:
+            run_of = _refine(rows, order, shared, places, run_of, seen, n_columns)
+            goes_on = run_of != ALONE
+            places, run_of = places[goes_on], run_of[goes_on]
+            seen += n_columns
+            n_columns = min(2 * n_columns, MOST_COLUMNS)
 
 
 def _refine(
