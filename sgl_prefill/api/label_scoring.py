@@ -169,7 +169,7 @@ class LabelScorer:
     def _remember(self, asked: tuple[str, ...] | tuple[int, ...], found: dict[_End, list[Label]]) -> None:
         """Forgets the oldest where there is too much; another request may have looked up the same meanwhile."""
         known = self._known.setdefault(asked, {})
-        self._n_known += len(asked) * len(found.keys() - known.keys())
+        self._n_known += len(asked) * sum(end not in known for end in found)
         known |= found
         while self._n_known > MOST_RESOLUTIONS:
             oldest = next(iter(self._known))
