@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from sgl_prefill import container_memory
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.cpu import lm_head
 from sgl_prefill.cpu.detect import fast_dtype
@@ -158,11 +159,13 @@ def memory_fraction(config: PrefillConfig) -> float | None:
                 " and this one has one: use --mem-fraction-static"
             )
         return None
-    free_gb: float = psutil.virtual_memory().available / (1 << 30)
-    budget_gb = free_gb / 2 if config.memory_budget_gb is None else config.memory_budget_gb
-    if budget_gb > free_gb:
+    free_gb: float = psutil.virtual_memory().available / (1 << 30)  # as SGLang counts it
+    for_us_gb = min(free_gb, container_memory.free_bytes() / (1 << 30))
+    budget_gb = for_us_gb / 2 if config.memory_budget_gb is None else config.memory_budget_gb
+    if budget_gb > for_us_gb:
+        whose = "this machine has" if for_us_gb == free_gb else "this container (cgroup) has"
         raise ConfigurationError(
-            f"--memory-budget-gb is {budget_gb:g}, and this machine has {free_gb:.1f} GiB free: ask for less"
+            f"--memory-budget-gb is {budget_gb:g}, and {whose} {for_us_gb:.1f} GiB free: ask for less"
         )
     return budget_gb / free_gb
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -28,7 +29,7 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
 def test_rows_are_sorted_and_neighbours_compared_whatever_is_looked_at_together(
     rows: list[list[int]], fewest_columns: int, most_columns: int, n_rows: int
 ) -> None:
-    at_once = {"FEWEST_COLUMNS": fewest_columns, "MOST_COLUMNS": most_columns, "ROWS_AT_ONCE": n_rows}
+    at_once: dict[str, Any] = {"FEWEST_COLUMNS": fewest_columns, "MOST_COLUMNS": most_columns, "ROWS_AT_ONCE": n_rows}
     with mock.patch.multiple(prefix_order, **at_once):
         found = prefix_order.sort(TokenRows.of(rows))
     expected = sorted(range(len(rows)), key=rows.__getitem__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import pickle
 import socket
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_prefill import preflight
+from sgl_prefill import container_memory, preflight
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.cpu import lm_head
 from sgl_prefill.errors import ConfigurationError
@@ -248,10 +249,15 @@ def test_the_memory_budget_becomes_a_fraction_of_what_is_free(monkeypatch: pytes
     free = type("Memory", (), {"available": 10 << 30})
     monkeypatch.setattr("psutil.virtual_memory", lambda: free)
     monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: False)
+    monkeypatch.setattr(container_memory, "free_bytes", lambda: math.inf)
     assert preflight.memory_fraction(PrefillConfig()) == 0.5
     assert preflight.memory_fraction(PrefillConfig(memory_budget_gb=4)) == 0.4
     with pytest.raises(ConfigurationError, match=r"10\.0 GiB free"):
         preflight.memory_fraction(PrefillConfig(memory_budget_gb=11))
+    monkeypatch.setattr(container_memory, "free_bytes", lambda: 4 << 30)
+    assert preflight.memory_fraction(PrefillConfig()) == 0.2
+    with pytest.raises(ConfigurationError, match=r"container .* has 4\.0 GiB free"):
+        preflight.memory_fraction(PrefillConfig(memory_budget_gb=5))
     monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: True)
     assert preflight.memory_fraction(PrefillConfig()) is None
     with pytest.raises(ConfigurationError, match="--mem-fraction-static"):
