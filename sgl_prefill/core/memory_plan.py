@@ -40,6 +40,14 @@ class MemoryPlan(NamedTuple):
         return self.durable_tokens * self.use.durable_bytes_per_token
 
 
+class InputDoesNotFitError(ValueError):
+    """There is no plan; how many tokens the longest input has that would fit."""
+
+    def __init__(self, largest_tokens: int, message: str) -> None:
+        super().__init__(message)
+        self.largest_tokens = largest_tokens
+
+
 def largest_input(use: MemoryUse, min_durable_tokens: int) -> int:
     """Counts the tokens of the longest input that fits, at least 0.
 
@@ -62,7 +70,7 @@ def plan_memory(
         input_limit_tokens: what the model's context length allows.
         min_durable_tokens: slots without which nothing can be served, a multiple of `page_size`.
 
-    Raises ValueError with a message for people where `max_input_tokens` does not fit.
+    Raises InputDoesNotFitError with a message for people where `max_input_tokens` does not fit.
     """
     largest = largest_input(use, min_durable_tokens)
     if max_input_tokens is None:
@@ -73,10 +81,12 @@ def plan_memory(
     if max_input_tokens < 1 or max_input_tokens > largest:
         kept = min_durable_tokens + (0 if use.scratch_bytes_per_token else max_input_tokens)
         needed = use.input_bytes(max_input_tokens) + kept * use.durable_bytes_per_token
-        raise ValueError(
+        fits = f"the longest input that fits has {largest} tokens" if largest else "no input fits"
+        raise InputDoesNotFitError(
+            largest,
             f"inputs of {max(max_input_tokens, 1)} tokens need {needed / 2**20:.0f} MiB beyond the weights"
             f" ({kept} durable KV slots among them), and there are {use.budget_bytes / 2**20:.0f} MiB:"
-            f" the longest input that fits has {largest} tokens"
+            f" {fits}",
         )
     durable_bytes = use.budget_bytes - use.input_bytes(max_input_tokens)
     durable_tokens = durable_bytes // use.durable_bytes_per_token // page_size * page_size

@@ -73,8 +73,10 @@ def _plan(model: LoadedModel, config: PrefillConfig, kv_bytes: int) -> MemoryPla
             min_durable_tokens=ceil_to(MIN_DURABLE_TOKENS, page_size),
             page_size=page_size,
         )
-    except ValueError as error:
-        raise MemoryPlanError(f"{error}. Lower --max-input-length, or raise {model.device.budget_flag}") from error
+    except memory_plan.InputDoesNotFitError as error:
+        shorter = "lower --max-input-length, or " if error.largest_tokens else ""
+        remedy = f"{shorter}raise {model.device.budget_flag}"
+        raise MemoryPlanError(f"{error}. {remedy[0].upper()}{remedy[1:]}") from error
     if model.is_evicting and model.device.commits_scratch_at_once:  # for the longest input that could be asked for
         kv_bytes -= scratch * use.scratch_bytes_per_token
     most = max(kv_bytes, 0) // use.durable_bytes_per_token // page_size * page_size

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_prefill.core.memory_plan import MemoryPlan, MemoryUse, largest_input, plan_memory, table
+from sgl_prefill.core.memory_plan import InputDoesNotFitError, MemoryPlan, MemoryUse, largest_input, plan_memory, table
 
 MIB = 1 << 20
 # One layer's KV is 1 KiB a token, 32 layers keep 32 KiB; activations 4 KiB a token on top of 16 MiB.
@@ -36,6 +36,9 @@ def test_an_input_that_cannot_fit_is_refused_with_the_longest_that_can() -> None
     with pytest.raises(ValueError, match=rf"longest input that fits has {largest_input(USE, 64)} tokens"):
         plan(USE, largest_input(USE, 64) + 1)
     assert plan(USE, largest_input(USE, 64)).durable_tokens >= 64
+    with pytest.raises(InputDoesNotFitError, match="no input fits") as found:
+        plan(USE._replace(budget_bytes=MIB), None)
+    assert found.value.largest_tokens == 0
 
 
 def test_without_a_wish_half_of_the_memory_stays_for_durable_kv() -> None:
