@@ -126,6 +126,16 @@ class PrefillConfig:
         None, "CPU only: memory for weights and KV pool, in GiB", none="half of the free memory"
     )
     max_body_mb: float = _option(32.0, "largest HTTP request body, in MiB; a larger one is answered with 413")
+    header_timeout_s: float = _option(
+        30.0, "a connection on which no whole request head has come for so many seconds is closed"
+    )
+    body_timeout_s: float = _option(60.0, "a request body that is not whole after so many seconds is answered with 408")
+    all_routes: bool = _option(
+        False, "also serve the routes of SGLang that make no sense for prefill-only work, as SGLang has them"
+    )
+    drain_s: float = _option(
+        30.0, "at SIGTERM no more requests are taken, and those that wait are answered, for so many seconds at most"
+    )
 
     def __post_init__(self) -> None:
         given = {field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not NOT_GIVEN}
@@ -154,6 +164,11 @@ class PrefillConfig:
             problems.append(f"--memory-budget-gb is {self.memory_budget_gb}: it must be a positive number of GiB")
         if not 0 < self.max_body_mb < math.inf:
             problems.append(f"--max-body-mb is {self.max_body_mb}: it must be a positive number of MiB")
+        for name in ("header_timeout_s", "body_timeout_s"):
+            if not 0 < (value := getattr(self, name)) < math.inf:
+                problems.append(f"--{name.replace('_', '-')} is {value}: it must be a positive number of seconds")
+        if not 0 <= self.drain_s < math.inf:
+            problems.append(f"--drain-s is {self.drain_s}: it must be a number of seconds >= 0")
         if problems:
             raise ConfigurationError("\n".join(problems))
 

@@ -27,11 +27,10 @@ def main(argv: list[str] | None = None) -> int:
         config, server_args = parse(argv)
         from sgl_prefill.port import launch
 
-        launch.serve(config, server_args)
+        return launch.serve(config, server_args)
     except SglPrefillError as error:
         print(f"sgl_prefill: cannot start\n{error}", file=sys.stderr)
         return 2
-    return 0
 
 
 def parse(argv: list[str], *, listens: bool = True) -> tuple[PrefillConfig, Any]:

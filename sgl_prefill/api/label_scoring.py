@@ -132,9 +132,13 @@ class LabelScorer:
         looked up once, in another thread, while the event loop goes on.
         """
         _check_size(answers, len(prompts))
+        vocab_size = self._manager.model_config.vocab_size
+        for index, prompt in enumerate(prompts):
+            if isinstance(prompt, list):
+                check_ids_in_vocabulary(prompt, vocab_size, f"prompt {index}")
         if answers.token_ids is not None:
             check_distinct(answers.token_ids, "allowed_token_ids")
-            check_ids_in_vocabulary(answers.token_ids, self._manager.model_config.vocab_size, "allowed_token_ids")
+            check_ids_in_vocabulary(answers.token_ids, vocab_size, "allowed_token_ids")
             ids = tuple(answers.token_ids)
             same = self._known.get(ids, {}).get(ANYWHERE)
             if same is None:

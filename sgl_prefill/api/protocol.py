@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from pydantic import BaseModel, StrictInt, field_validator, model_validator
-from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_prefill.api.label_scoring import AllowedAnswers
@@ -53,6 +53,17 @@ class LabelChatCompletionRequest(ChatCompletionRequest):  # type: ignore[misc]
         return values
 
 
+class PrefillResponsesRequest(ResponsesRequest):  # type: ignore[misc]
+    """/v1/responses. `max_output_tokens` left out means 1 on a prefill-only server."""
+
+    def to_sampling_params(self, *arguments: Any, **options: Any) -> dict[str, Any]:
+        """Does as SGLang's, which takes two tokens off what was asked for: of one, less than none is left."""
+        params: dict[str, Any] = super().to_sampling_params(*arguments, **options)
+        if self.max_output_tokens is not None:
+            params["max_new_tokens"] = self.max_output_tokens
+        return params
+
+
 @dataclasses.dataclass
 class LabelGenerateReqInput(GenerateReqInput):  # type: ignore[misc]
     """/generate."""
@@ -69,6 +80,13 @@ def allowed_answers(request: Any) -> AllowedAnswers | None:
     if request.allowed_tokens is not None and request.allowed_token_ids is not None:
         raise BadRequestError("allowed_tokens and allowed_token_ids are both given: give the answers once")
     return AllowedAnswers(request.allowed_tokens, request.allowed_token_ids)
+
+
+def check_keys(request: CompletionRequest | ChatCompletionRequest) -> None:
+    """Raise BadRequestError for lists where SGLang's routes know one text."""
+    for name in ("cache_salt", "extra_key"):
+        if isinstance(getattr(request, name, None), list):
+            raise BadRequestError(f"{name} is a list: give one text, or a request for each prompt")
 
 
 def pass_deadline(request: CompletionRequest | ChatCompletionRequest) -> None:

@@ -5,33 +5,41 @@ from __future__ import annotations
 import pkgutil
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import orjson
 from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import ORJSONResponse, Response, StreamingResponse
 from sglang.srt.entrypoints import http_server
-from sglang.srt.entrypoints.openai.protocol import CompletionRequest, V1RerankReqInput
+from sglang.srt.entrypoints.openai.protocol import CompletionRequest, DetokenizeRequest, V1RerankReqInput
 from starlette.routing import BaseRoute, Route
 
-from sgl_prefill.api import rerank
-from sgl_prefill.api.answers import HttpShield, chat_choice, completion_choice, usage
+from sgl_prefill.api import rerank, route_list
+from sgl_prefill.api.answers import chat_choice, completion_choice, usage
 from sgl_prefill.api.label_scoring import LabelScorer, ScoredPrompt
 from sgl_prefill.api.protocol import (
     LabelChatCompletionRequest,
     LabelCompletionRequest,
     LabelGenerateReqInput,
+    PrefillResponsesRequest,
     allowed_answers,
     check_generate_label_request,
+    check_keys,
     check_label_request,
     pass_deadline,
     pass_generate_deadline,
 )
+from sgl_prefill.api.shield import HttpShield
+from sgl_prefill.api.tokenizer_manager import check_ids_in_vocabulary
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError, SeamError
+from sgl_prefill.port.ending import Ending
 from sgl_prefill.port.hooks import ROUTES
+
+DETOKENIZE = ("/detokenize", "/v1/detokenize")
 
 
 class PrefillRoutes:
@@ -60,6 +68,7 @@ class PrefillRoutes:
 
     async def completions(self, request: LabelCompletionRequest, raw_request: Request) -> Any:
         """Serves /v1/completions."""
+        check_keys(request)
         answers = allowed_answers(request)
         if answers is None:
             if request.max_tokens is None:
@@ -73,7 +82,12 @@ class PrefillRoutes:
         return _openai_reply("cmpl-", "text_completion", request, choices, scored)
 
     async def chat_completions(self, request: LabelChatCompletionRequest, raw_request: Request) -> Any:
-        """Serves /v1/chat/completions."""
+        """Serves /v1/chat/completions, under Amazon's name too."""
+        check_keys(request)
+        for text in _texts_of(request.messages):
+            http_server._global_state.tokenizer_manager.check_text(
+                text, "a message"
+            )  # before a template is filled with it
         answers = allowed_answers(request)
         max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
         if answers is None:
@@ -120,6 +134,22 @@ class PrefillRoutes:
             scores = await rerank.scores(self.scorer, request, raw_request)
         return serving._build_rerank_response(scores, request)
 
+    async def responses(self, request: PrefillResponsesRequest, raw_request: Request) -> Any:
+        """Serves /v1/responses."""
+        if request.max_output_tokens is None:
+            request.max_output_tokens = self._default_max_tokens(None)
+        return await self._stock["/v1/responses"](request, raw_request)
+
+    async def detokenize(self, request: DetokenizeRequest, raw_request: Request) -> Any:
+        """Serves /detokenize and /v1/detokenize."""
+        vocab_size = http_server._global_state.tokenizer_manager.model_config.vocab_size
+        for tokens in request.tokens if _is_nested(request.tokens) else [request.tokens]:
+            if not isinstance(tokens, list):
+                raise BadRequestError(f"tokens holds {tokens!r} beside lists: give one list of ids, or a list of lists")
+            if tokens:
+                check_ids_in_vocabulary(tokens, vocab_size, "tokens")
+        return await self._stock["/detokenize"](request, raw_request)
+
     async def _score(self, serving: Any, request: Any, answers: Any, raw_request: Request) -> list[ScoredPrompt]:
         _check_with(serving, request)
         with _value_errors_are_bad_requests():
@@ -127,7 +157,7 @@ class PrefillRoutes:
             return await self.scorer.score(obj, answers, raw_request, request.deadline_ms)
 
 
-def install(app: FastAPI, config: PrefillConfig) -> None:
+def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
     """Put our endpoints in the place of SGLang's in its FastAPI app, and verify it. Raises SeamError if one is missing."""
     ours = PrefillRoutes(app, config)
     for route in ROUTES:
@@ -141,16 +171,59 @@ def install(app: FastAPI, config: PrefillConfig) -> None:
     only_json = [Depends(http_server.validate_json_request)]
     app.post("/v1/completions", dependencies=only_json)(ours.completions)
     app.post("/v1/chat/completions", dependencies=only_json)(ours.chat_completions)
+    app.post("/invocations", dependencies=only_json)(ours.chat_completions)
+    app.post("/v1/responses", dependencies=only_json)(ours.responses)
+    for path in DETOKENIZE:
+        app.post(path, dependencies=only_json)(ours.detokenize)
     app.api_route("/generate", methods=["POST", "PUT"])(ours.generate)
     app.api_route("/v1/rerank", methods=["POST", "PUT"], dependencies=only_json)(ours.rerank)
     # First, since each request is compared with one route after the other, and once more for the metrics.
     app.router.routes[:] = [*app.router.routes[n_stock:], *app.router.routes[:n_stock]]
     app.add_exception_handler(BadRequestError, answer_bad_request)
-    app.add_middleware(HttpShield, max_body_bytes=config.max_body_bytes)
+    app.add_exception_handler(RequestValidationError, _Invalid(app).answer)
+    if not config.all_routes:
+        route_list.leave_out(app)
+    # Around all else, also around what SGLang adds later.
+    build = app.build_middleware_stack
+    app.build_middleware_stack = lambda: HttpShield(build(), config, ending)  # type: ignore[method-assign]
     for route in ROUTES:
         serving = [r.endpoint for r in app.router.routes if isinstance(r, Route) and r.path == route.path]
         if len(serving) != 1 or getattr(serving[0], "__self__", None) is not ours:
             raise SeamError(f"the route {route.method} {route.path} is not served by this package ({route.reason})")
+
+
+class _Invalid:
+    """Answers bodies of a wrong shape: with the fields, and without the names of SGLang's source files."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._stock: Any = app.exception_handlers[RequestValidationError]
+
+    async def answer(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        if request.url.path.startswith("/v1/messages"):
+            return await self._stock(request, error)  # type: ignore[no-any-return]
+        problems = [f"{_field(one['loc'])}: {one['msg']}" for one in error.errors()]
+        return await answer_bad_request(request, BadRequestError("; ".join(dict.fromkeys(problems))))
+
+
+def _field(location: Sequence[Any]) -> str:
+    """Names a field as its client knows it."""
+    return ".".join(str(part) for part in location if part != "body") or "the request body"
+
+
+def _texts_of(messages: Sequence[Any]) -> Iterator[str]:
+    """Yields what a chat says."""
+    for message in messages:
+        content = getattr(message, "content", None)
+        if isinstance(content, str):
+            yield content
+        for part in content if isinstance(content, list) else []:
+            if isinstance(text := getattr(part, "text", None), str):
+                yield text
+
+
+def _is_nested(tokens: list[Any]) -> bool:
+    return bool(tokens) and isinstance(tokens[0], list)
 
 
 def _serves(route: BaseRoute, path: str, endpoint: Callable[..., Any]) -> bool:

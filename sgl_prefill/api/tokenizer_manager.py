@@ -5,31 +5,41 @@ Every HTTP route and the offline engine pass through `generate_request`, so this
 
 from __future__ import annotations
 
+import asyncio
+import copy
+import functools
 import math
 import re
 import uuid
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import fastapi
 import msgspec
 from sglang.srt.managers.embed_types import PositionalEmbeds
-from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
+from sglang.srt.managers.io_struct import AbortReq, EmbeddingReqInput, GenerateReqInput, ShutdownReq
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
+from sgl_prefill.api.text_limit import OFF_LOOP_CHARACTERS, longest_token_characters
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.engine_state import PACKS_WEIGHTS_KEY
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.port import background, deadlines
+from sgl_prefill.secret import masked
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import ReqState
     from sglang.srt.server_args import PortArgs, ServerArgs
 
+    from sgl_prefill.port.ending import Ending
+
 
 # SGLang fills these in itself; a client that sends them would switch its checks off.
 INTERNAL_SAMPLING_FIELDS = {"stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"}
+LONGEST_NUMBER = 2**63 - 1  # of JSON as it is written here
 HIDDEN_RID_CHARACTERS = 32  # of a UUID in hexadecimal
 SAMPLING_OPTION_TYPES = {
     field.name: field.type
@@ -47,6 +57,9 @@ PER_PROMPT_FIELDS = (
 )
 
 
+GRAMMARS = ("regex", "json_schema", "ebnf", "structural_tag")
+
+
 class GivenRid(NamedTuple):
     """What a client calls a request."""
 
@@ -57,9 +70,14 @@ class GivenRid(NamedTuple):
 class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     """Refuses generation unless it is allowed, prompts over the limit, and values that would stop the scheduler."""
 
-    def __init__(self, server_args: ServerArgs, port_args: PortArgs, *, config: PrefillConfig) -> None:
+    def __init__(
+        self, server_args: ServerArgs, port_args: PortArgs, *, config: PrefillConfig, ending: Ending | None = None
+    ) -> None:
         super().__init__(server_args, port_args)
         self.prefill_config = config
+        if getattr(self.tokenizer, "model_max_length", 0) > LONGEST_NUMBER:  # "unknown", which /tokenize cannot answer
+            self.tokenizer.model_max_length = self.context_len
+        self._ending = ending  # of a server of ours; where a program of a user's runs us, the end is its own
         self.scheduler_info: dict[str, Any] | None = (
             None  # what the scheduler said at its start; of a server, SGLang keeps it
         )
@@ -86,6 +104,8 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             self._check_internal_fields(obj)
             self._check_embeddings(obj)
             self._check_logprob_options(obj)
+        else:
+            check_rids_of_embedding(obj)
         self._check_sampling_params(obj)
         if background.is_asked_for(request):
             self._mark_background(obj)
@@ -98,6 +118,76 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         finally:
             for rid in hidden:
                 self._forget_rid(rid)
+
+    def auto_create_handle_loop(self) -> None:
+        """Does as SGLang's; how a server of ours ends is ours."""
+        is_new, ending = self.event_loop is None, self._ending
+        if is_new and ending is not None:
+            ending.remember_listener()
+        super().auto_create_handle_loop()
+        if is_new and ending is not None:
+            ending.watch(self, self.event_loop)
+
+    async def sigterm_watchdog(self) -> None:
+        """Does as SGLang's, which ends the process by SIGKILL, where it is not ours to end."""
+        await (super().sigterm_watchdog() if self._ending is None else self._ending.run(self))
+
+    def refuse(self, rid: str, status: HTTPStatus, message: str) -> None:
+        """Answers a request that waits; rid: ours."""
+        reason = {"type": "abort", "status_code": int(status), "message": message}
+        self._handle_abort_req(AbortReq(rid=rid, finished_reason=reason))
+
+    def resolved_config_dict(self, base: dict[str, Any]) -> dict[str, Any]:
+        """Does as SGLang's, without the keys: everyone who may ask for an answer may ask for these."""
+        return masked(super().resolved_config_dict(base))
+
+    async def get_internal_state(self) -> list[dict[Any, Any]]:
+        """Does as SGLang's, without the keys."""
+        return [masked(state) for state in await super().get_internal_state()]
+
+    def ask_scheduler_to_end(self) -> None:
+        self._dispatch_to_scheduler(ShutdownReq())
+
+    @property
+    def longest_input_tokens(self) -> int:
+        """Returns how long a prompt may be: SGLang's scheduler needs it to be shorter than its own limit, and one place for the
+        answer."""
+        return int(min(self.max_req_input_len or self.context_len, self.context_len)) - 1
+
+    @functools.cached_property
+    def _longest_token_characters(self) -> int | None:
+        return None if self.tokenizer is None else longest_token_characters(self.tokenizer)
+
+    def check_text(self, text: str, name: str = "the prompt") -> None:
+        """Raises BadRequestError for a text that cannot fit, whatever its tokens are."""
+        longest = self._longest_token_characters
+        if longest is not None and len(text) > longest * self.longest_input_tokens:
+            raise BadRequestError(
+                f"{name} has {len(text)} characters, which are more than {self.longest_input_tokens} tokens, and this server"
+                f" takes at most {self.longest_input_tokens} (the model's context length is {self.context_len}): shorten it"
+            )
+
+    async def _tokenize_texts(self, texts: Any, is_cross_encoder: bool = False) -> Any:
+        """Does as SGLang's; long texts in another thread, since all other requests would wait meanwhile."""
+        flat = (
+            [texts]
+            if isinstance(texts, str)
+            else [text for one in texts for text in ([one] if isinstance(one, str) else one)]
+        )
+        for text in flat:
+            self.check_text(text)
+        if sum(map(len, flat)) < OFF_LOOP_CHARACTERS:
+            return await super()._tokenize_texts(texts, is_cross_encoder)
+        thread, twin = self._tokenizer_beside
+        tokenize = functools.partial(TokenizerManager._tokenize_texts, twin, texts, is_cross_encoder)
+        return await asyncio.get_running_loop().run_in_executor(thread, lambda: asyncio.run(tokenize()))
+
+    @functools.cached_property
+    def _tokenizer_beside(self) -> tuple[ThreadPoolExecutor, PrefillTokenizerManager]:
+        """A thread, and what SGLang's method needs in it: a tokenizer is not safe for two threads."""
+        twin = copy.copy(self)
+        twin.tokenizer, twin.async_dynamic_batch_tokenizer = copy.deepcopy(self.tokenizer), None
+        return ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-texts"), twin
 
     def _mark_background(self, obj: GenerateReqInput | EmbeddingReqInput) -> None:
         if not self.prefill_config.has_policy:
@@ -223,9 +313,21 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             asked = {**(self.preferred_sampling_params or {}), **params}
             check_sampling_options(asked, self.model_config.vocab_size, self.tokenizer)
             self._check_deadline_is_known(asked)
+            self._check_grammar(asked)
             if isinstance(obj, GenerateReqInput):
                 max_new_tokens = asked.get("max_new_tokens", SamplingParams().max_new_tokens)
                 self._check_generation_length(max_new_tokens, was_given="max_new_tokens" in asked)
+
+    def _check_grammar(self, options: dict[str, Any]) -> None:
+        """SGLang's scheduler refuses these too, and its routes cannot show that in every combination."""
+        if self.server_args.grammar_backend != "none":
+            return
+        for name in GRAMMARS:
+            if options.get(name) is not None:
+                raise BadRequestError(
+                    f"{name} asks for generation by a grammar, and this server runs with --grammar-backend none: leave it out,"
+                    " or use allowed_tokens"
+                )
 
     def _check_deadline_is_known(self, options: dict[str, Any]) -> None:
         deadline_ms = (options.get("custom_params") or {}).get(deadlines.PARAMETER)
@@ -271,8 +373,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             raise BadRequestError("the prompt is empty: it must hold at least one token")
         if obj.input_ids is not None and n_input > 0:
             check_ids_in_vocabulary(input_ids, self.model_config.vocab_size, "the prompt")
-        # SGLang's scheduler needs the input to be shorter than its own limit, and one place for the answer.
-        limit = min(self.max_req_input_len or self.context_len, self.context_len) - 1
+        limit = self.longest_input_tokens
         if n_input > limit:
             raise BadRequestError(
                 f"the prompt has {n_input} tokens, and this server takes at most {limit}"
@@ -308,6 +409,14 @@ def count_prompts(obj: GenerateReqInput | EmbeddingReqInput) -> int | None:
     else:
         is_batch = isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], str | list)
     return len(prompts) if is_batch and prompts is not None else None
+
+
+def check_rids_of_embedding(obj: EmbeddingReqInput) -> None:
+    """Raise BadRequestError where the ids of an embedding request do not fit its prompts."""
+    n_prompts = count_prompts(obj)
+    if isinstance(obj.rid, list) and len(obj.rid) != n_prompts:
+        shown = "one prompt, which is in no list" if n_prompts is None else f"{n_prompts} prompts"
+        raise BadRequestError(f"rid has {len(obj.rid)} values, and the request has {shown}")
 
 
 def check_lists_against_prompts(obj: GenerateReqInput) -> None:

@@ -11,7 +11,18 @@ from __future__ import annotations
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.cpu import kernels, lm_head
 from sgl_prefill.device import this_device
-from sgl_prefill.port import arrival, hybrid, kv, out_of_memory, processes, reply_facts, scheduler, startup
+from sgl_prefill.port import (
+    arrival,
+    hybrid,
+    kv,
+    loopback,
+    out_of_memory,
+    processes,
+    reply_facts,
+    scheduler,
+    startup,
+    uncompiled,
+)
 from sgl_prefill.port.declare import Hook, Override, Poke, Relied, Route, Switch
 
 HOOKS: tuple[Hook, ...] = (
@@ -41,6 +52,14 @@ HOOKS: tuple[Hook, ...] = (
         reason="what cannot start says so in one message, and not in a traceback of SGLang's",
         function=processes.around_scheduler_init,
         takes_state=True,
+    ),
+    Hook(
+        target="sglang.srt.distributed.bootstrap._resolve_dist_init_method",
+        kind="around",
+        process="scheduler",
+        feature="always",
+        reason="the ranks' store would listen on every interface of the machine, whatever --host says",
+        function=loopback.around_resolve_dist_init_method,
     ),
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.init_schedule_policy",
@@ -187,6 +206,22 @@ HOOKS: tuple[Hook, ...] = (
         function=lm_head.around_compute_lm_head,
     ),
     Hook(
+        target="sglang.srt.sampling.penaltylib.repetition_penalty.apply_scaling_penalties",
+        kind="around",
+        process="scheduler",
+        feature="always",
+        reason="its first call compiles for 15 seconds, in which nobody is answered",
+        function=uncompiled.around_compiled,
+    ),
+    Hook(
+        target="sglang.srt.layers.sampler.multinomial_with_seed",
+        kind="around",
+        process="scheduler",
+        feature="always",
+        reason="its first call compiles for seconds, in which nobody is answered",
+        function=uncompiled.around_compiled,
+    ),
+    Hook(
         target="sglang.kernels.ops.activation.softcap.softcap_inplace_logits",
         kind="around",
         process="scheduler",
@@ -225,6 +260,27 @@ ROUTES: tuple[Route, ...] = (
         path="/v1/chat/completions",
         stock_endpoint="sglang.srt.entrypoints.http_server.openai_v1_chat_completions",
         reason="allowed_tokens, allowed_token_ids; max_tokens 1 by default",
+    ),
+    Route(
+        method="POST",
+        path="/invocations",
+        stock_endpoint="sglang.srt.entrypoints.http_server.sagemaker_chat_completions",
+        reason="it is /v1/chat/completions under Amazon's name",
+    ),
+    *(
+        Route(
+            method="POST",
+            path=path,
+            stock_endpoint="sglang.srt.entrypoints.http_server.openai_v1_detokenize",
+            reason="an id outside the vocabulary ends in a 500",
+        )
+        for path in ("/detokenize", "/v1/detokenize")
+    ),
+    Route(
+        method="POST",
+        path="/v1/responses",
+        stock_endpoint="sglang.srt.entrypoints.http_server.v1_responses_request",
+        reason="max_output_tokens 1 by default; SGLang takes two tokens off it",
     ),
     Route(
         method="POST",
@@ -273,6 +329,11 @@ OVERRIDES: tuple[Override, ...] = (
             ("_validate_one_request", "the input limit, and token ids outside the vocabulary"),
             ("_handle_abort_finish_reason", "429 and 504 for deadlines"),
             ("abort_request", "a client names its own request and no other"),
+            ("auto_create_handle_loop", "signals end the server in our way"),
+            ("_tokenize_texts", "long texts would stop all others"),
+            ("resolved_config_dict", "/server_info shows no keys"),
+            ("get_internal_state", "/server_info shows no keys"),
+            ("sigterm_watchdog", "no new requests while those that wait are answered, and a status of 0"),
             ("update_weights_from_disk", "packed weights cannot be replaced"),
             ("update_weights_from_tensor", "packed weights cannot be replaced"),
             ("update_weights_from_distributed", "packed weights cannot be replaced"),
@@ -341,6 +402,18 @@ POKES: tuple[Poke, ...] = (
     Poke(
         "sglang.srt.managers.scheduler_components.metrics_reporter.PrefillStats", "num_pending_tokens", "all that wait"
     ),
+    Poke("sglang.srt.managers.tokenizer_manager.TokenizerManager", "gracefully_exit", "a server that ends is not well"),
+    Poke(
+        "sglang.srt.server_args.ServerArgs",
+        "api_key",
+        "keys are not shown; so are the other fields of sgl_prefill.secret",
+    ),
+    Poke("uvicorn.protocols.http.auto", "AutoHTTPProtocol", "it waits for ever for a request's head"),
+    *(
+        Poke("uvicorn.Server", attribute, "the server ends once everyone is answered")
+        for attribute in ("should_exit", "force_exit")
+    ),
+    Poke("fastapi.FastAPI", "build_middleware_stack", "what SGLang adds later stands behind our limits too"),
     Poke("sglang.srt.managers.tokenizer_manager.TokenizerManager", "server_status", "healthy after our own warm-up"),
     Poke(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager", "max_req_input_len", "of a scheduler in this process"
@@ -400,6 +473,10 @@ RELIED_UPON: tuple[Relied, ...] = (
     Relied(
         "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._convert_to_internal_request",
         "label scoring renders chats with it",
+    ),
+    Relied(
+        "sglang.srt.entrypoints.openai.protocol.ResponsesRequest.to_sampling_params",
+        "takes two tokens off what is asked for, which ours puts back",
     ),
     Relied("sglang.srt.entrypoints.http_server._execute_server_warmup", "our warm-up stands in for it"),
     Relied(

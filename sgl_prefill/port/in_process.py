@@ -42,9 +42,9 @@ from sglang.srt.managers.io_struct import (
 )
 
 from sgl_prefill.answer import Answer
-from sgl_prefill.api.answers import with_nested_error
 from sgl_prefill.api.protocol import LabelChatCompletionRequest, LabelCompletionRequest, LabelGenerateReqInput
 from sgl_prefill.api.routes import PrefillRoutes, answer_bad_request
+from sgl_prefill.api.shield import with_nested_error
 from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.batch.planned_row import PlannedRow

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import ProcessError
-from sgl_prefill.port import activation, prefork, processes
+from sgl_prefill.port import activation, header_timeout, prefork, processes
+from sgl_prefill.secret import FIELDS, Secret
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -25,23 +26,30 @@ def server_args_of(flags: list[str]) -> ServerArgs:
     from sglang.srt.server_args import prepare_server_args
 
     load_plugins()  # our entry point adds the CPU attention backend to the choices
-    return prepare_server_args(flags)
+    found = prepare_server_args(flags)
+    keys = {name: Secret(value) for name in FIELDS if (value := getattr(found, name))}
+    if keys:
+        found.override("sgl_prefill", **keys)
+    return found
 
 
-def serve(config: PrefillConfig, server_args: ServerArgs) -> None:
-    """Blocks until the server ends. No process that was started for it is left."""
+def serve(config: PrefillConfig, server_args: ServerArgs) -> int:
+    """Blocks until the server ends, and returns its status. No process that was started for it is left."""
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils import kill_process_tree
 
     from sgl_prefill.api import routes
+    from sgl_prefill.port.ending import Ending
 
+    ending = Ending(config.drain_s)
     activation.activate(config, "http").is_of_server = True
-    routes.install(http_server.app, config)
+    routes.install(http_server.app, config, ending)
+    header_timeout.install(config.header_timeout_s)
     environment = prefork.ParentEnvironment(processes.REPORTED_FAILURE)
     try:
         http_server.launch_server(
             server_args,
-            init_tokenizer_manager_func=functools.partial(processes.init_tokenizer_manager, config),
+            init_tokenizer_manager_func=functools.partial(processes.init_tokenizer_manager, config, ending=ending),
             run_scheduler_process_func=functools.partial(processes.run_scheduler_process, config, environment),
             run_detokenizer_process_func=functools.partial(processes.run_detokenizer_process, config, environment),
             execute_warmup_func=processes.execute_warmup,
@@ -53,6 +61,7 @@ def serve(config: PrefillConfig, server_args: ServerArgs) -> None:
         raise ProcessError(f"a process of the server ended while it started{why}") from error
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+    return ending.status
 
 
 def print_sglangs_help() -> None:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.server_args import PortArgs, ServerArgs
 
+    from sgl_prefill.port.ending import Ending
+
 logger = logging.getLogger(__name__)
 
 WARM_UP_TIMEOUT_S = 600
@@ -109,13 +111,15 @@ def _end_all(message: str, status: int) -> None:
     os._exit(status)
 
 
-def init_tokenizer_manager(config: PrefillConfig, server_args: ServerArgs, port_args: PortArgs) -> Any:
-    """Returns (tokenizer manager, template manager), ours and SGLang's."""
+def init_tokenizer_manager(
+    config: PrefillConfig, server_args: ServerArgs, port_args: PortArgs, *, ending: Ending | None = None
+) -> Any:
+    """Returns (tokenizer manager, template manager), ours and SGLang's. ending: of a server of ours."""
     from sglang.srt.entrypoints.engine import init_tokenizer_manager as stock
 
     from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
 
-    return stock(server_args, port_args, functools.partial(PrefillTokenizerManager, config=config))
+    return stock(server_args, port_args, functools.partial(PrefillTokenizerManager, config=config, ending=ending))
 
 
 def execute_warmup(server_args: ServerArgs) -> bool:

@@ -103,6 +103,7 @@ def test_options_of_an_embedding_request_are_checked_too() -> None:
     manager = PrefillTokenizerManager.__new__(PrefillTokenizerManager)
     manager.prefill_config, manager.preferred_sampling_params = PrefillConfig(), None
     manager.model_config, manager.tokenizer = SimpleNamespace(vocab_size=VOCABULARY_SIZE), TOKENIZER
+    manager.server_args = SimpleNamespace(grammar_backend="none")
     manager._check_sampling_params(EmbeddingReqInput(text="x"))
     wrong = EmbeddingReqInput(text="x", sampling_params={"custom_params": {"deadline_ms": "soon"}})
     with pytest.raises(BadRequestError, match="deadline_ms is 'soon'"):

@@ -96,6 +96,25 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     (COMPLETIONS, {**PROMPT, "response_format": {"type": "json_object"}}, ["grammar"]),
     (GENERATE, {**NATIVE, "sampling_params": {"max_new_tokens": 0}, "image_data": "x"}, ["text only"]),
     ("/v1/embeddings", {"model": "demo", "input": "a"}, ["embedding"]),
+    *((COMPLETIONS, {**PROMPT, "prompt": ids, "allowed_tokens": LABELS}, [str(ids[-1])]) for ids in ([-1], [10**11])),
+    *(
+        (route, {**body, field: ["a"], **labels}, [field])
+        for route, body in ((COMPLETIONS, PROMPT), (CHATS, CHAT))
+        for field in ("cache_salt", "extra_key")
+        for labels in ({}, {"allowed_token_ids": [5, 6]})
+    ),
+    (GENERATE, {**NATIVE, "session_params": "q", "sampling_params": {"max_new_tokens": 0}}, ["session_params"]),
+    (GENERATE, {"text": [["a"]], "sampling_params": {"max_new_tokens": 0}}, ["text"]),
+    (COMPLETIONS, {**PROMPT, "max_tokens": 1, "logprobs": 3, "echo": True, "stream": True, "regex": "a"}, ["regex"]),
+    ("/v1/embeddings", {"model": "demo", "input": "a", "rid": ["x", "y"]}, ["rid"]),
+    ("/encode", {"text": "a", "rid": ["x"]}, ["rid"]),
+    ("/api/generate", {"model": "demo", "prompt": "a"}, ["--allow-generation"]),
+    ("/api/generate", {"model": "demo", "prompt": "a", "stream": False}, ["--allow-generation"]),
+    ("/api/chat", {"model": "demo", "messages": [{"role": "user", "content": "a"}]}, ["--allow-generation"]),
+    ("/detokenize", {"model": "demo", "tokens": [5, VOCABULARY_SIZE]}, [str(VOCABULARY_SIZE)]),
+    ("/v1/detokenize", {"model": "demo", "tokens": [[5], [-1]]}, ["-1"]),
+    ("/invocations", {"model": "demo"}, ["messages"]),
+    ("/v1/responses", {"model": "demo", "input": "a", "max_output_tokens": 2}, ["--allow-generation"]),
 ]
 
 
@@ -171,6 +190,52 @@ def test_a_broken_http_request_does_not_stop_the_server(server: Server) -> None:
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         connection.sendall(b"\x00\x01 nonsense\r\n\r\n")
         assert b"400" in connection.recv(1000)
+
+
+@pytest.mark.parametrize("path", ["/parse_function_call", "/vertex_generate", "/slow_down", "/add_external_corpus"])
+def test_routes_that_make_no_sense_here_say_so(server: Server, path: str) -> None:
+    reply = server.post(path, {})
+    assert reply.status_code == 404
+    assert error_of(reply).startswith(f"{path} is not served, since ")
+
+
+def test_what_had_failed_and_is_right_works(server: Server) -> None:
+    """Ids that look like a health check's, lists of ids, one token of a response, and Amazon's name for a chat."""
+    options = {"sampling_params": {"max_new_tokens": 0}}
+    named = server.post(GENERATE, {**NATIVE, "rid": "HEALTH_CHECK_x", **options})
+    assert named.json()["meta_info"]["id"] == "HEALTH_CHECK_x"
+    assert server.post("/tokenize", {"model": "demo", "prompt": "a b"}).json()["count"] == 2
+    assert server.post("/detokenize", {"model": "demo", "tokens": [[81], [278]]}).json()["text"] == ["a", " b"]
+    answered = server.post(
+        "/v1/responses", {"model": "demo", "input": "The capital of France is", "max_output_tokens": 1}
+    )
+    assert answered.json()["usage"]["completion_tokens"] == 1
+    same = [server.post(path, {**CHAT, "allowed_tokens": ["Paris", "Rome"]}).json() for path in ("/invocations", CHATS)]
+    one, other = (answer["choices"][0]["label_scores"] for answer in same)
+    assert [label["label"] for label in one["labels"]] == ["Paris", "Rome"]
+    assert one["label_mass"] == pytest.approx(other["label_mass"], rel=0.05)
+    penalty = {"sampling_params": {"max_new_tokens": 1, "temperature": 0, "repetition_penalty": 2.0}}
+    repeated = server.post(GENERATE, {"text": "one two one two one two one", **penalty}).json()
+    assert repeated["text"] != " two", "what the prompt holds is penalized"
+
+
+def test_a_text_that_cannot_fit_is_refused_unread(server: Server) -> None:
+    """By its characters; SGLang had tokenised 30 MB in the loop that answers everyone."""
+    text = "x y " * 7_000_000
+    for route, body in (
+        (COMPLETIONS, {**PROMPT, "prompt": text, "allowed_tokens": LABELS}),
+        (GENERATE, {"text": text, "sampling_params": {"max_new_tokens": 0}}),
+        (CHATS, {**CHAT, "messages": [{"role": "user", "content": text}]}),
+    ):
+        reply = server.post(route, body)
+        assert reply.status_code == 400
+        assert "28000000 characters" in error_of(reply)
+
+
+def test_answers_to_wrong_bodies_name_no_source_files(server: Server) -> None:
+    message = error_of(server.post(COMPLETIONS, {**PROMPT, "prompt": {"a": 1}}))
+    assert "prompt" in message
+    assert ".py" not in message
 
 
 def test_the_ids_of_clients_are_returned_as_given(server: Server) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +13,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import requests
 
 from sgl_prefill.local_server import free_port
-from tests.integration.conftest import running
+from sgl_prefill.secret import MASK
+from tests.integration.conftest import Server, running
 
 
 @pytest.fixture
@@ -99,11 +102,37 @@ def test_with_two_keys_the_server_starts_and_its_end_by_force_leaves_nothing(tin
         assert server.post("/v1/completions", body).status_code == 401
         answered = server.post("/v1/completions", body, headers={"Authorization": "Bearer user"})
         assert answered.status_code == 200, answered.text
+        assert_keys_are_not_shown(server)
+        assert_all_listen_on_loopback_alone(server)
+        foreign = {"Authorization": "Bearer \u00fc".encode()}
+        assert server.post("/v1/completions", body, headers=foreign).status_code == 401
         children = psutil.Process(server.process.pid).children(recursive=True)
         assert len(children) >= 3, "prefork, scheduler and detokenizer"
         server.process.kill()
         _, left = psutil.wait_procs(children, timeout=2)
         assert not list(filter(holds_memory, left))
+
+
+def assert_keys_are_not_shown(server: Server) -> None:
+    reply = requests.get(f"{server.url}/server_info", headers={"Authorization": "Bearer user"}, timeout=60)
+    assert reply.status_code == 200
+    info = reply.json()
+    for shown in (info, *info["internal_states"]):
+        assert (shown["api_key"], shown["admin_api_key"]) == (MASK, MASK)
+    assert "admin_api_key='********'" in server.log.read_text()
+    assert not re.search(r"api_key='(user|admin)'", server.log.read_text())
+
+
+def assert_all_listen_on_loopback_alone(server: Server) -> None:
+    """PyTorch's store for the ranks had listened on every interface."""
+    launcher = psutil.Process(server.process.pid)
+    addresses = {
+        socket.laddr.ip
+        for process in (launcher, *launcher.children(recursive=True))
+        for socket in process.net_connections("inet")
+        if socket.status == psutil.CONN_LISTEN
+    }
+    assert addresses == {"127.0.0.1"}
 
 
 def holds_memory(process: psutil.Process) -> bool:
@@ -141,6 +170,56 @@ def test_a_hook_that_does_not_take_ends_the_start_with_its_message(
     done = in_vain["intruder"]
     assert done.returncode != 0
     assert "get_new_batch_prefill is also hooked by intruder" in done.stderr
+
+
+def test_a_server_that_is_asked_to_end_answers_who_waits_and_takes_no_more(tiny_model: Path, tmp_path: Path) -> None:
+    """It had taken new requests for as long as there were old ones, and ended by SIGKILL."""
+    flags = ["--model-path", str(tiny_model), "--load-format", "dummy", "--memory-budget-gb", "1", "--drain-s", "600"]
+    with (
+        running("sgl_prefill.launch_server", tmp_path / "log.txt", *flags) as server,
+        ThreadPoolExecutor(60) as clients,
+    ):
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        waiting = [clients.submit(ask, server, number) for number in range(40)]
+        while not any(answer.done() for answer in waiting):
+            assert server.process.poll() is None
+        server.process.terminate()
+        while (late := ask(server, 99)).status_code == 200:
+            pass  # the signal is on its way
+        assert late.status_code == 503
+        assert int(late.headers["retry-after"]) == 600
+        assert late.json()["error"]["message"].startswith("this server is shutting down")
+        assert [answer.result().status_code for answer in waiting] == [200] * 40
+        assert server.process.wait(timeout=60) == 0
+        assert not list(filter(holds_memory, psutil.wait_procs(children, timeout=2)[1]))
+
+
+def ask(server: Server, number: int) -> requests.Response:
+    """Asks with a long prompt of its own."""
+    prompt = [(7 * number + place) % 40_000 for place in range(6000)]
+    return server.post("/v1/completions", {"model": "tiny", "prompt": prompt, "allowed_token_ids": [5, 6]})
+
+
+def test_where_the_detokenizer_dies_every_client_hears_of_it(tiny_model: Path, tmp_path: Path) -> None:
+    """Most had waited for their own time-out."""
+    flags = ["--model-path", str(tiny_model), "--load-format", "dummy", "--memory-budget-gb", "1"]
+    with (
+        running("sgl_prefill.launch_server", tmp_path / "log.txt", *flags) as server,
+        ThreadPoolExecutor(60) as clients,
+    ):
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        waiting = [clients.submit(ask, server, number) for number in range(40)]
+        while not any(answer.done() for answer in waiting):
+            assert server.process.poll() is None
+        (detokenizer,) = [child for child in children if "detokenizer" in " ".join(child.cmdline())]
+        detokenizer.kill()
+        answers = [answer.result() for answer in waiting]
+        assert {answer.status_code for answer in answers} <= {200, 503}
+        refused = [answer for answer in answers if answer.status_code == 503]
+        assert refused
+        assert all("has ended" in answer.json()["error"]["message"] for answer in refused)
+        assert server.process.wait(timeout=60) == 1
+        assert not list(filter(holds_memory, psutil.wait_procs(children, timeout=2)[1]))
 
 
 def test_a_dead_scheduler_takes_the_launcher_down_with_a_failure(tiny_model: Path, tmp_path: Path) -> None:

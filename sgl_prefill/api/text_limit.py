@@ -1,0 +1,36 @@
+"""Texts that are too long for a tokenizer to be asked in the event loop, or to be asked at all."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+# A tokenizer reads some megabytes a second: shorter texts take a few milliseconds.
+OFF_LOOP_CHARACTERS = 20_000
+
+
+def longest_token_characters(tokenizer: Any) -> int | None:
+    """Returns how many characters of a text one token stands for at most; None where there is no such number.
+
+    There is one where every byte of a text is a byte of a token: byte-level BPE that changes no text before it (most models
+    since GPT-2). Others join blanks, or have one token for all that they do not know.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    parts = json.loads(backend.to_str())
+    if parts["model"]["type"] != "BPE" or parts["normalizer"] is not None or not _is_byte_level(parts["pre_tokenizer"]):
+        return None
+    added = parts["added_tokens"]
+    if any(token["lstrip"] or token["rstrip"] for token in added):  # takes the blanks around it with it
+        return None
+    # Of bytes that stand for themselves, one character in the vocabulary is one byte, and at most one character of a text.
+    return max(map(len, [*parts["model"]["vocab"], *(token["content"] for token in added)]))
+
+
+def _is_byte_level(pre_tokenizer: dict[str, Any] | None) -> bool:
+    if pre_tokenizer is None:
+        return False
+    if pre_tokenizer["type"] == "Sequence":
+        return any(_is_byte_level(part) for part in pre_tokenizer["pretokenizers"])
+    return bool(pre_tokenizer["type"] == "ByteLevel")

@@ -1,0 +1,93 @@
+"""How a server ends, with a toy in the place of SGLang's manager."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from http import HTTPStatus
+from typing import Any
+
+import pytest
+
+from sgl_prefill.port import ending
+from sgl_prefill.port.ending import ASKED, DIED, Ending
+
+
+class Manager:
+    """Holds requests until they are answered or refused."""
+
+    def __init__(self, *waiting: str) -> None:
+        self.rid_to_state = dict.fromkeys(waiting)
+        self.refused: dict[str, str] = {}
+        self.gracefully_exit = False
+        self.scheduler_was_asked = False
+        self._subprocess_watchdog = None
+
+    def refuse(self, rid: str, status: HTTPStatus, message: str) -> None:
+        assert status == HTTPStatus.SERVICE_UNAVAILABLE
+        self.refused[rid] = message
+        del self.rid_to_state[rid]
+
+    def ask_scheduler_to_end(self) -> None:
+        self.scheduler_was_asked = True
+
+
+class Loop:
+    """Takes down who handles which signal."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[int, Any] = {}
+
+    def add_signal_handler(self, number: int, handler: Any, *arguments: Any) -> None:
+        self.handlers[number] = lambda: handler(*arguments)
+
+
+@pytest.fixture(autouse=True)
+def _no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ending, "_a_scheduler_is_left", lambda: False)
+
+
+def end(manager: Manager, number: int, drain_s: float, answer: str | None = None) -> tuple[Ending, list[str]]:
+    """Sends a signal; `answer`: the request that is answered thereafter."""
+    server, events, loop = Ending(drain_s), [], Loop()
+    server._stop_listening = lambda: events.append("ended")
+    server.watch(manager, loop)  # type: ignore[arg-type]
+
+    async def run() -> None:
+        ends = asyncio.ensure_future(server.run(manager))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        assert not ends.done(), "it runs until it is asked to end"
+        loop.handlers[number]()
+        if answer is not None:
+            await asyncio.sleep(0)
+            del manager.rid_to_state[answer]
+            events.append(answer)
+        await ends
+
+    asyncio.run(run())
+    return server, events
+
+
+def test_who_waits_is_answered_first() -> None:
+    manager = Manager("a")
+    server, events = end(manager, signal.SIGTERM, drain_s=60, answer="a")
+    assert (server.reason, server.status, events) == (ASKED, 0, ["a", "ended"])
+    assert manager.gracefully_exit
+    assert manager.scheduler_was_asked
+    assert not manager.refused
+
+
+def test_what_is_not_done_in_time_is_refused_by_name() -> None:
+    manager = Manager("a", "b")
+    server, events = end(manager, signal.SIGTERM, drain_s=0)
+    assert (server.status, events) == (0, ["ended"])
+    assert set(manager.refused) == {"a", "b"}
+    assert "--drain-s 0" in manager.refused["a"]
+
+
+def test_where_a_process_has_died_everyone_hears_of_it_at_once() -> None:
+    manager = Manager("a", "b")
+    server, events = end(manager, signal.SIGQUIT, drain_s=3600)
+    assert (server.reason, server.status, events) == (DIED, 1, ["ended"])
+    assert DIED in manager.refused["b"]
+    assert not manager.scheduler_was_asked

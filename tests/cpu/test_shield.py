@@ -1,0 +1,160 @@
+"""What stands between clients and SGLang's routes, around a toy app."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import prometheus_client
+import pytest
+
+from sgl_prefill.api.shield import HttpShield
+from sgl_prefill.config import PrefillConfig
+from sgl_prefill.errors import BadRequestError
+from sgl_prefill.port.ending import ASKED, Ending
+
+Message = MutableMapping[str, Any]
+App = Callable[..., Awaitable[None]]
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def error(self) -> dict[str, Any]:
+        found = json.loads(self.body)
+        nested: dict[str, Any] = found["error"]
+        return nested
+
+
+@pytest.fixture(autouse=True)
+def _no_global_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        prometheus_client, "Counter", lambda *_: type("Counter", (), {"labels": lambda *_, **__: Nothing})
+    )
+
+
+class Nothing:
+    @staticmethod
+    def inc() -> None:
+        pass
+
+
+def ask(
+    app: App,
+    bodies: Sequence[bytes] = (b"{}",),
+    *,
+    ending: Ending | None = None,
+    stays_open: bool = False,
+    headers: Sequence[tuple[bytes, bytes]] = (),
+    **options: Any,
+) -> Answer:
+    """Sends one POST in parts; stays_open: the last part never comes."""
+    parts: list[Message] = [
+        {"type": "http.request", "body": part, "more_body": stays_open or index + 1 < len(bodies)}
+        for index, part in enumerate(bodies)
+    ]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        if not parts:
+            await asyncio.Event().wait()
+        return parts.pop(0)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    shield = HttpShield(app, PrefillConfig(**options), ending or Ending(7))
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": list(headers)}
+    asyncio.run(shield(scope, receive, send))
+    start, *rest = sent
+    assert [message["type"] for message in rest] == ["http.response.body"] * len(rest)
+    shown = {name.decode(): value.decode() for name, value in start["headers"]}
+    return Answer(start["status"], shown, b"".join(message.get("body", b"") for message in rest))
+
+
+async def begin(send: Any, status: int = 200, kind: bytes = b"application/json") -> None:
+    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
+
+
+async def reading_app(scope: Any, receive: Any, send: Any) -> None:
+    n_bytes, more = 0, True
+    while more:
+        message = await receive()
+        n_bytes, more = n_bytes + len(message["body"]), message["more_body"]
+    await begin(send)
+    await send({"type": "http.response.body", "body": str(n_bytes).encode()})
+
+
+def failing(error: Exception, after: int = 0) -> App:
+    """An app whose stream fails after so many parts."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await begin(send, kind=b"text/event-stream")
+        for _ in range(after):
+            await send({"type": "http.response.body", "body": b"part", "more_body": True})
+        raise error
+
+    return app
+
+
+def test_a_body_within_the_limits_passes() -> None:
+    assert ask(reading_app, [b"ab", b"cde"]) == (200, {"content-type": "application/json"}, b"5")
+
+
+def test_a_stream_that_fails_before_its_first_byte_gets_a_status() -> None:
+    """SGLang's Ollama routes had answered 200, and then nothing."""
+    answer = ask(failing(BadRequestError("max_tokens is 3")))
+    assert (answer.status, answer.error["message"]) == (400, "max_tokens is 3")
+    wrapped = RuntimeError("response already started")
+    wrapped.__cause__ = BadRequestError("max_tokens is 4")
+    assert ask(failing(wrapped)).error["message"] == "max_tokens is 4"
+    broken = ask(failing(KeyError("secret")))
+    assert broken.status == 500
+    assert b"secret" not in broken.body
+
+
+def test_a_stream_that_fails_later_is_cut() -> None:
+    with pytest.raises(KeyError):
+        ask(failing(KeyError("k"), after=1))
+
+
+def test_an_error_without_a_shape_gets_one() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await begin(send, 500, b"text/plain")
+        await send({"type": "http.response.body", "body": b"Internal Server Error"})
+
+    answer = ask(app)
+    assert answer.status == 500
+    assert answer.error["code"] == 500
+    assert answer.headers["content-length"] == str(len(answer.body))
+
+
+def test_a_body_that_does_not_come_gets_408() -> None:
+    answer = ask(reading_app, [b"ab"], stays_open=True, body_timeout_s=0.05)
+    assert (answer.status, answer.headers["connection"]) == (408, "close")
+    assert "--body-timeout-s 0.05" in answer.error["message"]
+
+
+@pytest.mark.parametrize("headers", [[], [(b"content-length", b"300")]])
+def test_a_body_over_the_limit_gets_413_whether_it_says_so_or_not(headers: list[tuple[bytes, bytes]]) -> None:
+    answer = ask(reading_app, [b"x" * 100] * 3, headers=headers, max_body_mb=150 / (1 << 20))
+    assert answer.status == 413
+    assert "at most 150" in answer.error["message"]
+
+
+def test_a_server_that_ends_takes_no_more() -> None:
+    ending = Ending(7.5)
+    ending.reason = ASKED
+    answer = ask(reading_app, ending=ending)
+    assert (answer.status, answer.headers["retry-after"]) == (503, "8")
+    assert ASKED in answer.error["message"]
+    assert ending.n_in_flight == 0
+
+
+def test_a_key_that_is_no_ascii_is_a_wrong_key() -> None:
+    assert ask(reading_app, headers=[(b"authorization", "Bearer \u00e9".encode())]).status == 401
