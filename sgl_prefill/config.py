@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any, Final
 
-from sgl_prefill.core.policies import POLICIES
+from sgl_prefill.core.policies import POLICIES, can_be_fair
 from sgl_prefill.errors import ConfigurationError
 
 STOCK = "stock"  # of --scheduling: SGLang's own scheduler
@@ -86,6 +86,13 @@ class PrefillConfig:
         type=_auto_or_int,
         none="auto",
         paper=0,
+    )
+    fair_by: str = _option(
+        "user",
+        "whose requests get fair shares; user: of those that requests name (header x-user-id, or the body's user); key: of API"
+        " keys; none: all are one client; within a client --scheduling decides. none with fifo, whole-job and stock",
+        choices=("none", "user", "key"),
+        paper="none",
     )
     background_step_ms: float = _option(
         20.0,
@@ -182,6 +189,8 @@ class PrefillConfig:
                 value = field.metadata["paper"]
             elif field.name == "pack_step_tokens" and self.scheduling == STOCK:
                 value = 0  # SGLang's own scheduler fills a step by itself
+            elif field.name == "fair_by" and not can_be_fair(self.scheduling):
+                value = "none"
             object.__setattr__(self, field.name, value)  # this class is frozen for others
 
     def _contradictions(self, given: Collection[str]) -> list[str]:
@@ -195,6 +204,8 @@ class PrefillConfig:
                 and "paper" in field.metadata
                 and getattr(self, field.name) != field.metadata["paper"]
             ]
+        if self.fair_by != "none" and not can_be_fair(self.scheduling):
+            return [f"--fair-by {self.fair_by} is not for --scheduling {self.scheduling}: leave it out"]
         if self.scheduling == STOCK and self.pack_step_tokens != 0:
             return [
                 "--pack-step-tokens is not for --scheduling stock, since SGLang's own scheduler fills a step by itself:"
@@ -206,6 +217,10 @@ class PrefillConfig:
     def has_policy(self) -> bool:
         """Says whether a policy of ours decides who runs, and not SGLang's scheduler."""
         return self.scheduling != STOCK
+
+    @property
+    def is_fair(self) -> bool:
+        return self.fair_by != "none"
 
     @property
     def evicts_suffix_kv(self) -> bool:

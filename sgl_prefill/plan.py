@@ -72,6 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         warnings.simplefilter("ignore")
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
         from sgl_prefill.planner import simulate  # noqa: F401
+    config = dataclasses.replace(config, fair_by="none")  # a trace names no clients
     configs = [dataclasses.replace(config, scheduling=name) for name in ("fifo", "srjf")]
     configs += [dataclasses.replace(config, fairness_lambda=value) for value in lambdas]
     configs.append(PrefillConfig(paper=True))

@@ -36,6 +36,7 @@ from sgl_prefill.api.shield import HttpShield
 from sgl_prefill.api.tokenizer_manager import check_ids_in_vocabulary
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError, SeamError
+from sgl_prefill.port import client
 from sgl_prefill.port.ending import Ending
 from sgl_prefill.port.hooks import ROUTES
 
@@ -69,6 +70,7 @@ class PrefillRoutes:
     async def completions(self, request: LabelCompletionRequest, raw_request: Request) -> Any:
         """Serves /v1/completions."""
         check_keys(request)
+        client.remember_user(raw_request, request.user)
         answers = allowed_answers(request)
         if answers is None:
             if request.max_tokens is None:
@@ -84,6 +86,7 @@ class PrefillRoutes:
     async def chat_completions(self, request: LabelChatCompletionRequest, raw_request: Request) -> Any:
         """Serves /v1/chat/completions, under Amazon's name too."""
         check_keys(request)
+        client.remember_user(raw_request, request.user)
         for text in _texts_of(request.messages):
             http_server._global_state.tokenizer_manager.check_text(
                 text, "a message"

@@ -11,7 +11,7 @@ import functools
 import math
 import re
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,7 +27,7 @@ from sgl_prefill.api.text_limit import OFF_LOOP_CHARACTERS, longest_token_charac
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.engine_state import PACKS_WEIGHTS_KEY
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.port import background, deadlines
+from sgl_prefill.port import background, client, deadlines
 from sgl_prefill.secret import masked
 
 if TYPE_CHECKING:
@@ -108,7 +108,10 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             check_rids_of_embedding(obj)
         self._check_sampling_params(obj)
         if background.is_asked_for(request):
-            self._mark_background(obj)
+            self._check_background()
+            obj.sampling_params = marked(obj.sampling_params, background.mark)
+        who = client.name(request, self.prefill_config.fair_by)
+        obj.sampling_params = marked(obj.sampling_params, functools.partial(client.mark, client=who))
         hidden = self._hide_rids(obj, request)
         try:
             async for output in super().generate_request(obj, request):
@@ -189,17 +192,12 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         twin.tokenizer, twin.async_dynamic_batch_tokenizer = copy.deepcopy(self.tokenizer), None
         return ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-texts"), twin
 
-    def _mark_background(self, obj: GenerateReqInput | EmbeddingReqInput) -> None:
+    def _check_background(self) -> None:
         if not self.prefill_config.has_policy:
             raise BadRequestError(
                 f"{background.HEADER} is set, and this server runs SGLang's own scheduler, which knows no background jobs: leave"
                 " it out, or start the server without --scheduling stock"
             )
-        given = obj.sampling_params
-        marked = (
-            [background.mark(params) for params in given] if isinstance(given, list) else background.mark(given or {})
-        )
-        obj.sampling_params = marked
 
     def _hide_rids(self, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None) -> list[str]:
         """Give the request ids of its own inside; clients' may be alike, and SGLang aborts all that begin with one.
@@ -381,6 +379,13 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 " --max-input-length, and more memory or a larger --context-length where that asks for it"
             )
         super()._validate_one_request(obj, input_ids)
+
+
+def marked(given: Any, mark: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """Returns sampling parameters, one set or one a prompt, that tell the scheduler something more."""
+    if isinstance(given, list):
+        return [mark(params) for params in given]
+    return mark(given or {}) or given
 
 
 def is_probe(request: fastapi.Request | None) -> bool:

@@ -29,6 +29,7 @@ class Job:
     planned: PlannedRow | None = None  # where it is a row of a job that is known ahead
     most_output_tokens: int = 1  # that it may write; beyond one it goes on after its prefill, and keeps all of its KV
     deadline_ms: float | None = None  # counted from the arrival; a later answer is worth nothing
+    client: str = ""  # who asks; those whom nobody names are one client
 
     n_cached_tokens: int = 0  # longest prefix that the cache holds now, as far as this job may use it
     next_page: Hashable | None = (

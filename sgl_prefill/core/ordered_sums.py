@@ -119,13 +119,20 @@ class OrderedSums(Generic[Item]):
         entry = self._entries[item]
         index = self._block_of(entry)
         block = self._blocks[index]
-        if self._sums_before is None:  # asked of several items between two changes
-            by_kind = zip(*(each.known_sums() for each in self._blocks), strict=True)
-            self._sums_before = [list(itertools.accumulate(sums, initial=0)) for sums in by_kind]
-        n_before, *sums_before = (sums[index] for sums in self._sums_before)
+        n_before, *sums_before = self._before_block(index)
         at = bisect.bisect_left(block.entries, entry)
         in_block = (sum(column[:at]) for column in block.columns)
         return int(n_before) + at, tuple(before + here for before, here in zip(sums_before, in_block, strict=True))
+
+    def sums(self) -> tuple[float, ...]:
+        """Returns the sums of the weights of all."""
+        return self._before_block(len(self._blocks))[1:]
+
+    def _before_block(self, index: int) -> tuple[float, ...]:
+        if self._sums_before is None:  # asked of several items between two changes
+            by_kind = zip(*(each.known_sums() for each in self._blocks), strict=True)
+            self._sums_before = [list(itertools.accumulate(sums, initial=0)) for sums in by_kind]
+        return tuple(sums[index] for sums in self._sums_before)
 
     def after(self, item: Item) -> Iterator[Item]:
         """Yields those with larger keys, in order. Nothing may change meanwhile."""

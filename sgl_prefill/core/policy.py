@@ -123,6 +123,9 @@ class Policy:
     def prefix_computed(self, jobs: Sequence[Job]) -> None:
         """Hears that the page that all of these waited for is in the cache now; of each, `recalibrated` follows."""
 
+    def started(self, jobs: Sequence[Job]) -> None:
+        """Hears that these run now; `remove` of each follows."""
+
     def ended(self, job: Job, n_output_tokens: int) -> None:
         """Hears that a job which may write more than one token has written so many, and all."""
 

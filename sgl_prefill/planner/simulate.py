@@ -92,6 +92,7 @@ def replay(
             now_s = next_one.arrival_s
             continue
         plans = cache.begin(run)
+        policy.started(run)
         for job in run:
             calibration.remove(job)
         served = [arrival_of.pop(job) for job in run]

@@ -12,14 +12,14 @@ from array import array
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from sgl_prefill.core import policies
 from sgl_prefill.core.batch.planned_row import PlannedRow
 from sgl_prefill.core.job import BACKGROUND, Job
 from sgl_prefill.core.packing import StepSize
-from sgl_prefill.core.policies import POLICIES
 from sgl_prefill.core.policy import PolicySettings, Writing
 from sgl_prefill.engine_state import EngineState
 from sgl_prefill.errors import SeamError
-from sgl_prefill.port import background, deadlines, reply_facts, request_state, silent_metrics
+from sgl_prefill.port import background, client, deadlines, reply_facts, request_state, silent_metrics
 from sgl_prefill.port.arrival import arrival_s
 from sgl_prefill.port.radix_cache import RadixTree, WatchedRadixCache
 from sgl_prefill.port.waiting_list import WaitingList
@@ -103,6 +103,7 @@ class SchedulerPort:
             planned=self.planned.pop(req.rid, None),
             most_output_tokens=(req.sampling_params.max_new_tokens or 0) - len(req.output_ids),
             deadline_ms=deadlines.deadline_ms_of(req),
+            client=client.of(req),
         )
 
     def _rank_of(self, req: Req) -> float:
@@ -130,7 +131,7 @@ def after_init_schedule_policy(state: EngineState, result: None, scheduler: Sche
     )._replace(kv_tokens=scheduler.max_total_num_tokens, background_step_ms=config.background_step_ms)
     collector = getattr(scheduler, "metrics_collector", None)
     metrics = None if collector is None or silent_metrics.are_silent(collector) else PolicyMetrics(collector.labels)
-    live = LiveScheduling(RadixTree(cache), POLICIES[config.scheduling](settings), metrics)
+    live = LiveScheduling(RadixTree(cache), policies.make(config.scheduling, settings, is_fair=config.is_fair), metrics)
     cache.connect(live.listener, live.advisor, scheduler.max_total_num_tokens)
     state.scheduling = SchedulerPort(live, sign)
     scheduler.waiting_queue = WaitingList(scheduler.waiting_queue)

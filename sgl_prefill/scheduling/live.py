@@ -86,6 +86,7 @@ class LiveScheduling:
         if self.predictor is not None and jobs:
             self._running = self.predictor.model.of_step([(job.n_input_tokens, job.n_cached_tokens) for job in jobs])
             predicted_ms = self.predictor.ms(self._running)
+        self.policy.started(jobs)
         for job in jobs:
             if self._metrics is not None:
                 self._metrics.observe_wait(now_s - job.arrival_s)

@@ -116,6 +116,7 @@ PAPER = {
     "sharers": "ignore",
     "max_queue_s": None,
     "pack_step_tokens": 0,
+    "fair_by": "none",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ NATIVE = {"text": "Is it so? Answer:"}
 LABELS = [" yes", " no"]
 COMPLETIONS, CHATS, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
 VOCABULARY_SIZE = 49152
+WAITING = "sglang:prefill_waiting_requests{"
 
 CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     (COMPLETIONS, {**PROMPT, "max_tokens": 2}, ["max_tokens", "2", "--allow-generation"]),
@@ -236,6 +238,28 @@ def test_answers_to_wrong_bodies_name_no_source_files(server: Server) -> None:
     message = error_of(server.post(COMPLETIONS, {**PROMPT, "prompt": {"a": 1}}))
     assert "prompt" in message
     assert ".py" not in message
+
+
+def test_one_users_flood_does_not_keep_another_waiting(server: Server) -> None:
+    """A long request among short ones would be last by its length; it is answered while most of the flood waits."""
+    sampling = {"sampling_params": {"max_new_tokens": 0}, "allowed_token_ids": [5, 6]}
+    flood = [[number, *range(1000, 1150)] for number in range(2000, 2400)]
+    with ThreadPoolExecutor(2) as users:
+        many = users.submit(server.post, GENERATE, {"input_ids": flood, **sampling}, headers={"x-user-id": "flood"})
+        while waiting_requests(server) < 200:
+            assert not many.done()
+        one = server.post(
+            COMPLETIONS, {**PROMPT, "prompt": [*range(3000, 5500)], "user": "other", "allowed_token_ids": [5, 6]}
+        )
+        n_left = waiting_requests(server)
+        assert one.status_code == 200
+        assert many.result().status_code == 200
+    assert n_left > 50
+
+
+def waiting_requests(server: Server) -> float:
+    metrics = requests.get(f"{server.url}/metrics", timeout=60).text
+    return sum(float(line.rsplit(" ", 1)[1]) for line in metrics.splitlines() if line.startswith(WAITING))
 
 
 def test_the_ids_of_clients_are_returned_as_given(server: Server) -> None:

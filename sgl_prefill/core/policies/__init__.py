@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from sgl_prefill.core.policies.fair import Fair
 from sgl_prefill.core.policies.fifo import Fifo
 from sgl_prefill.core.policies.srjf import CalibratedSrjf, Srjf
 from sgl_prefill.core.policies.whole_job import WholeJob
-from sgl_prefill.core.policy import Policy
+from sgl_prefill.core.policy import Policy, PolicySettings
 
 POLICIES: dict[str, type[Policy]] = {
     "calibrated-srjf": CalibratedSrjf,
@@ -13,3 +14,17 @@ POLICIES: dict[str, type[Policy]] = {
     "fifo": Fifo,
     "whole-job": WholeJob,
 }
+
+
+def can_be_fair(name: str) -> bool:
+    """Says whether clients can get fair shares, and each its jobs in the order of this policy."""
+    return issubclass(POLICIES.get(name, Policy), CalibratedSrjf)
+
+
+def make(name: str, settings: PolicySettings, *, is_fair: bool) -> Policy:
+    """Makes the policy of this name; is_fair: of each client, with fair shares between them."""
+    kind = POLICIES[name]
+    if is_fair:
+        assert issubclass(kind, CalibratedSrjf), name
+        return Fair(settings, kind)
+    return kind(settings)

@@ -11,6 +11,7 @@ the cache holds does (`calibration`).
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Hashable, Iterator, Sequence
 
 from sgl_prefill.core.jct import JctModel
@@ -92,6 +93,22 @@ class CalibratedSrjf(Policy):
             if self.settings.counts_sharers
             else cost_alone(self.settings.cost, job)
         )
+
+    def score(self, job: Job, now_s: float) -> float:
+        """Returns what jobs of one rank are compared by, up to what falls for all alike."""
+        if job is self._overdue(now_s):
+            return -math.inf
+        return self.cost(job) + self.settings.fairness_lambda * self.since_s(job)
+
+    def backlog_ms(self) -> float:
+        """Predicts how long all that wait here would take alone; 0 where nobody knows."""
+        predictor = self.settings.predictor
+        if predictor is None:
+            return 0.0
+        self._settle()
+        n_tokens, tokens_ms, _ = self._by_score.sums()
+        steps = fill_steps(round(n_tokens), len(self._by_score), self.settings.step)
+        return predictor.ms(predictor.model.work(steps.n_steps, len(self._by_score), tokens_ms))
 
     def _settle(self) -> None:
         """Brings the order up to date with all that has changed since it was last looked at: each job moves once."""
