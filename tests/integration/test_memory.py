@@ -117,7 +117,7 @@ def test_an_input_length_that_cannot_be_served_fails_the_start_with_the_longest_
     """Beyond the context length, and beyond the memory."""
     assert "allows 4089" in faults["too_long"]
     assert "MemoryPlanError" in faults["does_not_fit"]
-    assert "longest" in faults["does_not_fit"]
+    assert "no input fits. Raise --memory-budget-gb" in faults["does_not_fit"]
 
 
 def test_what_waiting_requests_will_use_is_kept_and_computed_once(faults: dict[str, Any]) -> None:
