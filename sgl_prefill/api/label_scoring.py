@@ -133,9 +133,6 @@ class LabelScorer:
         """
         _check_size(answers, len(prompts))
         vocab_size = self._manager.model_config.vocab_size
-        for index, prompt in enumerate(prompts):
-            if isinstance(prompt, list):
-                check_ids_in_vocabulary(prompt, vocab_size, f"prompt {index}")
         if answers.token_ids is not None:
             check_distinct(answers.token_ids, "allowed_token_ids")
             check_ids_in_vocabulary(answers.token_ids, vocab_size, "allowed_token_ids")
@@ -149,6 +146,9 @@ class LabelScorer:
         check_distinct(answers.tokens, "allowed_tokens")
         texts = tuple(answers.tokens)
         ends = [_end_of(prompt) for prompt in prompts]
+        for index, end in enumerate(ends):
+            if not isinstance(end, str):  # which is decoded here; the tokenizer manager looks at the whole prompt
+                check_ids_in_vocabulary(list(end), vocab_size, f"prompt {index}")
         known = self._known.get(texts, {})
         found = {end: known.get(end, []) for end in ends}
         missing = [end for end, labels in found.items() if not labels]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from pydantic import BaseModel, StrictInt, field_validator, model_validator
@@ -11,7 +12,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_prefill.api.label_scoring import AllowedAnswers
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.port import deadlines
+from sgl_prefill.port import custom_params, deadlines
 
 # Fields that change what is generated, or ask for more than one answer: together with labels they contradict.
 CONTRADICTING_FIELDS = (
@@ -98,12 +99,8 @@ def pass_generate_deadline(obj: GenerateReqInput) -> None:
     """Does the same for /generate, with one set of sampling options or one a prompt."""
     if obj.deadline_ms is None:
         return
-    given = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params or {}]
-    with_deadline = [
-        {**params, "custom_params": deadlines.custom_params(obj.deadline_ms, params.get("custom_params"))}
-        for params in given
-    ]
-    obj.sampling_params = with_deadline if isinstance(obj.sampling_params, list) else with_deadline[0]
+    tell = functools.partial(custom_params.put, name=deadlines.PARAMETER, value=obj.deadline_ms)
+    obj.sampling_params = custom_params.for_each(obj.sampling_params, tell)
 
 
 def check_label_request(request: BaseModel, max_tokens: int | None) -> None:

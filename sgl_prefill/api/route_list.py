@@ -6,7 +6,6 @@ from __future__ import annotations
 from http import HTTPStatus
 
 from fastapi import FastAPI, HTTPException, Request
-from starlette.routing import BaseRoute
 
 OF_GENERATION = "it works on generated text, and this server's answers are one token"
 OF_SPEECH = "it transcribes speech, which is generated text"
@@ -32,13 +31,9 @@ LEFT_OUT: dict[str, str] = {
 
 def leave_out(app: FastAPI) -> None:
     """Puts an answer that says why in the place of each of these routes."""
-    app.router.routes[:] = [route for route in app.router.routes if _path(route) not in LEFT_OUT]
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) not in LEFT_OUT]
     for path in LEFT_OUT:
         app.api_route(path, methods=["GET", "POST", "PUT", "DELETE"], include_in_schema=False)(_answer_why)
-
-
-def _path(route: BaseRoute) -> str | None:
-    return getattr(route, "path", None)
 
 
 async def _answer_why(request: Request) -> None:

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from http import HTTPStatus
 from typing import Any
 
 import orjson
@@ -32,7 +33,7 @@ from sgl_prefill.api.protocol import (
     pass_deadline,
     pass_generate_deadline,
 )
-from sgl_prefill.api.shield import HttpShield
+from sgl_prefill.api.shield import HttpShield, Refusal
 from sgl_prefill.api.tokenizer_manager import check_ids_in_vocabulary
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError, SeamError
@@ -234,8 +235,7 @@ def _serves(route: BaseRoute, path: str, endpoint: Callable[..., Any]) -> bool:
 
 
 async def answer_bad_request(request: Request, error: Exception) -> Response:
-    body = {"object": "error", "message": str(error), "type": "BadRequestError", "param": None, "code": 400}
-    return ORJSONResponse(body, 400)
+    return ORJSONResponse(Refusal(HTTPStatus.BAD_REQUEST, "BadRequestError", str(error)).flat, HTTPStatus.BAD_REQUEST)
 
 
 @contextmanager

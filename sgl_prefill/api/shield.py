@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 from fastapi import HTTPException
@@ -44,9 +44,14 @@ class Refusal(NamedTuple):
     kind: str
     message: str
 
+    @property
+    def flat(self) -> dict[str, Any]:
+        """Returns the error as SGLang has it."""
+        shown = {"message": self.message, "type": self.kind, "param": None, "code": int(self.status)}
+        return {"object": "error", **shown}
+
     def headers_and_body(self) -> tuple[list[tuple[bytes, bytes]], bytes]:
-        error = {"message": self.message, "type": self.kind, "param": None, "code": int(self.status)}
-        body = orjson.dumps({"object": "error", **error, "error": error})
+        body = with_nested_error(orjson.dumps(self.flat))
         return [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())], body
 
 

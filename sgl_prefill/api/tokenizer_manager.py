@@ -11,7 +11,7 @@ import functools
 import math
 import re
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,7 +27,7 @@ from sgl_prefill.api.text_limit import OFF_LOOP_CHARACTERS, longest_token_charac
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.engine_state import PACKS_WEIGHTS_KEY
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.port import background, client, deadlines
+from sgl_prefill.port import background, client, custom_params, deadlines
 from sgl_prefill.secret import masked
 
 if TYPE_CHECKING:
@@ -109,9 +109,9 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self._check_sampling_params(obj)
         if background.is_asked_for(request):
             self._check_background()
-            obj.sampling_params = marked(obj.sampling_params, background.mark)
+            obj.sampling_params = custom_params.for_each(obj.sampling_params, background.mark)
         who = client.name(request, self.prefill_config.fair_by)
-        obj.sampling_params = marked(obj.sampling_params, functools.partial(client.mark, client=who))
+        obj.sampling_params = custom_params.for_each(obj.sampling_params, functools.partial(client.mark, client=who))
         hidden = self._hide_rids(obj, request)
         try:
             async for output in super().generate_request(obj, request):
@@ -379,13 +379,6 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 " --max-input-length, and more memory or a larger --context-length where that asks for it"
             )
         super()._validate_one_request(obj, input_ids)
-
-
-def marked(given: Any, mark: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Returns sampling parameters, one set or one a prompt, that tell the scheduler something more."""
-    if isinstance(given, list):
-        return [mark(params) for params in given]
-    return mark(given or {}) or given
 
 
 def is_probe(request: fastapi.Request | None) -> bool:

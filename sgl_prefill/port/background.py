@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sgl_prefill.port import custom_params
+
 if TYPE_CHECKING:
     import fastapi
     from sglang.srt.managers.schedule_batch import Req
@@ -22,9 +24,8 @@ def is_asked_for(request: fastapi.Request | None) -> bool:
 
 def mark(params: dict[str, Any]) -> dict[str, Any]:
     """Returns sampling parameters that tell the scheduler."""
-    return {**params, "custom_params": {**(params.get("custom_params") or {}), PARAMETER: True}}
+    return custom_params.put(params, PARAMETER, True)
 
 
 def is_background(req: Req) -> bool:
-    parameters: Any = req.sampling_params.custom_params
-    return bool(parameters) and parameters.get(PARAMETER) is True
+    return custom_params.of(req, PARAMETER) is True

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
+from sgl_prefill.port import custom_params
+
 if TYPE_CHECKING:
     import fastapi
     from sglang.srt.managers.schedule_batch import Req
@@ -31,13 +33,13 @@ def remember_user(request: fastapi.Request, user: str | None) -> None:
 
 def mark(params: dict[str, Any], client: str) -> dict[str, Any]:
     """Returns sampling parameters that tell the scheduler; nobody names another by writing this parameter into a body."""
+    if client:
+        return custom_params.put(params, PARAMETER, client)
     given = params.get("custom_params") or {}
-    if not client and PARAMETER not in given:
+    if PARAMETER not in given:
         return params
-    others = {key: value for key, value in given.items() if key != PARAMETER}
-    return {**params, "custom_params": {**others, PARAMETER: client} if client else others}
+    return {**params, "custom_params": {key: value for key, value in given.items() if key != PARAMETER}}
 
 
 def of(req: Req) -> str:
-    parameters: Any = req.sampling_params.custom_params
-    return parameters.get(PARAMETER, NOBODY) if parameters else NOBODY
+    return custom_params.of(req, PARAMETER) or NOBODY

@@ -6,6 +6,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from sgl_prefill.core.deadlines import Refusal
+from sgl_prefill.port.custom_params import of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -23,8 +24,8 @@ def custom_params(deadline_ms: float | None, given: dict[str, Any] | None = None
 
 def deadline_ms_of(req: Req) -> float | None:
     """Returns a request's deadline, counted from its arrival."""
-    parameters: Any = req.sampling_params.custom_params
-    return None if not parameters else parameters.get(PARAMETER)
+    found: float | None = of(req, PARAMETER)
+    return found
 
 
 def refuse(scheduler: Scheduler, req: Req, refusal: Refusal) -> None:

@@ -8,8 +8,10 @@ import os
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -174,15 +176,7 @@ def test_a_hook_that_does_not_take_ends_the_start_with_its_message(
 
 def test_a_server_that_is_asked_to_end_answers_who_waits_and_takes_no_more(tiny_model: Path, tmp_path: Path) -> None:
     """It had taken new requests for as long as there were old ones, and ended by SIGKILL."""
-    flags = ["--model-path", str(tiny_model), "--load-format", "dummy", "--memory-budget-gb", "1", "--drain-s", "600"]
-    with (
-        running("sgl_prefill.launch_server", tmp_path / "log.txt", *flags) as server,
-        ThreadPoolExecutor(60) as clients,
-    ):
-        children = psutil.Process(server.process.pid).children(recursive=True)
-        waiting = [clients.submit(ask, server, number) for number in range(40)]
-        while not any(answer.done() for answer in waiting):
-            assert server.process.poll() is None
+    with forty_waiting(tiny_model, tmp_path / "log.txt", "--drain-s", "600") as (server, children, waiting):
         server.process.terminate()
         while (late := ask(server, 99)).status_code == 200:
             pass  # the signal is on its way
@@ -194,6 +188,25 @@ def test_a_server_that_is_asked_to_end_answers_who_waits_and_takes_no_more(tiny_
         assert not list(filter(holds_memory, psutil.wait_procs(children, timeout=2)[1]))
 
 
+class Forty(NamedTuple):
+    """A server, its processes, and requests of which one at least is answered."""
+
+    server: Server
+    children: list[psutil.Process]
+    waiting: list[Future[requests.Response]]
+
+
+@contextlib.contextmanager
+def forty_waiting(model: Path, log: Path, *flags: str) -> Iterator[Forty]:
+    flags = ("--model-path", str(model), "--load-format", "dummy", "--memory-budget-gb", "1", *flags)
+    with running("sgl_prefill.launch_server", log, *flags) as server, ThreadPoolExecutor(60) as clients:
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        waiting = [clients.submit(ask, server, number) for number in range(40)]
+        while not any(answer.done() for answer in waiting):
+            assert server.process.poll() is None
+        yield Forty(server, children, waiting)
+
+
 def ask(server: Server, number: int) -> requests.Response:
     """Asks with a long prompt of its own."""
     prompt = [(7 * number + place) % 40_000 for place in range(6000)]
@@ -202,15 +215,7 @@ def ask(server: Server, number: int) -> requests.Response:
 
 def test_where_the_detokenizer_dies_every_client_hears_of_it(tiny_model: Path, tmp_path: Path) -> None:
     """Most had waited for their own time-out."""
-    flags = ["--model-path", str(tiny_model), "--load-format", "dummy", "--memory-budget-gb", "1"]
-    with (
-        running("sgl_prefill.launch_server", tmp_path / "log.txt", *flags) as server,
-        ThreadPoolExecutor(60) as clients,
-    ):
-        children = psutil.Process(server.process.pid).children(recursive=True)
-        waiting = [clients.submit(ask, server, number) for number in range(40)]
-        while not any(answer.done() for answer in waiting):
-            assert server.process.poll() is None
+    with forty_waiting(tiny_model, tmp_path / "log.txt") as (server, children, waiting):
         (detokenizer,) = [child for child in children if "detokenizer" in " ".join(child.cmdline())]
         detokenizer.kill()
         answers = [answer.result() for answer in waiting]

@@ -63,7 +63,7 @@ class Fair(Policy):
         rank = min((rank for rank, of_rank in self._classes.items() if of_rank.orders), default=None)
         if rank is None:
             return []
-        if (oldest := self.oldest()) is not None:
+        if self.settings.max_queue_s is not None and (oldest := self.oldest()) is not None:
             self._classes[oldest.rank].look_again_at(oldest)  # it may be overdue by now
         in_order = self._classes[rank].in_order(now_s, self._price)
         try:

@@ -98,6 +98,9 @@ class CalibratedSrjf(Policy):
         """Returns what jobs of one rank are compared by, up to what falls for all alike."""
         if job is self._overdue(now_s):
             return -math.inf
+        return self._score(job)
+
+    def _score(self, job: Job) -> float:
         return self.cost(job) + self.settings.fairness_lambda * self.since_s(job)
 
     def backlog_ms(self) -> float:
@@ -112,9 +115,7 @@ class CalibratedSrjf(Policy):
 
     def _settle(self) -> None:
         """Brings the order up to date with all that has changed since it was last looked at: each job moves once."""
-        keys = {
-            job: (job.rank, self.cost(job) + self.settings.fairness_lambda * self.since_s(job)) for job in self._moved
-        }
+        keys = {job: (job.rank, self._score(job)) for job in self._moved}
         self._moved.clear()
         for job, key in keys.items():
             if self._page_of.get(job) != job.next_page:
