@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 from sgl_prefill.core.policies import POLICIES, can_be_fair
+from sgl_prefill.core.quotas import Limit, Quotas
 from sgl_prefill.errors import ConfigurationError
 
 STOCK = "stock"  # of --scheduling: SGLang's own scheduler
@@ -28,11 +29,20 @@ def _auto_or_int(text: str) -> int | None:
     return None if text == "auto" else int(text)
 
 
+def _none_or_int(text: str) -> int | None:
+    return None if text == "none" else int(text)
+
+
 def _option(default: Any, help: str, **extra: Any) -> Any:
     """Declares an option. `default`: the value where none is given; `paper`: the one that --paper stands for; `none`: how
     None is written.
     """
     return dataclasses.field(default=NOT_GIVEN, metadata={"default": default, "help": help, **extra})
+
+
+CLIENTS = ("none", "user", "key")  # who is one: all together, each user that requests name, or each API key
+LIMITS_OF_WAITING = tuple(f"max_{whose}waiting_{unit}" for whose in ("", "client_") for unit in ("requests", "tokens"))
+LIMIT: dict[str, Any] = {"type": _none_or_int, "none": "none"}  # of what waits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +101,27 @@ class PrefillConfig:
         "user",
         "whose requests get fair shares; user: of those that requests name (header x-user-id, or the body's user); key: of API"
         " keys; none: all are one client; within a client --scheduling decides. none with fifo, whole-job and stock",
-        choices=("none", "user", "key"),
+        choices=CLIENTS,
         paper="none",
     )
+    isolate_by: str = _option(
+        "none",
+        "whose prefixes are shared with nobody else; user, key: as of --fair-by; none: all share all",
+        choices=CLIENTS,
+    )
+    shared_prefix: str | None = _option(
+        None,
+        "a file with the text of a system prompt that all may share in spite of --isolate-by; it is computed at start, and stays"
+        " in the prefix cache",
+        type=str,
+        none="none",
+    )
+    max_waiting_requests: int | None = _option(None, "more prompts that wait are refused with 429", **LIMIT)
+    max_waiting_tokens: int | None = _option(None, "the same in tokens of prompts", **LIMIT)
+    max_client_waiting_requests: int | None = _option(
+        None, "more prompts of one client (see --fair-by) that wait are refused with 429", **LIMIT
+    )
+    max_client_waiting_tokens: int | None = _option(None, "the same in tokens of prompts", **LIMIT)
     background_step_ms: float = _option(
         20.0,
         "requests of background jobs (header x-prefill-background: 1) run when no other waits, in steps predicted to take at"
@@ -132,6 +160,10 @@ class PrefillConfig:
     memory_budget_gb: float | None = _option(
         None, "CPU only: memory for weights and KV pool, in GiB", none="half of the free memory"
     )
+    max_prompts: int = _option(10_000, "prompts of one HTTP request; more get a 400")
+    max_labels: int = _option(
+        50_000, "allowed answers of one HTTP request, of all its prompts together; more get a 400"
+    )
     max_body_mb: float = _option(32.0, "largest HTTP request body, in MiB; a larger one is answered with 413")
     header_timeout_s: float = _option(
         30.0, "a connection on which no whole request head has come for so many seconds is closed"
@@ -169,11 +201,14 @@ class PrefillConfig:
             problems.append(f"--background-step-ms is {self.background_step_ms}: it must be a positive number")
         if self.memory_budget_gb is not None and not 0 < self.memory_budget_gb < math.inf:
             problems.append(f"--memory-budget-gb is {self.memory_budget_gb}: it must be a positive number of GiB")
+        for name in ("max_prompts", "max_labels", *LIMITS_OF_WAITING):
+            if (limit := getattr(self, name)) is not None and limit < 1:
+                problems.append(f"{_flag_of(name)} is {limit}: it must be at least 1")
         if not 0 < self.max_body_mb < math.inf:
             problems.append(f"--max-body-mb is {self.max_body_mb}: it must be a positive number of MiB")
         for name in ("header_timeout_s", "body_timeout_s"):
             if not 0 < (value := getattr(self, name)) < math.inf:
-                problems.append(f"--{name.replace('_', '-')} is {value}: it must be a positive number of seconds")
+                problems.append(f"{_flag_of(name)} is {value}: it must be a positive number of seconds")
         if not 0 <= self.drain_s < math.inf:
             problems.append(f"--drain-s is {self.drain_s}: it must be a number of seconds >= 0")
         if problems:
@@ -195,6 +230,29 @@ class PrefillConfig:
 
     def _contradictions(self, given: Collection[str]) -> list[str]:
         """Lists what cannot be meant together."""
+        return [*self._contradictions_of_policy(given), *self._contradictions_of_clients()]
+
+    def _contradictions_of_clients(self) -> list[str]:
+        problems = []
+        asked = [name for name in LIMITS_OF_WAITING if getattr(self, name) is not None]
+        if self.scheduling == STOCK and asked:
+            flags = ", ".join(map(_flag_of, asked))
+            problems.append(
+                f"{flags}: --scheduling stock knows no such limits, but SGLang's --max-queued-requests; leave them out"
+            )
+        elif not self.is_fair and (of_client := [name for name in asked if name.startswith("max_client")]):
+            flags = ", ".join(map(_flag_of, of_client))
+            problems.append(f"{flags}: there are no clients with --fair-by none; leave them out, or say who is one")
+        if self.shared_prefix is not None and self.isolate_by == "none":
+            problems.append("--shared-prefix is for --isolate-by: without it all prefixes are shared, leave it out")
+        elif self.shared_prefix is not None and not (self.has_policy or self.evicts_suffix_kv):
+            problems.append(
+                "--shared-prefix needs this package's prefix cache, and with --scheduling stock and --suffix-kv keep SGLang's own"
+                " serves: leave one of these out"
+            )
+        return problems
+
+    def _contradictions_of_policy(self, given: Collection[str]) -> list[str]:
         if self.paper:
             return [
                 f"{_flag(field)} is {_shown(field, getattr(self, field.name))}, and --paper means"
@@ -223,6 +281,17 @@ class PrefillConfig:
         return self.fair_by != "none"
 
     @property
+    def isolates(self) -> bool:
+        return self.isolate_by != "none"
+
+    @property
+    def quotas(self) -> Quotas:
+        return Quotas(
+            Limit(self.max_waiting_requests, self.max_waiting_tokens),
+            Limit(self.max_client_waiting_requests, self.max_client_waiting_tokens),
+        )
+
+    @property
     def evicts_suffix_kv(self) -> bool:
         return self.suffix_kv == "evict"
 
@@ -247,7 +316,7 @@ class PrefillConfig:
             return
         parser.add_argument(
             _flag(field),
-            type=field.metadata.get("type", str if isinstance(default, str) else float),
+            type=field.metadata.get("type", float if default is None else type(default)),
             default=argparse.SUPPRESS,
             choices=_choices(field),
             help=f"{text} (default: {_shown(field, default)})",
@@ -262,7 +331,11 @@ class PrefillConfig:
 
 
 def _flag(field: dataclasses.Field[Any]) -> str:
-    return "--" + field.name.replace("_", "-")
+    return _flag_of(field.name)
+
+
+def _flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _choices(field: dataclasses.Field[Any]) -> Sequence[str] | None:

@@ -7,6 +7,7 @@ import os
 import re
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
@@ -180,6 +181,8 @@ def check_argv(config: PrefillConfig, argv: list[str], *, listens: bool = True) 
             problems.append(_contradiction(config, need, given))
     if (model_path := value_of(argv, "--model-path", "--model")) is not None:
         problems += _model_path_problems(model_path)
+    if config.shared_prefix is not None:
+        problems += _text_file_problems("--shared-prefix", config.shared_prefix)
     host, port = value_of(argv, "--host") or "127.0.0.1", value_of(argv, "--port") or "30000"
     if listens and port.isdigit():
         problems += _port_problems(host, int(port))
@@ -236,6 +239,16 @@ def _model_path_problems(model_path: str) -> list[str]:
     if os.path.isfile(model_path) or is_hub_name or re.match(r"[a-z0-9]+://", model_path):
         return []
     return [f"--model-path {model_path} does not exist: give a model folder, or leave it out for the demo model"]
+
+
+def _text_file_problems(flag: str, path: str) -> list[str]:
+    try:
+        is_empty = not Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        return [
+            f"{flag} {path} cannot be read ({getattr(error, 'strerror', None) or error}): give a file of UTF-8 text"
+        ]
+    return [f"{flag} {path} is empty: give a file that holds the text, or leave it out"] if is_empty else []
 
 
 def check_model_path(model_path: str) -> None:

@@ -38,14 +38,13 @@ if TYPE_CHECKING:
 # between, after each slice.
 MOST_RESOLUTIONS = 30_000
 SLICE = 500
-# Labels of all prompts of a request: each is a line of its answer, which the event loop writes.
-MOST_SCORES = 50_000
 MOST_LABEL_CHARACTERS = 1_000
 
 ANYWHERE = ""  # the end of a prompt after which labels are tokens already
 
 T = TypeVar("T")
 _End = str | tuple[int, ...]  # of a prompt
+_Asked = tuple[str, tuple[str, ...] | tuple[int, ...]]  # by a tenant
 
 
 class AllowedAnswers(NamedTuple):
@@ -96,8 +95,8 @@ class LabelScorer:
         self._manager = tokenizer_manager
         # A copy that one thread alone uses: the event loop goes on meanwhile, with SGLang's, which is not safe for two.
         self._tokenizer = copy.deepcopy(tokenizer_manager.tokenizer)
-        # What was looked up, by labels and ends of prompts.
-        self._known: dict[tuple[str, ...] | tuple[int, ...], dict[_End, list[Label]]] = {}
+        # What was looked up, by tenant and labels, and ends of prompts: its time would tell one tenant what another asked.
+        self._known: dict[_Asked, dict[_End, list[Label]]] = {}
         self._n_known = 0  # labels
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="labels")
 
@@ -115,7 +114,8 @@ class LabelScorer:
         Raises BadRequestError (400) for labels that cannot be scored; what SGLang raises for the rest passes through.
         """
         prompts = _prompts_of(obj)
-        labels = await self._resolve(answers, prompts)
+        caller = await self._manager.caller_of(raw_request)
+        labels = await self._resolve(answers, prompts, self._manager.tenant_of(caller))
         ids = [[label.token_id for label in of_prompt] for of_prompt in labels]
         is_batch = isinstance(obj.text, list) or (obj.input_ids is not None and isinstance(obj.input_ids[0], list))
         parameters = deadlines.custom_params(deadline_ms)
@@ -127,20 +127,22 @@ class LabelScorer:
         outputs = outputs if isinstance(outputs, list) else [outputs]
         return [_scored(of_prompt, output) for of_prompt, output in zip(labels, outputs, strict=True)]
 
-    async def _resolve(self, answers: AllowedAnswers, prompts: list[str] | list[list[int]]) -> list[list[Label]]:
+    async def _resolve(
+        self, answers: AllowedAnswers, prompts: list[str] | list[list[int]], tenant: str = ""
+    ) -> list[list[Label]]:
         """Returns the labels after each prompt. Prompts of one template share their end, and so do requests: each end is
         looked up once, in another thread, while the event loop goes on.
         """
-        _check_size(answers, len(prompts))
+        _check_size(answers, len(prompts), self._manager.prefill_config.max_labels)
         vocab_size = self._manager.model_config.vocab_size
         if answers.token_ids is not None:
             check_distinct(answers.token_ids, "allowed_token_ids")
             check_ids_in_vocabulary(answers.token_ids, vocab_size, "allowed_token_ids")
             ids = tuple(answers.token_ids)
-            same = self._known.get(ids, {}).get(ANYWHERE)
+            same = self._known.get((tenant, ids), {}).get(ANYWHERE)
             if same is None:
                 same = await self._in_slices(self._labels_of, ids)
-                self._remember(ids, {ANYWHERE: same})
+                self._remember((tenant, ids), {ANYWHERE: same})
             return [same] * len(prompts)
         assert answers.tokens is not None
         check_distinct(answers.tokens, "allowed_tokens")
@@ -149,7 +151,7 @@ class LabelScorer:
         for index, end in enumerate(ends):
             if not isinstance(end, str):  # which is decoded here; the tokenizer manager looks at the whole prompt
                 check_ids_in_vocabulary(list(end), vocab_size, f"prompt {index}")
-        known = self._known.get(texts, {})
+        known = self._known.get((tenant, texts), {})
         found = {end: known.get(end, []) for end in ends}
         missing = [end for end, labels in found.items() if not labels]
         if (n := len(missing) * len(texts)) > MOST_RESOLUTIONS:
@@ -160,7 +162,7 @@ class LabelScorer:
         for end in missing:
             found[end] = await self._in_slices(functools.partial(self._resolve_after, end), texts)
             _check_distinct_tokens(found[end])
-        self._remember(texts, {end: found[end] for end in missing})
+        self._remember((tenant, texts), {end: found[end] for end in missing})
         return [found[end] for end in ends]
 
     async def _in_slices(self, look_up: Callable[[Sequence[T]], list[Label]], asked: Sequence[T]) -> list[Label]:
@@ -170,14 +172,14 @@ class LabelScorer:
             labels += await loop.run_in_executor(self._thread, look_up, asked[start : start + SLICE])
         return labels
 
-    def _remember(self, asked: tuple[str, ...] | tuple[int, ...], found: dict[_End, list[Label]]) -> None:
+    def _remember(self, asked: _Asked, found: dict[_End, list[Label]]) -> None:
         """Forgets the oldest where there is too much; another request may have looked up the same meanwhile."""
         known = self._known.setdefault(asked, {})
-        self._n_known += len(asked) * sum(end not in known for end in found)
+        self._n_known += len(asked[1]) * sum(end not in known for end in found)
         known |= found
         while self._n_known > MOST_RESOLUTIONS:
             oldest = next(iter(self._known))
-            self._n_known -= len(oldest) * len(self._known.pop(oldest))
+            self._n_known -= len(oldest[1]) * len(self._known.pop(oldest))
 
     def _labels_of(self, token_ids: Sequence[int]) -> list[Label]:
         return [Label(self._decode([token_id]), token_id) for token_id in token_ids]
@@ -201,13 +203,14 @@ class LabelScorer:
         return text
 
 
-def _check_size(answers: AllowedAnswers, n_prompts: int) -> None:
-    """Raises BadRequestError where a request asks for more than is answered at once."""
+def _check_size(answers: AllowedAnswers, n_prompts: int, most: int) -> None:
+    """Raises BadRequestError where a request asks for more than is answered at once: each label of each prompt is a line of the
+    answer, which the event loop writes."""
     asked = answers.token_ids if answers.token_ids is not None else answers.tokens or []
-    if (n := n_prompts * len(asked)) > MOST_SCORES:
+    if (n := n_prompts * len(asked)) > most:
         raise BadRequestError(
-            f"{len(asked)} allowed answers after {n_prompts} prompts are {n} probabilities, and {MOST_SCORES} are the limit of"
-            " one request: send fewer prompts in each"
+            f"{len(asked)} allowed answers after {n_prompts} prompts are {n} probabilities, and --max-labels {most} is the limit"
+            " of one request: send fewer prompts in each"
         )
     if (longest := max(map(len, answers.tokens or [""]), default=0)) > MOST_LABEL_CHARACTERS:
         raise BadRequestError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, StrictInt, field_validator, model_validator
@@ -14,10 +15,14 @@ from sgl_prefill.api.label_scoring import AllowedAnswers
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.port import custom_params, deadlines
 
+# By what was generated before: of one token nothing. With the value that means none.
+PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+
 # Fields that change what is generated, or ask for more than one answer: together with labels they contradict.
 CONTRADICTING_FIELDS = (
     *("best_of", "echo", "suffix", "n", "logit_bias", "regex", "json_schema", "ebnf", "response_format", "tools"),
     *("custom_logit_processor", "min_tokens", "return_hidden_states", "continue_final_message"),
+    *PENALTIES,
 )
 
 
@@ -72,6 +77,7 @@ class LabelGenerateReqInput(GenerateReqInput):  # type: ignore[misc]
     allowed_tokens: list[str] | None = dataclasses.field(default=None, kw_only=True)
     allowed_token_ids: list[StrictInt] | None = dataclasses.field(default=None, kw_only=True)
     deadline_ms: float | None = dataclasses.field(default=None, kw_only=True)
+    cache_salt: str | None = dataclasses.field(default=None, kw_only=True)
 
 
 def allowed_answers(request: Any) -> AllowedAnswers | None:
@@ -103,13 +109,48 @@ def pass_generate_deadline(obj: GenerateReqInput) -> None:
     obj.sampling_params = custom_params.for_each(obj.sampling_params, tell)
 
 
+def pass_salt(obj: LabelGenerateReqInput) -> None:
+    """Put `cache_salt` of /generate before `extra_key`, as SGLang's OpenAI routes do."""
+    if isinstance(obj.extra_key, list):
+        obj.extra_key = [f"{obj.cache_salt or ''}{key}" for key in obj.extra_key]
+    else:
+        obj.extra_key = f"{obj.cache_salt or ''}{obj.extra_key or ''}" or None
+
+
+def check_penalties(request: CompletionRequest | ChatCompletionRequest, max_tokens: int | None) -> None:
+    """Raise BadRequestError for penalties that cannot change an answer of so many tokens. What a model's own defaults say is
+    nothing that the client sent."""
+    _check_penalties({name: getattr(request, name) for name in request.model_fields_set & set(PENALTIES)}, max_tokens)
+
+
+def check_generate_penalties(obj: GenerateReqInput) -> None:
+    """Does the same for /generate."""
+    params: Any = obj.sampling_params or {}
+    for of_prompt in params if isinstance(params, list) else [params]:
+        _check_penalties(of_prompt, of_prompt.get("max_new_tokens"))
+
+
+def _check_penalties(given: Mapping[str, Any], max_tokens: int | None) -> None:
+    if found := _penalties(given):
+        values = ", ".join(f"{name} is {given[name]}" for name in found)
+        if isinstance(max_tokens, int) and max_tokens <= 1:
+            raise BadRequestError(
+                f"{values}: penalties are for tokens that an answer has already, and this answer is one: leave them out"
+            )
+
+
+def _penalties(given: Mapping[str, Any]) -> list[str]:
+    return [name for name, none in PENALTIES.items() if given.get(name) not in (None, none)]
+
+
 def check_label_request(request: BaseModel, max_tokens: int | None) -> None:
     """Raise BadRequestError for options that label scoring would have to ignore, naming all of them."""
     fields = type(request).model_fields
     given = [
         name
         for name in CONTRADICTING_FIELDS
-        if name in request.model_fields_set and getattr(request, name) != fields[name].default
+        if name in request.model_fields_set
+        and getattr(request, name) not in (fields[name].default, PENALTIES.get(name))
     ]
     _refuse("max_tokens", max_tokens, given)
 
@@ -119,9 +160,9 @@ def check_generate_label_request(obj: GenerateReqInput) -> None:
     params: Any = obj.sampling_params or {}
     for of_prompt in params if isinstance(params, list) else [params]:
         names = ("n", "regex", "json_schema", "ebnf", "logit_bias")
-        _refuse(
-            "max_new_tokens", of_prompt.get("max_new_tokens"), [n for n in names if of_prompt.get(n) not in (None, 1)]
-        )
+        given = [name for name in names if of_prompt.get(name) not in (None, 1)]
+        given += _penalties(of_prompt)
+        _refuse("max_new_tokens", of_prompt.get("max_new_tokens"), given)
 
 
 def _refuse(length_field: str, asked_tokens: Any, contradicting: list[str]) -> None:

@@ -16,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import ORJSONResponse, Response, StreamingResponse
 from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest, DetokenizeRequest, V1RerankReqInput
+from sglang.srt.utils.auth import AuthLevel, auth_level
 from starlette.routing import BaseRoute, Route
 
 from sgl_prefill.api import rerank, route_list
@@ -28,19 +29,23 @@ from sgl_prefill.api.protocol import (
     PrefillResponsesRequest,
     allowed_answers,
     check_generate_label_request,
+    check_generate_penalties,
     check_keys,
     check_label_request,
+    check_penalties,
     pass_deadline,
     pass_generate_deadline,
+    pass_salt,
 )
 from sgl_prefill.api.shield import HttpShield, Refusal
 from sgl_prefill.api.tokenizer_manager import check_ids_in_vocabulary
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError, SeamError
-from sgl_prefill.port import client
 from sgl_prefill.port.ending import Ending
 from sgl_prefill.port.hooks import ROUTES
 
+# What they do concerns everyone; SGLang lets each client in.
+FOR_ADMINISTRATORS = ("/load_lora_adapter_from_tensors", "/set_trace_level")
 DETOKENIZE = ("/detokenize", "/v1/detokenize")
 
 
@@ -71,11 +76,11 @@ class PrefillRoutes:
     async def completions(self, request: LabelCompletionRequest, raw_request: Request) -> Any:
         """Serves /v1/completions."""
         check_keys(request)
-        client.remember_user(raw_request, request.user)
         answers = allowed_answers(request)
         if answers is None:
             if request.max_tokens is None:
                 request.max_tokens = self._default_max_tokens(CompletionRequest.model_fields["max_tokens"].default)
+            check_penalties(request, request.max_tokens)
             pass_deadline(request)
             return await self._stock["/v1/completions"](request, raw_request)
         check_label_request(request, request.max_tokens)
@@ -87,7 +92,6 @@ class PrefillRoutes:
     async def chat_completions(self, request: LabelChatCompletionRequest, raw_request: Request) -> Any:
         """Serves /v1/chat/completions, under Amazon's name too."""
         check_keys(request)
-        client.remember_user(raw_request, request.user)
         for text in _texts_of(request.messages):
             http_server._global_state.tokenizer_manager.check_text(
                 text, "a message"
@@ -96,7 +100,8 @@ class PrefillRoutes:
         max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
         if answers is None:
             if max_tokens is None:
-                request.max_completion_tokens = self._default_max_tokens(None)
+                request.max_completion_tokens = max_tokens = self._default_max_tokens(None)
+            check_penalties(request, max_tokens)
             pass_deadline(request)
             return await self._stock["/v1/chat/completions"](request, raw_request)
         check_label_request(request, max_tokens)
@@ -109,8 +114,10 @@ class PrefillRoutes:
 
     async def generate(self, obj: LabelGenerateReqInput, request: Request) -> Any:
         """Serves /generate."""
+        pass_salt(obj)
         answers = allowed_answers(obj)
         if answers is None:
+            check_generate_penalties(obj)
             pass_generate_deadline(obj)
             return await self._stock["/generate"](obj, request)
         check_generate_label_request(obj)
@@ -187,6 +194,9 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
     app.add_exception_handler(RequestValidationError, _Invalid(app).answer)
     if not config.all_routes:
         route_list.leave_out(app)
+    for one in app.router.routes:
+        if isinstance(one, Route) and one.path in FOR_ADMINISTRATORS:
+            auth_level(AuthLevel.ADMIN_OPTIONAL)(one.endpoint)
     # Around all else, also around what SGLang adds later.
     build = app.build_middleware_stack
     app.build_middleware_stack = lambda: HttpShield(build(), config, ending)  # type: ignore[method-assign]

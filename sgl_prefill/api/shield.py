@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import orjson
 from fastapi import HTTPException
 
+from sgl_prefill.port import client
+
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -69,22 +71,30 @@ class HttpShield:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif scope["method"] not in COMPUTING_METHODS:  # a health probe gets 503 while a server starts: no refusal
+            return
+        with client.calling(client.Caller.of_headers(dict(scope["headers"]))) as caller:
+            await self._call(caller, scope, receive, send)
+
+    async def _call(self, caller: client.Caller, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] not in COMPUTING_METHODS:  # a health probe gets 503 while a server starts: no refusal
             await self._answer(scope, receive, send)
         else:
             self._ending.n_in_flight += 1
             try:
-                await self._answer(scope, receive, self._counting(send))
+                await self._answer(scope, receive, self._counting(caller, send))
             finally:
                 self._ending.n_in_flight -= 1
 
-    def _counting(self, send: Send) -> Send:
+    def _counting(self, caller: client.Caller, send: Send) -> Send:
         async def counting_send(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] in REFUSAL_REASONS:
-                self._refused.labels(reason=REFUSAL_REASONS[message["status"]]).inc()
+                self._refused.labels(reason=caller.refused_for or REFUSAL_REASONS[message["status"]]).inc()
+                headers: list[tuple[bytes, bytes]] = []
                 if self._ending.reason is not None:
-                    retry_after = str(self._ending.retry_after_s).encode()
-                    message["headers"] = [*message["headers"], (b"retry-after", retry_after), (b"connection", b"close")]
+                    headers = [_retry_after(self._ending.retry_after_s), (b"connection", b"close")]
+                elif caller.retry_after_s is not None:
+                    headers = [_retry_after(caller.retry_after_s)]
+                message["headers"] = [*message["headers"], *headers]
             await send(message)
 
         return counting_send
@@ -117,6 +127,10 @@ class HttpShield:
         if declared.isdigit() and int(declared) > self._config.max_body_bytes:
             return _too_large(int(declared), self._config)
         return None
+
+
+def _retry_after(seconds: int) -> tuple[bytes, bytes]:
+    return b"retry-after", str(seconds).encode()
 
 
 def _too_large(n_bytes: int, config: PrefillConfig) -> Refusal:

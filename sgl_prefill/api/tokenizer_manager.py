@@ -27,7 +27,7 @@ from sgl_prefill.api.text_limit import OFF_LOOP_CHARACTERS, longest_token_charac
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.engine_state import PACKS_WEIGHTS_KEY
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.port import background, client, custom_params, deadlines
+from sgl_prefill.port import background, client, custom_params, deadlines, namespaces
 from sgl_prefill.secret import masked
 
 if TYPE_CHECKING:
@@ -63,8 +63,9 @@ GRAMMARS = ("regex", "json_schema", "ebnf", "structural_tag")
 class GivenRid(NamedTuple):
     """What a client calls a request."""
 
-    asked: str  # of all prompts of a batch
-    shown: str  # with its answer
+    asked: str | None  # of all prompts of a batch; None where it says nothing
+    shown: str | None  # with its answer
+    owner: str  # who may abort it
 
 
 class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
@@ -97,6 +98,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None = None
     ) -> AsyncIterator[Any]:
         """Does as SGLang's, after our checks. Raises BadRequestError (a ValueError, which every route answers with 400)."""
+        self._check_count(obj)
         if isinstance(obj, GenerateReqInput):
             if is_probe(request):
                 obj.sampling_params = {"max_new_tokens": 0}
@@ -110,8 +112,10 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         if background.is_asked_for(request):
             self._check_background()
             obj.sampling_params = custom_params.for_each(obj.sampling_params, background.mark)
-        who = client.name(request, self.prefill_config.fair_by)
-        obj.sampling_params = custom_params.for_each(obj.sampling_params, functools.partial(client.mark, client=who))
+        told = self._told_of_caller(await self.caller_of(request), obj)
+        obj.sampling_params = custom_params.for_each(
+            obj.sampling_params, functools.partial(custom_params.put_ours, told=told)
+        )
         hidden = self._hide_rids(obj, request)
         try:
             async for output in super().generate_request(obj, request):
@@ -122,12 +126,49 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             for rid in hidden:
                 self._forget_rid(rid)
 
+    async def caller_of(self, request: fastapi.Request | None) -> client.Caller:
+        """Says who asks, by what HTTP and the body tell; nobody where there is no HTTP."""
+        caller = client.current()
+        if caller is None:
+            return client.Caller()
+        await caller.read_body(request)
+        return caller
+
+    def tenant_of(self, caller: client.Caller) -> str:
+        """Names whose prefixes a caller's requests may find, and what else others must not notice."""
+        return namespaces.of_caller(caller, self.prefill_config.isolate_by)
+
+    def _told_of_caller(self, caller: client.Caller, obj: GenerateReqInput | EmbeddingReqInput) -> dict[str, Any]:
+        """Returns what the scheduler hears of who asks; what the body says of prefixes is handed on where the route does not."""
+        namespace = self.tenant_of(caller)
+        if isinstance(obj, EmbeddingReqInput):
+            namespace += caller.salt
+        elif obj.extra_key is None:
+            obj.extra_key = caller.salt or None
+        if namespace and getattr(obj, "session_params", None) is not None:
+            raise BadRequestError(
+                "session_params goes on with a request that may be another client's, and this server runs with --isolate-by:"
+                " send the whole prompt"
+            )
+        told = {client.PARAMETER: caller.name(self.prefill_config.fair_by), namespaces.PARAMETER: namespace}
+        return {name: value for name, value in told.items() if value}
+
+    async def share_prefix(self, tokens: list[int]) -> dict[str, Any]:
+        """Computes a prefix that all may share from now on, whoever they are. Returns SGLang's `meta_info`."""
+        public = {namespaces.PUBLIC_PARAMETER: True}
+        obj = GenerateReqInput(
+            input_ids=tokens, sampling_params={"max_new_tokens": 0, "temperature": 0, "custom_params": public}
+        )
+        output = await super().generate_request(obj, None).__anext__()
+        return output["meta_info"]  # type: ignore[no-any-return]
+
     def auto_create_handle_loop(self) -> None:
         """Does as SGLang's; how a server of ours ends is ours."""
         is_new, ending = self.event_loop is None, self._ending
         if is_new and ending is not None:
             ending.remember_listener()
-        super().auto_create_handle_loop()
+        with client.calling(None):  # the loop serves all, and not who comes first
+            super().auto_create_handle_loop()
         if is_new and ending is not None:
             ending.watch(self, self.event_loop)
 
@@ -192,6 +233,19 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         twin.tokenizer, twin.async_dynamic_batch_tokenizer = copy.deepcopy(self.tokenizer), None
         return ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-texts"), twin
 
+    def _check_count(self, obj: GenerateReqInput | EmbeddingReqInput) -> None:
+        """Raises BadRequestError where a request has more prompts than are answered at once."""
+        n_prompts = count_prompts(obj) or 1
+        for flag, most in (
+            ("--max-prompts", self.prefill_config.max_prompts),
+            ("--max-waiting-requests", self.prefill_config.max_waiting_requests),
+            ("--max-client-waiting-requests", self.prefill_config.max_client_waiting_requests),
+        ):
+            if most is not None and n_prompts > most:
+                raise BadRequestError(
+                    f"the request has {n_prompts} prompts, and this server's {flag} is {most}: send fewer in one request"
+                )
+
     def _check_background(self) -> None:
         if not self.prefill_config.has_policy:
             raise BadRequestError(
@@ -200,7 +254,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             )
 
     def _hide_rids(self, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None) -> list[str]:
-        """Give the request ids of its own inside; clients' may be alike, and SGLang aborts all that begin with one.
+        """Give the request ids of its own inside; clients' may be alike, and SGLang aborts all that begin with one. Returns them.
 
         In a session requests name earlier ones: there the id inside is made of the client's, so that none begins another. Not for
         health probes, which SGLang knows by their id.
@@ -211,26 +265,27 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             obj.rid = obj.rid if obj.rid is not None else uuid.uuid4().hex
             if isinstance(earlier := session.get("rid"), str):
                 obj.session_params = {**session, "rid": rid_of_session(earlier)}
-        if obj.rid is None or is_probe(request):
+        if is_probe(request):
             return []
-        if isinstance(asked := obj.rid, str):
-            n_prompts = count_prompts(obj)
-            is_one = n_prompts is None or n_prompts == 1
-            shown = [asked] if is_one else [f"{asked}_{index}" for index in range(n_prompts or 0)]
-            given = [GivenRid(asked, one) for one in shown]
+        n_prompts, asked, owner = count_prompts(obj), obj.rid, self._owner(client.current())
+        shown: list[str | None]
+        if isinstance(asked, list):
+            given = [GivenRid(one, one, owner) for one in asked]
         else:
-            given = [GivenRid(one, one) for one in asked]
-        hidden = {uuid.uuid4().hex if session is None else rid_of_session(one.shown): one for one in given}
+            is_one = asked is None or n_prompts is None or n_prompts == 1
+            shown = [asked] * (n_prompts or 1) if is_one else [f"{asked}_{index}" for index in range(n_prompts or 0)]
+            given = [GivenRid(asked, one, owner) for one in shown]
+        hidden = {uuid.uuid4().hex if session is None else rid_of_session(str(one.shown)): one for one in given}
         self._given_rids |= hidden
         for inside, one in hidden.items():
-            for name in set(one):
+            for name in _names(one):
                 self._hidden_rids.setdefault(name, {})[inside] = None
-        is_single = isinstance(obj.rid, str) and len(hidden) == 1 and count_prompts(obj) is None
+        is_single = not isinstance(asked, list) and n_prompts is None
         obj.rid = next(iter(hidden)) if is_single else list(hidden)
         return list(hidden)
 
     def _forget_rid(self, inside: str) -> None:
-        for name in set(self._given_rids.pop(inside)):
+        for name in _names(self._given_rids.pop(inside)):
             of_name = self._hidden_rids[name]
             del of_name[inside]
             if not of_name:
@@ -241,14 +296,37 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         meta = output.get("meta_info", {})
         inside = str(meta.get("id"))
         for known in (inside, inside[:HIDDEN_RID_CHARACTERS]):
-            if (given := self._given_rids.get(known)) is not None:
+            if (given := self._given_rids.get(known)) is not None and given.shown is not None:
                 meta["id"] = given.shown + inside.removeprefix(known)
                 break
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        """Ends the requests with exactly this id of a client's, of a batch or of one of its prompts, or of our own."""
-        for one in list(self._hidden_rids.get(rid, [rid])):
-            super().abort_request(one, abort_all)
+        """Ends the requests with exactly this id of a client's, of a batch or of one of its prompts, or of our own.
+
+        Where HTTP asks, those of this caller, of which `abort_all` means all; who has the administrator's key ends anybody's.
+        """
+        caller = client.current()
+        if caller is None or self._is_administrator(caller):
+            for one in [*self._hidden_rids.get(rid, [rid])]:
+                super().abort_request(one, abort_all)
+            return
+        owner = self._owner(caller)
+        for one in [*self._given_rids] if abort_all else [*self._hidden_rids.get(rid, [rid])]:
+            given = self._given_rids.get(one)
+            if given is None or given.owner == owner:
+                super().abort_request(one)
+
+    async def pause_generation(self, obj: Any) -> None:
+        """Does as SGLang's, which waits until it has aborted everybody's requests."""
+        with client.calling(None):
+            await super().pause_generation(obj)
+
+    def _is_administrator(self, caller: client.Caller) -> bool:
+        key = self.server_args.admin_api_key
+        return bool(key) and caller.key == client.key_of(f"Bearer {key}")
+
+    def _owner(self, caller: client.Caller | None) -> str:
+        return "" if caller is None else f"{caller.key}/{self.tenant_of(caller)}"
 
     async def _handle_abort_finish_reason(
         self, out: dict[str, Any], state: ReqState, is_stream: bool
@@ -259,6 +337,8 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             self._remove_req_state(state.obj.rid)
             if self.enable_lora and state.obj.lora_path:
                 await self.lora_registry.release(state.obj.lora_id)
+            if (caller := client.current()) is not None:
+                caller.refused_for, caller.retry_after_s = reason.get("reason"), reason.get("retry_after_s")
             raise fastapi.HTTPException(status_code=reason["status_code"], detail=reason["message"])
         return await super()._handle_abort_finish_reason(out, state, is_stream)  # type: ignore[no-any-return]
 
@@ -379,6 +459,10 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 " --max-input-length, and more memory or a larger --context-length where that asks for it"
             )
         super()._validate_one_request(obj, input_ids)
+
+
+def _names(given: GivenRid) -> set[str]:
+    return {name for name in (given.asked, given.shown) if name is not None}
 
 
 def is_probe(request: fastapi.Request | None) -> bool:

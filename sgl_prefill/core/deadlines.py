@@ -18,6 +18,8 @@ class Refusal(NamedTuple):
 
     status: HTTPStatus
     message: str
+    reason: str  # in a word, for metrics
+    retry_after_s: int | None = None  # when it is worth to ask again; None where nobody says
 
     @classmethod
     def unreachable(cls, deadline_ms: float, finish_ms: float, n_before: int) -> Refusal:
@@ -25,6 +27,7 @@ class Refusal(NamedTuple):
             HTTPStatus.TOO_MANY_REQUESTS,
             f"deadline_ms is {deadline_ms:g}, and this request is predicted to finish {finish_ms:.0f} ms after its arrival"
             f" ({n_before} requests come before it): send it to another server, or with a later deadline",
+            "deadline_unreachable",
         )
 
     @classmethod
@@ -33,6 +36,7 @@ class Refusal(NamedTuple):
             HTTPStatus.GATEWAY_TIMEOUT,
             f"deadline_ms is {deadline_ms:g}, and after {waited_ms:.0f} ms in the queue this request has not begun:"
             " it was dropped",
+            "deadline_expired",
         )
 
 

@@ -18,6 +18,7 @@ from sgl_prefill.core.jct import FittedJct, JctModel, Predictor, cache_miss_toke
 from sgl_prefill.core.job import Job
 from sgl_prefill.core.lazy_heap import LazyHeap
 from sgl_prefill.core.packing import StepSize, pack
+from sgl_prefill.core.quotas import Quotas, Waiting
 
 # A credit for waiting is given in tokens, whatever the cost model: at what a token of a cold prompt of this length costs.
 TYPICAL_TOKENS = 1000
@@ -48,6 +49,7 @@ class PolicySettings(NamedTuple):
     predictor: Predictor | None = None  # of milliseconds; None where nobody knows them
     kv_tokens: int | None = None  # that the prefix cache can hold; None: no limit
     background_step_ms: float | None = None  # longest step of background jobs; None: as long as any
+    quotas: Quotas = Quotas()
 
     @classmethod
     def of(
@@ -83,6 +85,7 @@ class Policy:
         self.writing: Sequence[Writing] = ()  # those that run on, before each decision
         self._by_arrival: LazyHeap[Job] = LazyHeap()
         self._deadlines = Deadlines()
+        self._counted = Waiting(settings.quotas)
         self._background_step = _background_step(settings)
 
     def choose(self, now_s: float) -> list[Job]:
@@ -103,16 +106,24 @@ class Policy:
         step = self._background_step if first.is_background else self.settings.step
         return pack(itertools.chain([first], alike), step)
 
+    def refusal(self, job: Job) -> Refusal | None:
+        """Says why a job may not begin to wait, which is to be asked before `add`; None where it may."""
+        excess = self._counted.excess(job)
+        return None if excess is None else excess.refusal(self.drain_ms(excess.client))
+
     def add(self, job: Job) -> None:
         """Takes in a job that begins to wait."""
         self.waiting[job] = None
+        self._counted.add(job)
         if not job.is_background:  # nobody waits for those
             self._by_arrival.put(job, job.arrival_s)
         self._deadlines.add(job)
 
     def remove(self, job: Job) -> None:
         """Takes out a job that runs, or has left. It may have been refused before."""
-        self.waiting.pop(job, None)
+        if job in self.waiting:
+            del self.waiting[job]
+            self._counted.discard(job)
         self._by_arrival.discard(job)
         self._deadlines.discard(job)
 
@@ -136,6 +147,10 @@ class Policy:
 
     def forecast(self, job: Job) -> Forecast | None:
         """Predicts when a waiting job will be done, were nobody to arrive any more; None where this policy cannot say."""
+        return None
+
+    def drain_ms(self, client: str | None = None) -> float | None:
+        """Predicts when all that waits now will be done, or all of one client; None where this policy cannot say."""
         return None
 
     def decide(self, now_s: float) -> Decision:

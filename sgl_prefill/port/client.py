@@ -1,10 +1,20 @@
-"""Who asks: by a header, by the body's `user` or by an API key, and from there in SGLang's `custom_params`."""
+"""Who asks: by a header, by the body's `user` or by an API key, and from there in SGLang's `custom_params`.
+
+`HttpShield` makes a `Caller` of each HTTP request, before anything of SGLang's sees it, so that no route can lose it. User names
+are believed: who lets strangers in has them checked before this server.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-from typing import TYPE_CHECKING, Any
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from sgl_prefill.errors import BadRequestError
 from sgl_prefill.port import custom_params
 
 if TYPE_CHECKING:
@@ -12,33 +22,76 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 HEADER = "x-user-id"
-PARAMETER = "sgl_prefill_client"
+PARAMETER = f"{custom_params.OURS}client"
 NOBODY = ""
+SALTS = ("cache_salt", "extra_key")  # of a body, in SGLang's order
 
 
-def name(request: fastapi.Request | None, by: str) -> str:
-    """Returns the client of a request, NOBODY where it names none. by: "user", "key" or "none"."""
-    if request is None or by == "none":
-        return NOBODY
-    if by == "key":
-        key = request.headers.get("authorization", NOBODY)
-        return hashlib.sha256(key.encode()).hexdigest() if key else NOBODY
-    return str(request.headers.get(HEADER) or getattr(request.state, PARAMETER, NOBODY))
+@dataclasses.dataclass
+class Caller:
+    """Who sent one HTTP request, and what its answer shall say of it."""
+
+    key: str = NOBODY  # a hash of the API key
+    user: str = NOBODY
+    salt: str = ""  # what the body says of the prefixes that it shares
+    refused_for: str | None = None  # in a word, for metrics
+    retry_after_s: int | None = None
+
+    @classmethod
+    def of_headers(cls, headers: Mapping[bytes, bytes]) -> Caller:
+        """Reads what HTTP tells; headers: by lower-case name."""
+        user = headers.get(HEADER.encode(), b"").decode("latin-1")
+        return cls(key_of(headers.get(b"authorization", b"").decode("latin-1")), user)
+
+    def name(self, by: str) -> str:
+        """Returns the client, NOBODY where none is named. by: "user", "key" or "none"."""
+        return {"user": self.user, "key": self.key, "none": NOBODY}[by]
+
+    async def read_body(self, request: fastapi.Request | None) -> None:
+        """Adds what the body says: the header comes first. Its JSON has been parsed for the route. Raises BadRequestError."""
+        try:
+            body = None if request is None else await request.json()
+        except (RuntimeError, json.JSONDecodeError, UnicodeDecodeError):  # a form, or nothing
+            return
+        if not isinstance(body, dict):
+            return
+        metadata = body.get("metadata") if body.get("user") is None else None  # of Anthropic's messages
+        user = _text(metadata, "user_id") if isinstance(metadata, dict) else _text(body, "user")
+        self.user = self.user or user
+        self.salt = "".join(_text(body, name) for name in SALTS if not isinstance(body.get(name), list))
 
 
-def remember_user(request: fastapi.Request, user: str | None) -> None:
-    """Keeps the `user` of a body, which SGLang's own request objects do not carry; the header comes first."""
-    setattr(request.state, PARAMETER, user or NOBODY)
+CallerOrNone = TypeVar("CallerOrNone", Caller, None)
+_caller: ContextVar[Caller | None] = ContextVar("caller", default=None)
 
 
-def mark(params: dict[str, Any], client: str) -> dict[str, Any]:
-    """Returns sampling parameters that tell the scheduler; nobody names another by writing this parameter into a body."""
-    if client:
-        return custom_params.put(params, PARAMETER, client)
-    given = params.get("custom_params") or {}
-    if PARAMETER not in given:
-        return params
-    return {**params, "custom_params": {key: value for key, value in given.items() if key != PARAMETER}}
+def current() -> Caller | None:
+    """Returns who sent the HTTP request that is being answered; None outside of one."""
+    return _caller.get()
+
+
+@contextmanager
+def calling(caller: CallerOrNone) -> Iterator[CallerOrNone]:
+    """Within this, `current` is this one."""
+    token = _caller.set(caller)
+    try:
+        yield caller
+    finally:
+        _caller.reset(token)
+
+
+def key_of(authorization: str) -> str:
+    """Returns a hash of the key in an Authorization header, NOBODY where there is none."""
+    scheme, _, key = authorization.partition(" ")
+    key = key if scheme.lower() == "bearer" else authorization
+    return hashlib.sha256(key.encode()).hexdigest() if key else NOBODY
+
+
+def _text(holder: Mapping[str, Any], name: str) -> str:
+    value = holder.get(name)
+    if value is not None and not isinstance(value, str):
+        raise BadRequestError(f"{name} is {value!r}: it must be a text")
+    return value or ""
 
 
 def of(req: Req) -> str:

@@ -29,9 +29,10 @@ def deadline_ms_of(req: Req) -> float | None:
 
 
 def refuse(scheduler: Scheduler, req: Req, refusal: Refusal) -> None:
-    """Answer a waiting request, as SGLang does where its queue is full. The caller takes it from the queue."""
+    """Answer a request, as SGLang does where its queue is full. The caller takes it from the queue."""
     from sglang.srt.managers.io_struct import AbortReq
 
-    reason = {"type": "abort", "status_code": refusal.status, "message": refusal.message}
+    told = {"reason": refusal.reason, "retry_after_s": refusal.retry_after_s}
+    reason = {"type": "abort", "status_code": refusal.status, "message": refusal.message, **told}
     req.time_stats.trace_ctx.abort(abort_info=reason)
     scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(finished_reason=reason, rid=req.rid), req)

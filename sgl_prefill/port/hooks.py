@@ -16,6 +16,7 @@ from sgl_prefill.port import (
     hybrid,
     kv,
     loopback,
+    namespaces,
     out_of_memory,
     processes,
     reply_facts,
@@ -78,6 +79,23 @@ HOOKS: tuple[Hook, ...] = (
         reason="show SGLang's prefill admission only what the policy picked for this step",
         function=scheduler.around_get_new_batch_prefill,
         takes_state=True,
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.abort_request",
+        kind="around",
+        process="scheduler",
+        feature="scheduling",
+        reason="a client that leaves with ten thousand requests would have each compared with all that wait",
+        function=scheduler.around_abort_request,
+        takes_state=True,
+    ),
+    Hook(
+        target="sglang.srt.managers.schedule_batch.Req.__init__",
+        kind="after",
+        process="scheduler",
+        feature="always",
+        reason="prefixes are a tenant's own, on the routes too that know no salts (embeddings, scores, reranking)",
+        function=namespaces.after_req_init,
     ),
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.process_batch_result",
@@ -305,6 +323,14 @@ DETOKENIZER = "sglang.srt.managers.detokenizer_manager.DetokenizerManager"
 
 OVERRIDES: tuple[Override, ...] = (
     *(
+        Override(f"sglang.srt.mem_cache.radix_cache.RadixKey.{method}", "SharingKey", "its first tokens are nobody's")
+        for method in ("__init__", "__getitem__")
+    ),
+    *(
+        Override(f"{RADIX_CACHE}.{method}", "WatchedRadixCache", "some prefixes are shared by all tenants")
+        for method in ("match_prefix", "insert")
+    ),
+    *(
         Override(f"{RADIX_CACHE}.{method}", "WatchedRadixCache", "the policy hears of every change of the tree")
         for method in ("reset", "_split_node", "_insert_helper", "_delete_leaf")
     ),
@@ -329,6 +355,7 @@ OVERRIDES: tuple[Override, ...] = (
             ("_validate_one_request", "the input limit, and token ids outside the vocabulary"),
             ("_handle_abort_finish_reason", "429 and 504 for deadlines"),
             ("abort_request", "a client names its own request and no other"),
+            ("pause_generation", "ends the requests of everyone, whoever asks"),
             ("auto_create_handle_loop", "signals end the server in our way"),
             ("_tokenize_texts", "long texts would stop all others"),
             ("resolved_config_dict", "/server_info shows no keys"),
@@ -370,6 +397,7 @@ POKES: tuple[Poke, ...] = (
         for attribute in ("rem_total_token_offset", "cur_rem_token_offset")
     ),
     Poke("sglang.srt.managers.schedule_batch.Req", "sgl_prefill", "what we know of a request"),
+    Poke("sglang.srt.managers.schedule_batch.Req", "extra_key", "whose prefixes a request may find"),
     Poke("sglang.srt.managers.schedule_batch.Req", "finished_reason", "a forward pass that ran out of memory"),
     *(
         Poke("sglang.srt.managers.schedule_batch.Req", attribute, "a request of the start that nobody sent")
@@ -412,6 +440,11 @@ POKES: tuple[Poke, ...] = (
     *(
         Poke("uvicorn.Server", attribute, "the server ends once everyone is answered")
         for attribute in ("should_exit", "force_exit")
+    ),
+    Poke(
+        "sglang.srt.utils.auth",
+        "_auth_level",
+        "load_lora_adapter_from_tensors and set_trace_level are for administrators",
     ),
     Poke("fastapi.FastAPI", "build_middleware_stack", "what SGLang adds later stands behind our limits too"),
     Poke("sglang.srt.managers.tokenizer_manager.TokenizerManager", "server_status", "healthy after our own warm-up"),
@@ -457,7 +490,6 @@ RELIED_UPON: tuple[Relied, ...] = (
     Relied("sglang.srt.managers.schedule_policy.PrefillAdder.rem_total_tokens.fget", "reads what we set"),
     Relied("sglang.srt.managers.schedule_policy.PrefillAdder.cur_rem_tokens.fget", "reads what we set"),
     Relied("sglang.srt.managers.io_struct.GenerateReqInput.regenerate_rid", "appends to a request's id"),
-    Relied("sglang.srt.managers.scheduler.Scheduler.abort_request", "takes waiting requests out by their ids"),
     Relied("sglang.srt.managers.scheduler.configure_scheduler_process", "ends a scheduler with its launcher"),
     Relied("sglang.srt.entrypoints.engine._wait_for_scheduler_ready", "says that a scheduler has ended"),
     Relied("sglang.srt.entrypoints.engine._scheduler_died_error", "says that a scheduler has ended"),

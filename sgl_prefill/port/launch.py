@@ -52,7 +52,7 @@ def serve(config: PrefillConfig, server_args: ServerArgs) -> int:
             init_tokenizer_manager_func=functools.partial(processes.init_tokenizer_manager, config, ending=ending),
             run_scheduler_process_func=functools.partial(processes.run_scheduler_process, config, environment),
             run_detokenizer_process_func=functools.partial(processes.run_detokenizer_process, config, environment),
-            execute_warmup_func=processes.execute_warmup,
+            execute_warmup_func=functools.partial(processes.execute_warmup, config),
         )
     except (EOFError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not any(words in str(error) for words in ENDED_AT_START):

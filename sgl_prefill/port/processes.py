@@ -7,6 +7,7 @@ detokenizer process             run_detokenizer_process
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import os
@@ -14,7 +15,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import requests
 
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import PortArgs, ServerArgs
 
     from sgl_prefill.port.ending import Ending
-
-logger = logging.getLogger(__name__)
 
 WARM_UP_TIMEOUT_S = 600
 END_TIMEOUT_S = 10
@@ -102,7 +102,7 @@ def after_set_envs_and_config(state: EngineState, result: None, server_args: Ser
         signal.signal(REPORTED_FAILURE, lambda *_: _end_all("", 2))
 
 
-def _end_all(message: str, status: int) -> None:
+def _end_all(message: str, status: int) -> NoReturn:
     from sglang.srt.utils import kill_process_tree
 
     logging.disable()  # SGLang's lines about it would stand behind the reason
@@ -122,14 +122,16 @@ def init_tokenizer_manager(
     return stock(server_args, port_args, functools.partial(PrefillTokenizerManager, config=config, ending=ending))
 
 
-def execute_warmup(server_args: ServerArgs) -> bool:
-    """Sends one prefill-only request through HTTP, where SGLang would generate 8 tokens; then the server reports healthy.
+def execute_warmup(config: PrefillConfig, server_args: ServerArgs) -> bool:
+    """Sends one prefill-only request through HTTP, where SGLang would generate 8 tokens, and computes what all tenants share;
+    then the server reports healthy.
 
-    Runs in a thread of the HTTP process once uvicorn is about to start. On failure ends the server, as SGLang does.
+    Runs in a thread of the HTTP process once uvicorn is about to start. On failure ends the server.
     """
     from sglang.srt.entrypoints import http_server
     from sglang.srt.managers.tokenizer_manager import ServerStatus
-    from sglang.srt.utils import kill_process_tree
+
+    from sgl_prefill.api import shared_prefix
 
     manager = http_server._global_state.tokenizer_manager
     route = "/generate" if manager.is_generation else "/encode"
@@ -145,10 +147,14 @@ def execute_warmup(server_args: ServerArgs) -> bool:
         # From now on full garbage collections pass over what has been loaded; each would stop all requests for that long.
         _authorize(session, server_args.admin_api_key or server_args.api_key)
         session.post(server_args.url() + "/freeze_gc", timeout=WARM_UP_TIMEOUT_S).raise_for_status()
+        if config.shared_prefix is not None:
+            text = Path(config.shared_prefix).read_text(encoding="utf-8")
+            shared = shared_prefix.share(manager, http_server.app.state.openai_serving_chat, text)
+            asyncio.run_coroutine_threadsafe(shared, manager.event_loop).result(WARM_UP_TIMEOUT_S)
     except requests.RequestException as error:
-        logger.error("the warm-up request failed: %s", error)
-        kill_process_tree(os.getpid())
-        return False
+        _end_all(f"sgl_prefill: cannot start\nthe warm-up request failed: {error}\n", 1)
+    except SglPrefillError as error:
+        _end_all(f"sgl_prefill: cannot start\n{error}\n", 2)
     manager.server_status = ServerStatus.Up
     return True
 

@@ -1,28 +1,56 @@
 """SGLang's radix cache as ours: it reports each change of its tree, evicts last what waiting jobs will use and first what only
-background jobs have used, and is shown only the durable part of a request.
+background jobs have used, is shown only the durable part of a request, and has prefixes that all tenants share.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    InsertParams,
+    InsertResult,
+    MatchPrefixParams,
+    MatchResult,
+)
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 from sgl_prefill.core.background_kv import BackgroundKV
 from sgl_prefill.core.job import Job
 from sgl_prefill.core.kv_advisor import KVAdvisor
 from sgl_prefill.core.prefix_tree import Match, TreeListener
-from sgl_prefill.port import background, request_state
+from sgl_prefill.port import background, namespaces, request_state
+from sgl_prefill.port.namespaces import Namespace
 from sgl_prefill.preflight import PREFIX_CACHE_NAME
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+
+class SharingKey(RadixKey):  # type: ignore[misc]
+    """A tenant's tokens, the first of which all share: they are looked up as nobody's.
+
+    [0, n_public)    in no namespace: nodes of the public prefix
+    [n_public, n)    in the tenant's: no node spans both
+    """
+
+    __slots__ = ("n_public", "namespace")
+
+    def __init__(self, tokens: array[int], namespace: str | None, n_public: int) -> None:
+        super().__init__(tokens, None if n_public else namespace)  # of the first token, which is what SGLang compares
+        self.namespace, self.n_public = namespace, n_public
+
+    def __getitem__(self, index: int | slice) -> RadixKey:
+        plain = super().__getitem__(index)
+        start = index if isinstance(index, int) else index.indices(len(self))[0]
+        n_public = min(max(self.n_public - start, 0), len(plain))
+        return SharingKey(plain.token_ids, self.namespace, n_public)
 
 
 class WatchedRadixCache(RadixCache):  # type: ignore[misc]
@@ -33,6 +61,8 @@ class WatchedRadixCache(RadixCache):  # type: ignore[misc]
     of_background: BackgroundKV | None = None
     eviction_strategy: Any
     _inserts_for_background = False
+    _public: tuple[array[int], ...] = ()  # prefixes that all share
+    _pinned: frozenset[int] = frozenset()  # those of them that stay in the cache, by their place
 
     def connect(self, listener: TreeListener, advisor: KVAdvisor, kv_tokens: int = 0) -> None:
         """Report to one from now on, and ask the other before anything is evicted.
@@ -57,8 +87,31 @@ class WatchedRadixCache(RadixCache):  # type: ignore[misc]
             return
         self.evict(EvictParams(num_tokens=n_tokens))
 
+    def share(self, tokens: array[int]) -> None:
+        """Lets all tenants share a prefix, which stays in the cache once it has been computed."""
+        if tokens not in self._public:
+            self._public = (*self._public, tokens)
+
+    def count_public_tokens(self, tokens: array[int], namespace: str | None) -> int:
+        """Counts with how many tokens a prompt begins that all share, in whole pages."""
+        if not self._public or not isinstance(namespace, Namespace):
+            return 0
+        longest = max(_count_equal(tokens, public) for public in self._public)
+        return longest // int(self.page_size) * int(self.page_size)
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        return super().match_prefix(dataclasses.replace(params, key=self._sharing(params.key)))
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        return super().insert(dataclasses.replace(params, key=self._sharing(params.key)))
+
+    def _sharing(self, key: RadixKey) -> RadixKey:
+        n_public = self.count_public_tokens(key.token_ids, key.extra_key)
+        return key if n_public == 0 else SharingKey(key.raw_token_ids(), key.extra_key, min(n_public, len(key)))
+
     def reset(self) -> None:
         super().reset()
+        self._pinned = frozenset()
         if self.of_background is not None:
             self.of_background.cleared()
         if self.listener is not None:
@@ -77,6 +130,27 @@ class WatchedRadixCache(RadixCache):  # type: ignore[misc]
         return upper
 
     def _insert_helper(self, node: TreeNode, key: RadixKey, value: Any, *rest: Any) -> tuple[int, TreeNode]:
+        n_public = key.n_public if isinstance(key, SharingKey) else 0
+        if n_public == 0:
+            return self._insert(node, key, value, *rest)
+        n_present, last = self._insert(node, key[:n_public], value[:n_public], *rest)
+        for place, public in enumerate(self._public):
+            if place not in self._pinned and n_public >= len(public) // self.page_size * self.page_size > 0:
+                self._pin(place)
+        if n_public == len(key):
+            return n_present, last
+        n_found, last = self._insert(node, key, value, *rest)
+        return (n_found if n_present == n_public else n_present), last
+
+    def _pin(self, place: int) -> None:
+        """Keeps a public prefix that is in the cache from being evicted."""
+        tokens = self._public[place]
+        found = super().match_prefix(MatchPrefixParams(key=RadixKey(tokens)))
+        if len(found.device_indices) == len(tokens) // self.page_size * self.page_size:
+            self.inc_lock_ref(found.last_device_node)
+            self._pinned |= {place}
+
+    def _insert(self, node: TreeNode, key: RadixKey, value: Any, *rest: Any) -> tuple[int, TreeNode]:
         n_present, last = super()._insert_helper(node, key, value, *rest)
         is_new = n_present < len(key)
         if self.of_background is not None:
@@ -98,6 +172,8 @@ class WatchedRadixCache(RadixCache):  # type: ignore[misc]
     def cache_finished_req(self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         """Keeps scratch slots from the tree: what a request leaves behind is cut at its plan's durable end."""
         self._inserts_for_background = background.is_background(req)
+        if namespaces.is_public(req):
+            self.share(req.origin_input_ids)
         state = request_state.of(req)
         plan = state.kv_plan
         state.kv_plan = None
@@ -149,7 +225,7 @@ class RadixTree:
     queue, not the traffic, decide what is evicted. This reads and changes nothing.
     """
 
-    def __init__(self, cache: RadixCache) -> None:
+    def __init__(self, cache: WatchedRadixCache) -> None:
         self._cache = cache
 
     @property
@@ -163,18 +239,25 @@ class RadixTree:
         if cache.disable:
             return Match(node, 0, None, is_inside=False)
         n_tokens = len(job.tokens) // page_size * page_size
+        n_public = cache.count_public_tokens(job.tokens, job.namespace)
         is_inside = False
         while n_matched < n_tokens:
-            page = RadixKey(job.tokens[n_matched : n_matched + page_size], job.namespace).child_key(page_size)
+            namespace = None if n_matched < n_public else job.namespace
+            page = RadixKey(job.tokens[n_matched : n_matched + page_size], namespace).child_key(page_size)
             # `.get`, never `[]`: a node's children are a defaultdict, which would grow a child on lookup.
             child = None if is_inside else node.children.get(page)
             if child is None:
                 return Match(node, n_matched, page, is_inside)
-            n_here = _count_equal(job.tokens, child.key.raw_token_ids(), n_matched) // page_size * page_size
+            # Where tenants part, a node of all ends for each of them, whatever comes behind.
+            most = n_public - n_matched if n_matched < n_public else len(child.key)
+            n_equal = min(_count_equal(job.tokens, child.key.raw_token_ids(), n_matched), most)
+            n_here = n_equal // page_size * page_size
             node, n_matched, is_inside = child, n_matched + n_here, n_here < len(child.key)
         return Match(node, n_matched, None, is_inside)
 
     def count_shared_tokens(self, one: Job, other: Job) -> int:
+        if one.namespace != other.namespace:
+            return min(self._cache.count_public_tokens(job.tokens, job.namespace) for job in (one, other))
         return _count_equal(one.tokens, other.tokens) // self.page_size * self.page_size
 
     def parent(self, node: TreeNode) -> TreeNode | None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sgl_prefill.core import policies
 from sgl_prefill.core.batch.planned_row import PlannedRow
+from sgl_prefill.core.deadlines import Refusal
 from sgl_prefill.core.job import BACKGROUND, Job
 from sgl_prefill.core.packing import StepSize
 from sgl_prefill.core.policy import PolicySettings, Writing
@@ -27,8 +28,16 @@ from sgl_prefill.scheduling.live import LiveScheduling
 from sgl_prefill.scheduling.metrics import Facts, PolicyMetrics
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import AbortReq
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import NextBatchPlan, Scheduler
+
+
+class Followed(NamedTuple):
+    """What has become of SGLang's list."""
+
+    waiting: WaitingList[Req]  # to go on with
+    refused: dict[Req, Refusal]  # taken out of it: there was no room for them
 
 
 class SchedulerPort:
@@ -38,10 +47,11 @@ class SchedulerPort:
         self.live = live
         self._priority_sign = priority_sign  # 1: low values first, -1: high values first, 0: priorities are off
         self._reqs: dict[Job, Req] = {}
+        self._jobs: dict[str, Job] = {}  # by request id
         self.planned: dict[str, PlannedRow] = {}  # by request id: what arrives next, where it is known ahead
 
-    def follow(self, waiting: list[Req]) -> WaitingList[Req]:
-        """Bring the policy up to date with SGLang's list, whatever SGLang did to it; the list to go on with."""
+    def follow(self, waiting: list[Req]) -> Followed:
+        """Bring the policy up to date with SGLang's list, whatever SGLang did to it."""
         appended = waiting.take_changes() if isinstance(waiting, WaitingList) else None
         if appended is None:
             present = set(waiting)
@@ -51,15 +61,26 @@ class SchedulerPort:
                     self.forget([job])
             known = set(self._reqs.values())
             appended = [req for req in waiting if req not in known]
+        refused: dict[Req, Refusal] = {}
         for req in appended:
             job = self._job_of(req)
+            if not req.output_ids and (refusal := self.live.policy.refusal(job)) is not None:
+                refused[req] = refusal
+                continue
             self._reqs[job] = req
+            self._jobs[req.rid] = job
             request_state.of(req).job = job
             self.live.arrive(job)
         if not isinstance(waiting, WaitingList):
             waiting = WaitingList(waiting)
             waiting.take_changes()
-        return waiting
+        waiting.take_out(refused)
+        return Followed(waiting, refused)
+
+    def named(self, rid: str) -> Req | None:
+        """Returns the waiting request of exactly this id."""
+        job = self._jobs.get(rid)
+        return None if job is None else self._reqs[job]
 
     def reqs_of(self, jobs: Iterable[Job]) -> list[Req]:
         return [self._reqs[job] for job in jobs]
@@ -67,7 +88,9 @@ class SchedulerPort:
     def forget(self, jobs: Iterable[Job]) -> None:
         """Takes out requests that wait no longer."""
         for job in jobs:
-            request_state.of(self._reqs.pop(job)).job = None
+            req = self._reqs.pop(job)
+            self._jobs.pop(req.rid, None)
+            request_state.of(req).job = None
 
     def started(self, job: Job) -> None:
         """Takes out a request that runs now."""
@@ -128,7 +151,9 @@ def after_init_schedule_policy(state: EngineState, result: None, scheduler: Sche
         fairness_lambda=config.fairness_lambda,
         max_queue_s=config.max_queue_s,
         counts_sharers=config.sharers == "count",
-    )._replace(kv_tokens=scheduler.max_total_num_tokens, background_step_ms=config.background_step_ms)
+    )._replace(
+        kv_tokens=scheduler.max_total_num_tokens, background_step_ms=config.background_step_ms, quotas=config.quotas
+    )
     collector = getattr(scheduler, "metrics_collector", None)
     metrics = None if collector is None or silent_metrics.are_silent(collector) else PolicyMetrics(collector.labels)
     live = LiveScheduling(RadixTree(cache), policies.make(config.scheduling, settings, is_fair=config.is_fair), metrics)
@@ -162,12 +187,13 @@ def around_get_new_batch_prefill(
     live = port.live
     now_s = time.perf_counter()
     with live.cost:
-        waiting = port.follow(scheduler.waiting_queue)
+        waiting, refused = port.follow(scheduler.waiting_queue)
         run, refuse = live.decide(now_s, port.writing(running_batch.reqs))
-        picked, refused = port.reqs_of(run), port.reqs_of(refuse)
-        waiting.take_out(refused)
+        picked, too_late = port.reqs_of(run), port.reqs_of(refuse)
+        waiting.take_out(too_late)
         port.forget(refuse)
-    for req, refusal in zip(refused, refuse.values(), strict=True):
+    refused |= zip(too_late, refuse.values(), strict=True)
+    for req, refusal in refused.items():
         deadlines.refuse(scheduler, req, refusal)
     if (share := live.policy.output_share) is not None:
         scheduler.new_token_ratio_tracker.current = share
@@ -194,6 +220,34 @@ def around_get_new_batch_prefill(
     if stats is not None:
         stats.num_pending_tokens = live.n_pending_tokens
     return plan
+
+
+def around_abort_request(
+    state: EngineState, original: Callable[..., None], scheduler: Scheduler, recv_req: AbortReq
+) -> None:
+    """Hook: show SGLang the one waiting request that is meant; it looks at the beginning of each one's id."""
+    port = state.scheduling
+    assert port is not None
+    if recv_req.abort_all:
+        original(scheduler, recv_req)
+        return
+    with port.live.cost:
+        waiting, refused = port.follow(scheduler.waiting_queue)
+        meant = port.named(recv_req.rid)
+    for req, refusal in refused.items():
+        deadlines.refuse(scheduler, req, refusal)
+    scheduler.waiting_queue = [] if meant is None else [meant]
+    try:
+        original(scheduler, recv_req)
+    finally:
+        if meant is not None and meant not in scheduler.waiting_queue:
+            job = request_state.of(meant).job
+            assert job is not None
+            with port.live.cost:
+                port.live.leave(job)
+                port.forget([job])
+                waiting.take_out([meant])
+        scheduler.waiting_queue = waiting
 
 
 def after_process_batch_result(

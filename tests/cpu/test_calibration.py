@@ -22,13 +22,16 @@ from sgl_prefill.core.lazy_heap import LazyHeap
 from sgl_prefill.core.ordered_sums import OrderedSums
 from sgl_prefill.core.policies.srjf import CalibratedSrjf, cost_per_job
 from sgl_prefill.core.policy import PolicySettings
+from sgl_prefill.port.namespaces import Namespace
 from sgl_prefill.port.radix_cache import RadixTree
 from tests.cpu.test_scheduling_glue import calibrated, count_cached_tokens, insert, nodes, waiting_job, watched_tree
 
 FAIRNESS_LAMBDA = 3.0
 # Three letters: prefixes overlap often, and nodes split everywhere.
 PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=14)
-SALTS = st.sampled_from([None, "salt"])
+# Tenants have some prefixes in common. A server has them, or requests that are nobody's, but not both.
+TENANTS = [Namespace("a/"), Namespace("b/"), "salt"]
+SALTS = st.sampled_from(range(3))
 
 
 class AnyHistory(RuleBasedStateMachine):
@@ -39,18 +42,21 @@ class AnyHistory(RuleBasedStateMachine):
         self.waiting: list[Job] = []
         self.clock_s = 1.0  # 0 means "not stamped" to SGLang
 
-    @initialize(page_size=st.sampled_from([1, 2]), counts_sharers=st.booleans())
-    def start(self, page_size: int, counts_sharers: bool) -> None:
+    @initialize(page_size=st.sampled_from([1, 2]), counts_sharers=st.booleans(), public=st.lists(PROMPTS, max_size=2))
+    def start(self, page_size: int, counts_sharers: bool, public: list[list[int]]) -> None:
         self.tree = watched_tree(page_size)
+        for tokens in public:
+            self.tree.share(array("q", tokens))
+        self.namespaces: list[str | None] = [*TENANTS] if public else [None, "salt", None]
         self.counts_sharers = counts_sharers
         settings = PolicySettings(fairness_lambda=FAIRNESS_LAMBDA, counts_sharers=counts_sharers)
         self.policy = CalibratedSrjf(settings)
         self.calibration = calibrated(self.tree, self.policy)
 
     @rule(tokens=PROMPTS, salt=SALTS, seconds=st.floats(0, 2))
-    def arrive(self, tokens: list[int], salt: str | None, seconds: float) -> None:
+    def arrive(self, tokens: list[int], salt: int, seconds: float) -> None:
         self.clock_s += seconds
-        job = waiting_job(tokens, self.clock_s, salt)
+        job = waiting_job(tokens, self.clock_s, self.namespaces[salt])
         self.waiting.append(job)
         self.calibration.add(job)
 
@@ -61,13 +67,13 @@ class AnyHistory(RuleBasedStateMachine):
         self.calibration.remove(job)
 
     @rule(tokens=PROMPTS, salt=SALTS)
-    def cache(self, tokens: list[int], salt: str | None) -> None:
-        key = RadixKey(array("q", tokens), salt)
+    def cache(self, tokens: list[int], salt: int) -> None:
+        key = RadixKey(array("q", tokens), self.namespaces[salt])
         self.tree.insert(InsertParams(key=key, value=torch.tensor(tokens)))
 
     @rule(tokens=PROMPTS, salt=SALTS)
-    def look_up(self, tokens: list[int], salt: str | None) -> None:
-        self.tree.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens), salt)))
+    def look_up(self, tokens: list[int], salt: int) -> None:
+        self.tree.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens), self.namespaces[salt])))
 
     @rule(n_tokens=st.integers(1, 12))
     def evict(self, n_tokens: int) -> None:

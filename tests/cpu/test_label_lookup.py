@@ -12,6 +12,7 @@ import pytest
 
 from sgl_prefill.api import label_scoring
 from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer
+from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.labels import CONTEXT_CHARACTERS
 from sgl_prefill.errors import BadRequestError
 
@@ -39,7 +40,9 @@ class Characters:
 
 
 def scorer_with(tokenizer: Characters) -> LabelScorer:
-    manager: Any = SimpleNamespace(tokenizer=tokenizer, model_config=SimpleNamespace(vocab_size=1 << 20))
+    manager: Any = SimpleNamespace(
+        tokenizer=tokenizer, model_config=SimpleNamespace(vocab_size=1 << 20), prefill_config=PrefillConfig()
+    )
     return LabelScorer(manager)
 
 

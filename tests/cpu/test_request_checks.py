@@ -113,7 +113,7 @@ def test_options_of_an_embedding_request_are_checked_too() -> None:
 def test_no_id_of_a_session_begins_another_and_earlier_requests_are_found_by_it() -> None:
     """SGLang ends all requests whose id begins with the one that is to be ended, and there were plain ids in sessions."""
     manager = PrefillTokenizerManager.__new__(PrefillTokenizerManager)
-    manager._given_rids, manager._hidden_rids = {}, {}
+    manager._given_rids, manager._hidden_rids, manager.prefill_config = {}, {}, PrefillConfig()
     inside = {}
     for rid in ("a", "ab", "1:a", "b"):
         obj = GenerateReqInput(input_ids=[1], rid=rid, session_params={"id": "s", "rid": "ab"})
@@ -126,7 +126,10 @@ def test_no_id_of_a_session_begins_another_and_earlier_requests_are_found_by_it(
     for one, other in itertools.permutations([*inside.values(), "0123456789abcdef0123456789abcdef"], 2):
         assert not one.startswith(other)
     unnamed = GenerateReqInput(input_ids=[1], session_params={})
-    assert manager._hide_rids(unnamed, None) == []
+    assert manager._hide_rids(unnamed, None) == [unnamed.rid]
+    output = {"meta_info": {"id": unnamed.rid}}
+    manager._show_rid(output)
+    assert output["meta_info"]["id"] == unnamed.rid
     named = GenerateReqInput(input_ids=[1], rid="a", session_params={"id": None})
     assert manager._hide_rids(named, None) == [named.rid]
     assert len(named.rid) == 32

@@ -52,7 +52,7 @@ def waiting_job(tokens: list[int], arrival_s: float = 1.0, namespace: str | None
     return Job(array("q", tokens), arrival_s, len(tokens) - 1, namespace)
 
 
-def count_cached_tokens(tree: RadixCache, tokens: list[int], namespace: str | None = None) -> int:
+def count_cached_tokens(tree: WatchedRadixCache, tokens: list[int], namespace: str | None = None) -> int:
     """By the probe that changes nothing."""
     return RadixTree(tree).match(Job(array("q", tokens), 0.0, len(tokens), namespace)).n_tokens
 
@@ -71,7 +71,7 @@ def nodes(tree: RadixCache) -> list[tuple[Any, ...]]:
 def test_the_probe_counts_what_match_prefix_finds_and_changes_nothing(page_size: int) -> None:
     """On random trees over a 3-letter alphabet, where prefixes overlap often, and under two namespaces."""
     rng = random.Random(page_size)
-    tree = RadixCache.create_simulated(page_size=page_size)
+    tree = watched_tree(page_size)
     for _ in range(60):
         insert(tree, rng.choices(range(3), k=rng.randrange(1, 40)), rng.choice([None, "salt"]))
     for _ in range(200):
@@ -85,7 +85,7 @@ def test_the_probe_counts_what_match_prefix_finds_and_changes_nothing(page_size:
 
 def test_waiting_requests_do_not_change_what_is_evicted_first() -> None:
     """With match_prefix the queue would refresh the old prefix; with the probe the least recently used one goes."""
-    tree = RadixCache.create_simulated(mock_allocator=SimpleNamespace(device="cpu", free_segment=lambda *_, **__: None))
+    tree = watched_tree()
     old, new = [1] * 50, [2] * 50
     insert(tree, old)
     insert(tree, new)

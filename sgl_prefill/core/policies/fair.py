@@ -8,6 +8,7 @@ first, as in every policy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 
 from sgl_prefill.core.job import Job
@@ -75,6 +76,18 @@ class Fair(Policy):
         """Costs some microseconds for each client that waits. While this job's client is served what stands before it, each other
         is served as much, or all that it waits for."""
         return self._classes[job.rank].forecast(job)
+
+    def drain_ms(self, client: str | None = None) -> float | None:
+        """Adds up all clients of all priorities; beside the jobs of one client each other is served as much, or all that it
+        waits for."""
+        if self.settings.predictor is None:
+            return None
+        backlogs_ms: dict[str, float] = {}
+        for of_rank in self._classes.values():
+            for one, order in of_rank.orders.items():
+                backlogs_ms[one] = backlogs_ms.get(one, 0.0) + (order.drain_ms() or 0.0)
+        most_ms = math.inf if client is None else backlogs_ms.get(client, 0.0)
+        return sum(min(backlog_ms, most_ms) for backlog_ms in backlogs_ms.values())
 
     def _price(self, job: Job) -> float:
         return cost_alone(self.settings.cost, job)
@@ -164,7 +177,7 @@ class _PriorityClass:
             return None
         up_to = self.shares.served(job.client) + own.ms + self.shares.bound
         others_ms = sum(
-            min(order.backlog_ms(), max(up_to - self.shares.served(client), 0.0))
+            min(order.drain_ms() or 0.0, max(up_to - self.shares.served(client), 0.0))
             for client, order in self.orders.items()
             if client != job.client
         )

@@ -103,11 +103,11 @@ class CalibratedSrjf(Policy):
     def _score(self, job: Job) -> float:
         return self.cost(job) + self.settings.fairness_lambda * self.since_s(job)
 
-    def backlog_ms(self) -> float:
-        """Predicts how long all that wait here would take alone; 0 where nobody knows."""
+    def drain_ms(self, client: str | None = None) -> float | None:
+        """Predicts when all that wait here would be done, whoever asks; None where nobody knows."""
         predictor = self.settings.predictor
         if predictor is None:
-            return 0.0
+            return None
         self._settle()
         n_tokens, tokens_ms, _ = self._by_score.sums()
         steps = fill_steps(round(n_tokens), len(self._by_score), self.settings.step)
