@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sgl_prefill.core import shares
 from sgl_prefill.core.jct import FittedJct, Predictor
 from sgl_prefill.core.job import Job
 from sgl_prefill.core.packing import StepSize
@@ -23,14 +24,21 @@ ONE = StepSize()
 PACKED = StepSize(max_tokens=30, max_requests=4)
 
 
-def fair(*jobs: Job, bound: float | None = None, **settings: Any) -> Fair:
+def fair(*jobs: Job, advance: float | None = None, **settings: Any) -> Fair:
+    """advance: of each client."""
     policy = Fair(PolicySettings(**settings))
     for one in jobs:
         policy.add(one)
-    if bound is not None:
+    if advance is not None:
         for of_rank in policy._classes.values():
-            of_rank.shares.bound = bound
+            of_rank.shares.least_advance = advance
     return policy
+
+
+@pytest.fixture
+def only_the_least_advance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients get no more than that, whatever their jobs cost."""
+    monkeypatch.setattr(shares, "ADVANCE_JOBS", 0.0)
 
 
 def run_step(policy: Policy, now_s: float = 0.0) -> list[Job]:
@@ -53,16 +61,17 @@ def clients_of(jobs: list[Job]) -> str:
 def test_of_two_that_wait_none_gets_more_than_its_share_plus_a_bound(
     lengths: list[list[int]], bound: int, step: StepSize
 ) -> None:
-    """Whatever they ask for: from any moment to any other in which both wait, by at most twice (bound + largest job)."""
+    """Whatever they ask for, by at most an advance and a job, counted from when they began together."""
     policy = fair(step=step)
     jobs = {f"c{number}": [job(n, client=f"c{number}") for n in theirs] for number, theirs in enumerate(lengths)}
     for one in itertools.chain.from_iterable(jobs.values()):
         policy.add(one)
     for of_rank in policy._classes.values():
-        of_rank.shares.bound = bound
+        of_rank.shares.least_advance = bound
     served: dict[str, int] = defaultdict(int)
     n_waiting = {client: len(theirs) for client, theirs in jobs.items()}
-    limit = bound + max((one.n_input_tokens for theirs in jobs.values() for one in theirs), default=0)
+    largest = max((one.n_input_tokens for theirs in jobs.values() for one in theirs), default=0)
+    limit = max(bound, shares.ADVANCE_JOBS * largest) + largest
     n_steps = 0
     while policy.waiting:
         run = run_step(policy)
@@ -91,8 +100,8 @@ def test_within_one_client_shortest_first_decides(lengths: list[int], step: Step
     assert not shared.waiting
 
 
-def test_one_request_is_not_behind_a_flood() -> None:
-    """A long one of b against 10,000 short ones of a: it runs once a is a full step ahead."""
+def test_one_long_request_is_not_behind_a_flood() -> None:
+    """Of b against 1,000 short ones of a: it runs once a is a full step ahead."""
     policy = fair(step=StepSize(100, 10))
     flood = [job(10, client="a") for _ in range(1000)]
     for one in flood:
@@ -104,11 +113,63 @@ def test_one_request_is_not_behind_a_flood() -> None:
     assert [clients_of(run_step(policy)) for _ in range(4)] == ["a" * 10, "a", "b", "a" * 10]
 
 
-def test_a_hit_is_charged_at_what_it_costs() -> None:
+def test_one_short_request_goes_before_a_flood() -> None:
+    """Although hits of a, whose profile was expensive, are shorter, and a may go far ahead; once served, b is one of two."""
+    profile, *hits = [job(1000, client="a") for _ in range(100)]
+    policy = fair(profile, *hits, step=StepSize(100, 10))
+    assert clients_of(run_step(policy)) == "a"
+    for one in hits:
+        calibrate(policy, one, 990)
+    assert clients_of(run_step(policy)) == "a" * 10
+    for n_tokens in (90, 80):
+        policy.add(job(n_tokens, arrival_s=1.0, client="b"))
+    assert clients_of(run_step(policy))[0] == "b"
+    assert clients_of(run_step(policy)) == "a" * 10
+
+
+def test_a_stream_of_newcomers_takes_no_more_than_their_share(only_the_least_advance: None) -> None:
+    """Each new client goes first, as long as those who wait have had their share: of each step that is one part in as many as
+    wait, and not what newcomers leave."""
+    policy = fair(*(job(10, client="a") for _ in range(200)), advance=10.0)
+    served, share = "", 0.0
+    for number in range(200):
+        policy.add(job(10, client=f"b{number}"))
+        share += 1 / len({one.client for one in policy.waiting})
+        served += clients_of(run_step(policy))[0]
+    assert served.count("b") > 150, "newcomers were served"
+    assert served.count("a") >= share - 3
+
+
+def test_a_profile_that_was_computed_is_used_before_others_come() -> None:
+    """20 users of 10 posts behind a profile each, and a cache for one: as many tokens are computed as without shares."""
+    users = [(f"u{number}", 10) for number in range(20)]
+    assert steps_of(users, is_fair=True) == steps_of(users, is_fair=False)
+
+
+def steps_of(users: list[tuple[str, int]], *, is_fair: bool) -> int:
+    """How many tokens it takes to serve these, if the profile of one user at a time is cached."""
+    settings = PolicySettings(counts_sharers=True)
+    policy: Policy = Fair(settings) if is_fair else CalibratedSrjf(settings)
+    jobs = [job(1400 + n, client=user) for user, n_jobs in users for n in range(n_jobs)]
+    for one in jobs:
+        policy.add(one)
+    n_computed, cached_of = 0, ""
+    while policy.waiting:
+        (one,) = run_step(policy)
+        n_computed += one.n_miss_tokens
+        if one.client != cached_of:
+            for other in policy.waiting:
+                if other.client in (one.client, cached_of):
+                    calibrate(policy, other, 1390 if other.client == one.client else 0)
+            cached_of = one.client
+    return n_computed
+
+
+def test_a_hit_is_charged_at_what_it_costs(only_the_least_advance: None) -> None:
     """Of two clients with prompts of 100 tokens, the one whose prompts are cached but for 10 runs ten for one."""
     cached = [job(100, client="a") for _ in range(30)]
     fresh = [job(100, client="b") for _ in range(3)]
-    policy = fair(*cached, *fresh, bound=0.0)
+    policy = fair(*cached, *fresh, advance=0.0)
     for one in cached:
         calibrate(policy, one, 90)
     order = "".join(clients_of(run_step(policy)) for _ in range(33))
@@ -116,9 +177,9 @@ def test_a_hit_is_charged_at_what_it_costs() -> None:
     assert [order[:n].count("b") for n in (11, 22)] == [1, 2]
 
 
-def test_nobody_saves_up_a_share_by_staying_away() -> None:
+def test_nobody_saves_up_a_share_by_staying_away(only_the_least_advance: None) -> None:
     """After a has run alone for long, b gets one half and not all."""
-    policy = fair(*(job(10, client="a") for _ in range(50)), bound=0.0)
+    policy = fair(*(job(10, client="a") for _ in range(50)), advance=0.0)
     for _ in range(20):
         run_step(policy)
     for _ in range(20):
@@ -128,7 +189,7 @@ def test_nobody_saves_up_a_share_by_staying_away() -> None:
 
 def test_priorities_come_before_shares() -> None:
     first, second, urgent = job(10, client="a"), job(10, client="b"), job(10, client="a", rank=-1.0)
-    policy = fair(first, second, urgent, bound=0.0)
+    policy = fair(first, second, urgent, advance=0.0)
     assert run_step(policy) == [urgent]
 
 
@@ -143,16 +204,17 @@ def test_what_was_refused_or_left_is_forgotten() -> None:
 
 
 def test_clients_that_have_gone_take_no_memory() -> None:
-    shares = Shares(bound=5.0)
+    counters = Shares(5.0)
     for client in map(str, range(1000)):
-        shares.begin(client)
-        shares.charge(client, 3.0)
-        shares.end(client)
-    assert len(shares._served) <= 1
+        counters.begin(client)
+        counters.charge(client, 3.0)
+        counters.end(client)
+    assert len(counters._served) <= 1
+    assert len(counters._largest) <= 1
 
 
-def test_a_forecast_counts_what_others_get_meanwhile() -> None:
-    """Behind 100 ms of its own and beside a client with 1,000 ms, a job is done after about 200 ms and the bound."""
+def test_a_forecast_counts_what_others_get_meanwhile(only_the_least_advance: None) -> None:
+    """Behind 100 ms of its own and beside a client with 1,000 ms, a job is done after about 200 ms and the advance."""
     model = FittedJct(0.0, 1.0, 0.0, 0.0)
     settings = PolicySettings(cost=model, predictor=Predictor(model))
     policy = Fair(settings)
@@ -160,7 +222,7 @@ def test_a_forecast_counts_what_others_get_meanwhile() -> None:
     for one in itertools.chain.from_iterable(jobs.values()):
         policy.add(one)
     (of_rank,) = policy._classes.values()
-    of_rank.shares.bound = 30.0
+    of_rank.shares.least_advance = 30.0
     found = policy.forecast(jobs["a"][1])
     assert found is not None
     assert found.ms == pytest.approx(100 + (100 + 30) + 50, rel=0.01)

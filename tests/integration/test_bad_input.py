@@ -30,6 +30,13 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     (GENERATE, {**NATIVE, "sampling_params": {"max_new_tokens": "8"}}, ["max_new_tokens"]),
     (GENERATE, {**NATIVE, "sampling_params": {"max_new_tokens": 1, "temperature": "hot"}}, ["sampling_params"]),
     (GENERATE, {**NATIVE, "sampling_params": {"max_new_tokens": 1, "no_such_field": 1}}, ["no_such_field"]),
+    (
+        GENERATE,
+        {**NATIVE, "sampling_params": {"max_new_tokens": 1, "repetition_penalty": 2.0}},
+        ["repetition_penalty is 2.0"],
+    ),
+    (COMPLETIONS, {**PROMPT, "frequency_penalty": 0.5}, ["frequency_penalty is 0.5", "one: leave them out"]),
+    (CHATS, {**CHAT, "presence_penalty": 1, "allowed_tokens": LABELS}, ["presence_penalty cannot be combined"]),
     (COMPLETIONS, {**PROMPT, "max_tokens": 5, "allowed_tokens": LABELS}, ["max_tokens is 5", "one token"]),
     (COMPLETIONS, {**PROMPT, "allowed_tokens": []}, ["allowed_tokens is empty"]),
     (COMPLETIONS, {**PROMPT, "allowed_token_ids": []}, ["allowed_token_ids is empty"]),
@@ -46,7 +53,7 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         COMPLETIONS,
         {**PROMPT, "prompt": [f"{n}? Answer:" for n in range(150)], "allowed_tokens": [f" a{n}" for n in range(1873)]},
-        ["1873 allowed answers after 150 prompts", "280950", "50000 are the limit"],
+        ["1873 allowed answers after 150 prompts", "280950", "--max-labels 50000 is the limit"],
     ),
     (
         COMPLETIONS,
@@ -216,8 +223,6 @@ def test_what_had_failed_and_is_right_works(server: Server) -> None:
     one, other = (answer["choices"][0]["label_scores"] for answer in same)
     assert [label["label"] for label in one["labels"]] == ["Paris", "Rome"]
     assert one["label_mass"] == pytest.approx(other["label_mass"], rel=0.05)
-    penalty = {"sampling_params": {"max_new_tokens": 1, "temperature": 0, "repetition_penalty": 2.0}}
-    assert server.post(GENERATE, {"text": "one two one two", **penalty}).status_code == 200
 
 
 def test_a_text_that_cannot_fit_is_refused_unread(server: Server) -> None:

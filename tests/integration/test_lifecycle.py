@@ -20,6 +20,7 @@ import requests
 from sgl_prefill.local_server import free_port
 from sgl_prefill.secret import MASK
 from tests.integration.conftest import Server, running
+from tests.integration.rights import KEYS, assert_rights
 
 
 @pytest.fixture
@@ -104,6 +105,7 @@ def test_with_two_keys_the_server_starts_and_its_end_by_force_leaves_nothing(tin
         assert server.post("/v1/completions", body).status_code == 401
         answered = server.post("/v1/completions", body, headers={"Authorization": "Bearer user"})
         assert answered.status_code == 200, answered.text
+        assert_rights(server, normal={"user"}, of_administrators={"admin"})
         assert_keys_are_not_shown(server)
         assert_all_listen_on_loopback_alone(server)
         foreign = {"Authorization": "Bearer \u00fc".encode()}
@@ -229,11 +231,13 @@ def test_where_the_detokenizer_dies_every_client_hears_of_it(tiny_model: Path, t
 
 def test_a_dead_scheduler_takes_the_launcher_down_with_a_failure(tiny_model: Path, tmp_path: Path) -> None:
     """Clients see closed connections, the supervisor a non-zero exit, and nothing is left running."""
-    flags = ["--model-path", str(tiny_model), "--load-format", "dummy", "--memory-budget-gb", "1", "--allow-generation"]
+    flags = ["--model-path", str(tiny_model), "--load-format", "dummy", "--memory-budget-gb", "1"]
+    flags += ["--allow-generation", "--admin-api-key", "admin"]
     with running("sgl_prefill.launch_server", tmp_path / "log.txt", *flags) as server:
         body = {"model": "tiny", "prompt": "a b c", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
         generated = server.post("/v1/completions", body)
         assert generated.json()["usage"]["completion_tokens"] == 3, "--allow-generation decodes"
+        assert_rights(server, normal=set(KEYS), of_administrators={"admin"})
         children = psutil.Process(server.process.pid).children(recursive=True)
         (scheduler,) = [child for child in children if "sglang::scheduler" in " ".join(child.cmdline())]
         scheduler.kill()

@@ -1,9 +1,9 @@
 """Fair shares between clients, shortest job first within each (past the paper, whose order serves one client's flood of short
 requests before anybody else's).
 
-Among the clients that wait, those that have not been served more than the others by a bound (`shares`) compete by the scores of
-their best jobs; a job is charged at what it costs when it runs, so that hits in the prefix cache are cheap. Priority classes come
-first, as in every policy.
+Among the clients that wait, those that have not been served more than the others by their advance (`shares`) compete by the
+scores of their best jobs; who has just come and asks no more than a step goes first. A job is charged at what it costs when it
+runs, so that hits in the prefix cache are cheap. Priority classes come first, as in every policy.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from sgl_prefill.core.lazy_heap import LazyHeap
 from sgl_prefill.core.policies.srjf import CalibratedSrjf, cost_alone
 from sgl_prefill.core.policy import TYPICAL_TOKENS, Forecast, Policy, PolicySettings
 from sgl_prefill.core.shares import Shares
-
-BOUND_STEPS = 1.0  # how far ahead a client may be: so many full steps, of a typical job where a step is one
 
 
 class Fair(Policy):
@@ -100,9 +98,11 @@ class _PriorityClass:
         self._settings = settings
         self._order_of_client = order_of_client
         step_tokens = TYPICAL_TOKENS if settings.step.is_one else settings.step.max_tokens
-        self.shares = Shares(BOUND_STEPS * settings.cost(step_tokens, 0))
+        self.shares = Shares(settings.cost(step_tokens, 0))  # a full step, or a typical job where a step is one
         self.orders: dict[str, CalibratedSrjf] = {}  # of those that wait
-        self._by_best: LazyHeap[str] = LazyHeap()  # clients that are not held back, by the score of their best job
+        self._by_best: LazyHeap[str] = (
+            LazyHeap()
+        )  # clients that are not held back, by their best job: newcomers', then by score
         self._changed: dict[str, None] = {}  # whose best job may be another now
 
     def add(self, job: Job) -> None:
@@ -135,7 +135,7 @@ class _PriorityClass:
         meanwhile; to be closed."""
         shares = self.shares
         for changed in [*self._changed, *shares.let_go()]:
-            self._offer(changed, now_s)
+            self._offer(changed, now_s, price)
         self._changed.clear()
         before: dict[str, float] = {}
         behind: dict[str, Iterator[Job]] = {}  # each client's jobs behind its best
@@ -152,32 +152,34 @@ class _PriorityClass:
                     before[client] = shares.served(client)
                     self._changed[client] = None
                 yield best[client]
-                shares.charge(client, price(best[client]))
+                shares.restore({client: shares.served(client) + price(best[client])})
                 following = next(behind[client], None)
                 if following is None:
                     self._by_best.discard(client)
                     shares.pass_over(client)
                 else:
                     best[client] = following
-                    self._by_best.put(client, self.orders[client].score(following, now_s))
+                    self._by_best.put(client, (True, self.orders[client].score(following, now_s)))
                 for other in shares.let_go():
-                    self._offer(other, now_s)
+                    self._offer(other, now_s, price)
         finally:
             shares.restore(before)
 
-    def _offer(self, client: str, now_s: float) -> None:
+    def _offer(self, client: str, now_s: float, price: Callable[[Job], float]) -> None:
         """Lets a client compete by its best job."""
         order = self.orders.get(client)
         if order is not None:
-            self._by_best.put(client, order.score(next(order.in_order(now_s)), now_s))
+            best = next(order.in_order(now_s))
+            goes_first = self.shares.is_new(client) and price(best) <= self.shares.least_advance
+            self._by_best.put(client, (not goes_first, order.score(best, now_s)))
 
     def forecast(self, job: Job) -> Forecast | None:
         own = self.orders[job.client].forecast(job)
         if own is None:
             return None
-        up_to = self.shares.served(job.client) + own.ms + self.shares.bound
+        up_to = self.shares.served(job.client) + own.ms
         others_ms = sum(
-            min(order.drain_ms() or 0.0, max(up_to - self.shares.served(client), 0.0))
+            min(order.drain_ms() or 0.0, max(up_to + self.shares.advance(client) - self.shares.served(client), 0.0))
             for client, order in self.orders.items()
             if client != job.client
         )
