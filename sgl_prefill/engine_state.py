@@ -40,6 +40,7 @@ class EngineState:
     jct_ms: FittedJct | None = None
     step_size: StepSize | None = None
     scheduling: SchedulerPort | None = None  # None under SGLang's own scheduler
+    n_steps_when_memory_was_released: int = 0
 
     def record(self) -> dict[str, Any]:
         """Makes the activation record, as /server_info shows it: which version with which options and hooks runs here, and what

@@ -30,6 +30,7 @@ class Due(NamedTuple):
     input_ids: list[int]
     label_ids: Sequence[int] = LABEL_IDS
     n_new_tokens: int = 0  # 0: prefill only
+    user: str = ""  # who asks; "": nobody is named
 
 
 class Outcome(NamedTuple):
@@ -132,7 +133,7 @@ async def _run(url: str, dues: Sequence[Due], name: str) -> list[Outcome]:
             nonlocal n_done
             while (sent_s := time.perf_counter() - started) < due.at_s:  # a timer may fire a clock tick early
                 await asyncio.sleep(due.at_s - sent_s)
-            headers = {"content-type": "application/json"}
+            headers = {"content-type": "application/json"} | ({"x-user-id": due.user} if due.user else {})
             try:
                 async with session.post(f"{url}/generate", data=body, headers=headers) as reply:
                     first_byte_s = time.perf_counter() - started

@@ -18,7 +18,13 @@ Arrivals = Literal["burst", "single"]
 
 
 def post_recommendation(
-    requests_per_s: float | None, arrivals: Arrivals, scale: int, *, n_users: int = 20, n_posts: int = 50
+    requests_per_s: float | None,
+    arrivals: Arrivals,
+    scale: int,
+    *,
+    n_users: int = 20,
+    n_posts: int = 50,
+    names_users: bool = False,
 ) -> list[Due]:
     """The paper's WL1, all numbers of tokens divided by `scale`. `requests_per_s` None: all at once, users mixed."""
     trace = workloads.post_recommendation(
@@ -32,7 +38,7 @@ def post_recommendation(
         profile_range_tokens=(11_000 // scale, 17_000 // scale),
         arrivals="at-once" if requests_per_s is None else arrivals,
     )
-    return with_tokens(trace)
+    return with_tokens(trace, names_users=names_users)
 
 
 def credit_verification(requests_per_s: float | None, scale: int, *, n_users: int = 60) -> list[Due]:
@@ -73,8 +79,9 @@ def poisson(requests_per_s: float | None, n_requests: int) -> list[float]:
     return times_s
 
 
-def with_tokens(trace: Iterable[Arrival]) -> list[Due]:
-    """The tokens depend on the prefix and on how many requests had it before, not on the order of arrival."""
+def with_tokens(trace: Iterable[Arrival], *, names_users: bool = False) -> list[Due]:
+    """The tokens depend on the prefix and on how many requests had it before, not on the order of arrival. Who shares a prefix
+    is one user, if users are named."""
     prefixes: dict[str, list[int]] = {}
     n_before: Counter[str] = Counter()
     dues = []
@@ -84,7 +91,7 @@ def with_tokens(trace: Iterable[Arrival]) -> list[Due]:
         prefix = prefixes[one.prefix_id]
         tail = _tokens(f"{one.prefix_id}, {n_before[one.prefix_id]}", one.tail_tokens)
         n_before[one.prefix_id] += 1
-        dues.append(Due(one.arrival_s, [*prefix, *tail]))
+        dues.append(Due(one.arrival_s, [*prefix, *tail], user=one.prefix_id if names_users else ""))
     return dues
 
 

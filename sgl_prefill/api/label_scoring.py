@@ -11,12 +11,11 @@ import copy
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import fastapi
 
-from sgl_prefill.api.tokenizer_manager import check_ids_in_vocabulary
+from sgl_prefill.api.tokenizer_manager import check_has_logprobs, check_ids_in_vocabulary
 from sgl_prefill.core.labels import (
     CONTEXT_CHARACTERS,
     CONTEXT_TOKENS,
@@ -251,11 +250,6 @@ def _prompts_of(obj: GenerateReqInput) -> list[str] | list[list[int]]:
 
 def _scored(labels: list[Label], output: dict[str, Any]) -> ScoredPrompt:
     meta_info = output["meta_info"]
-    if not meta_info.get("output_token_ids_logprobs"):
-        reason = meta_info.get("finish_reason") or {}
-        raise fastapi.HTTPException(
-            reason.get("status_code") or HTTPStatus.SERVICE_UNAVAILABLE,
-            reason.get("message") or "the request was aborted before it was computed: send it again",
-        )
+    check_has_logprobs(meta_info)
     by_id = {token_id: logprob for logprob, token_id, _ in meta_info["output_token_ids_logprobs"][0]}
     return ScoredPrompt(labels, restrict([by_id[label.token_id] for label in labels]), meta_info)

@@ -78,6 +78,7 @@ class LabelGenerateReqInput(GenerateReqInput):  # type: ignore[misc]
     allowed_token_ids: list[StrictInt] | None = dataclasses.field(default=None, kw_only=True)
     deadline_ms: float | None = dataclasses.field(default=None, kw_only=True)
     cache_salt: str | None = dataclasses.field(default=None, kw_only=True)
+    is_single = True  # until SGLang has looked: one that is refused before is asked too
 
 
 def allowed_answers(request: Any) -> AllowedAnswers | None:

@@ -13,7 +13,12 @@ OF_SPECULATION = "it serves speculative decoding, and a prefill-only answer deco
 OF_TESTS = "it slows the server down, for tests of SGLang's"
 OF_A_STORE = "there is no hierarchical cache behind the prefix cache"
 
+OF_EXPERTS = "it records which experts a model uses, and ends a server that was not started to do so"
+
 LEFT_OUT: dict[str, str] = {
+    "/start_expert_distribution_record": OF_EXPERTS,
+    "/stop_expert_distribution_record": OF_EXPERTS,
+    "/dump_expert_distribution_record": OF_EXPERTS,
     "/v1/audio/transcriptions": OF_SPEECH,
     "/v1/realtime": OF_SPEECH,
     "/parse_function_call": OF_GENERATION,

@@ -15,6 +15,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import ORJSONResponse, Response, StreamingResponse
 from sglang.srt.entrypoints import http_server
+from sglang.srt.entrypoints.ollama.protocol import OllamaChatRequest
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest, DetokenizeRequest, V1RerankReqInput
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from starlette.routing import BaseRoute, Route
@@ -46,6 +47,8 @@ from sgl_prefill.port.hooks import ROUTES
 
 # What they do concerns everyone; SGLang lets each client in.
 FOR_ADMINISTRATORS = ("/load_lora_adapter_from_tensors", "/set_trace_level")
+# Of a body of a wrong shape: each element of a list may have a dozen problems.
+MOST_PROBLEMS, LONGEST_PROBLEM = 10, 300
 DETOKENIZE = ("/detokenize", "/v1/detokenize")
 
 
@@ -151,6 +154,12 @@ class PrefillRoutes:
             request.max_output_tokens = self._default_max_tokens(None)
         return await self._stock["/v1/responses"](request, raw_request)
 
+    async def ollama_chat(self, request: OllamaChatRequest, raw_request: Request) -> Any:
+        """Serves /api/chat."""
+        if not request.messages:
+            raise BadRequestError("messages is empty: give at least one message")
+        return await self._stock["/api/chat"](request, raw_request)
+
     async def detokenize(self, request: DetokenizeRequest, raw_request: Request) -> Any:
         """Serves /detokenize and /v1/detokenize."""
         vocab_size = http_server._global_state.tokenizer_manager.model_config.vocab_size
@@ -184,6 +193,7 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
     app.post("/v1/chat/completions", dependencies=only_json)(ours.chat_completions)
     app.post("/invocations", dependencies=only_json)(ours.chat_completions)
     app.post("/v1/responses", dependencies=only_json)(ours.responses)
+    app.post("/api/chat")(ours.ollama_chat)
     for path in DETOKENIZE:
         app.post(path, dependencies=only_json)(ours.detokenize)
     app.api_route("/generate", methods=["POST", "PUT"])(ours.generate)
@@ -216,8 +226,14 @@ class _Invalid:
         assert isinstance(error, RequestValidationError)
         if request.url.path.startswith("/v1/messages"):
             return await self._stock(request, error)  # type: ignore[no-any-return]
-        problems = [f"{_field(one['loc'])}: {one['msg']}" for one in error.errors()]
-        return await answer_bad_request(request, BadRequestError("; ".join(dict.fromkeys(problems))))
+        problems = list(dict.fromkeys(_shortened(f"{_field(one['loc'])}: {one['msg']}") for one in error.errors()))
+        left = len(problems) - MOST_PROBLEMS
+        text = "; ".join(problems[:MOST_PROBLEMS]) + (f"; and {left} more" if left > 0 else "")
+        return await answer_bad_request(request, BadRequestError(text))
+
+
+def _shortened(problem: str) -> str:
+    return problem if len(problem) <= LONGEST_PROBLEM else f"{problem[:LONGEST_PROBLEM]}..."
 
 
 def _field(location: Sequence[Any]) -> str:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+DATA_PARALLEL_RANK = b"x-data-parallel-rank"
 COMPUTING_METHODS = ("POST", "PUT")
 # By the status of the answer, for /metrics.
 REFUSAL_REASONS = {
@@ -36,6 +37,7 @@ REFUSAL_REASONS = {
     503: "overloaded",
     504: "deadline_expired",
 }
+TELLING = ("message", "detail", "error_message", "error")  # fields of errors, by who writes them
 INTERNAL_ERROR = "the server failed at this request; its log says at what"
 
 
@@ -123,6 +125,11 @@ class HttpShield:
             return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailable", text)
         if not headers.get(b"authorization", b"").isascii():  # SGLang's comparison of keys fails at it
             return Refusal(HTTPStatus.UNAUTHORIZED, "Unauthorized", "the Authorization header holds what is no ASCII")
+        if not (
+            rank := headers.get(DATA_PARALLEL_RANK, b"0")
+        ).isdigit():  # which some of SGLang's routes take for a failure
+            text = f"the header {DATA_PARALLEL_RANK.decode()} is {rank.decode('latin-1')!r}: it must be a whole number"
+            return Refusal(HTTPStatus.BAD_REQUEST, "BadRequestError", text)
         declared = headers.get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > self._config.max_body_bytes:
             return _too_large(int(declared), self._config)
@@ -248,6 +255,8 @@ class _Answer:
 
 
 def _in_our_shape(start: Message, body: bytes) -> tuple[Message, Message]:
+    if start["status"] == HTTPStatus.NOT_IMPLEMENTED:  # SGLang's for what a route does not know, such as a stream
+        start = {**start, "status": int(HTTPStatus.BAD_REQUEST)}
     content_type = dict(start["headers"]).get(b"content-type", b"")
     headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
     if content_type.startswith(b"application/json"):
@@ -263,12 +272,16 @@ def _in_our_shape(start: Message, body: bytes) -> tuple[Message, Message]:
 
 
 def with_nested_error(body: bytes) -> bytes:
-    """Adds OpenAI's `error` object to an error of SGLang's."""
+    """Adds OpenAI's `error` object to an error of SGLang's or FastAPI's."""
     try:
         flat = orjson.loads(body)
     except orjson.JSONDecodeError:
         return body
-    if not isinstance(flat, dict) or "error" in flat or "message" not in flat:
+    if not isinstance(flat, dict) or isinstance(flat.get("error"), dict):
         return body
+    told = next((text for name in TELLING if isinstance(text := flat.get(name), str)), None)
+    if told is None:
+        return body
+    flat.setdefault("message", told)
     nested = {key: flat.get(key) for key in ("message", "type", "param", "code")}
     return orjson.dumps({**flat, "error": nested})

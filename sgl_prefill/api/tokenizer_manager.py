@@ -11,7 +11,7 @@ import functools
 import math
 import re
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -98,6 +98,8 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None = None
     ) -> AsyncIterator[Any]:
         """Does as SGLang's, after our checks. Raises BadRequestError (a ValueError, which every route answers with 400)."""
+        if isinstance(obj.input_ids, Mapping):  # what tokenizers return to SGLang's route for Ollama's chats
+            obj.input_ids = list(obj.input_ids["input_ids"])
         self._check_count(obj)
         if isinstance(obj, GenerateReqInput):
             if is_probe(request):
@@ -107,7 +109,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             self._check_embeddings(obj)
             self._check_logprob_options(obj)
         else:
-            check_rids_of_embedding(obj)
+            check_lists_of_embedding(obj)
         self._check_sampling_params(obj)
         if background.is_asked_for(request):
             self._check_background()
@@ -316,6 +318,12 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             if given is None or given.owner == owner:
                 super().abort_request(one)
 
+    def _process_single_item_scoring_results(self, results: Any, *arguments: Any, **options: Any) -> Any:
+        """Does as SGLang's, which fails at an answer without log-probabilities, as that of an aborted request."""
+        for result in results if self.is_generation else ():
+            check_has_logprobs(result["meta_info"])
+        return super()._process_single_item_scoring_results(results, *arguments, **options)
+
     async def pause_generation(self, obj: Any) -> None:
         """Does as SGLang's, which waits until it has aborted everybody's requests."""
         with client.calling(None):
@@ -493,12 +501,20 @@ def count_prompts(obj: GenerateReqInput | EmbeddingReqInput) -> int | None:
     return len(prompts) if is_batch and prompts is not None else None
 
 
-def check_rids_of_embedding(obj: EmbeddingReqInput) -> None:
-    """Raise BadRequestError where the ids of an embedding request do not fit its prompts."""
+def check_lists_of_embedding(obj: EmbeddingReqInput) -> None:
+    """Raise BadRequestError where what an embedding request holds beside its prompts does not fit them."""
     n_prompts = count_prompts(obj)
+    if [] in (obj.text, obj.input_ids):
+        raise BadRequestError("the prompt is empty: the list holds no prompt")
     if isinstance(obj.rid, list) and len(obj.rid) != n_prompts:
         shown = "one prompt, which is in no list" if n_prompts is None else f"{n_prompts} prompts"
         raise BadRequestError(f"rid has {len(obj.rid)} values, and the request has {shown}")
+    for name in ("image_data", "video_data", "audio_data", "embed_overrides", "positional_embed_overrides"):
+        value = getattr(obj, name)
+        if n_prompts is None or value is None or isinstance(value, PositionalEmbeds):
+            continue
+        if not isinstance(value, list) or len(value) != n_prompts:
+            raise BadRequestError(f"{name} is no list with one value for each of the {n_prompts} prompts")
 
 
 def check_lists_against_prompts(obj: GenerateReqInput) -> None:
@@ -554,6 +570,16 @@ def check_sampling_options(options: dict[str, Any], vocab_size: int, tokenizer: 
         parsed.verify(vocab_size)
     except (ValueError, re.error) as error:
         raise BadRequestError(f"sampling_params: {error}") from error
+
+
+def check_has_logprobs(meta_info: dict[str, Any]) -> None:
+    """Raise HTTPException where an answer has no log-probabilities of labels: its request was aborted, or failed."""
+    if not meta_info.get("output_token_ids_logprobs"):
+        reason = meta_info.get("finish_reason") or {}
+        raise fastapi.HTTPException(
+            reason.get("status_code") or HTTPStatus.SERVICE_UNAVAILABLE,
+            reason.get("message") or "the request was aborted before it was computed: send it again",
+        )
 
 
 def check_deadline(deadline_ms: Any) -> None:

@@ -14,7 +14,9 @@ from sgl_prefill.device import this_device
 from sgl_prefill.port import (
     arrival,
     hybrid,
+    idle,
     kv,
+    label_logprobs,
     loopback,
     namespaces,
     out_of_memory,
@@ -25,6 +27,8 @@ from sgl_prefill.port import (
     uncompiled,
 )
 from sgl_prefill.port.declare import Hook, Override, Poke, Relied, Route, Switch
+
+RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 
 HOOKS: tuple[Hook, ...] = (
     Hook(
@@ -175,6 +179,26 @@ HOOKS: tuple[Hook, ...] = (
         function=startup.around_init_req_max_new_tokens,
         takes_state=True,
     ),
+    *(
+        Hook(
+            target=f"{RESULTS}.{method}",
+            kind="around",
+            process="scheduler",
+            feature="always",
+            reason="a step with labels for one request and none for another would end the scheduler",
+            function=label_logprobs.around_lists_of_logprobs,
+        )
+        for method in ("move_logprobs_to_cpu", "_normalize_decode_outputs")
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.on_idle",
+        kind="after",
+        process="scheduler",
+        feature="no-accelerator",
+        reason="the process would keep what steps of many sizes leave of its memory",
+        function=idle.after_on_idle,
+        takes_state=True,
+    ),
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.run_batch",
         kind="around",
@@ -308,6 +332,12 @@ ROUTES: tuple[Route, ...] = (
     ),
     Route(
         method="POST",
+        path="/api/chat",
+        stock_endpoint="sglang.srt.entrypoints.http_server.ollama_chat",
+        reason="an empty list of messages ends in a 500",
+    ),
+    Route(
+        method="POST",
         path="/v1/rerank",
         stock_endpoint="sglang.srt.entrypoints.http_server.v1_rerank_request",
         reason="rerank with any causal language model, not only with a reranker's chat template",
@@ -358,6 +388,7 @@ OVERRIDES: tuple[Override, ...] = (
             ("pause_generation", "ends the requests of everyone, whoever asks"),
             ("auto_create_handle_loop", "signals end the server in our way"),
             ("_tokenize_texts", "long texts would stop all others"),
+            ("_process_single_item_scoring_results", "a score that was aborted has no log-probabilities"),
             ("resolved_config_dict", "/server_info shows no keys"),
             ("get_internal_state", "/server_info shows no keys"),
             ("sigterm_watchdog", "no new requests while those that wait are answered, and a status of 0"),
@@ -397,6 +428,11 @@ POKES: tuple[Poke, ...] = (
         for attribute in ("rem_total_token_offset", "cur_rem_token_offset")
     ),
     Poke("sglang.srt.managers.schedule_batch.Req", "sgl_prefill", "what we know of a request"),
+    Poke(
+        "sglang.srt.layers.logits_processor.LogitsProcessorOutput",
+        "next_token_token_ids_logprobs_val",
+        "of requests that ask for no tokens it holds lists among tensors",
+    ),
     Poke("sglang.srt.managers.schedule_batch.Req", "extra_key", "whose prefixes a request may find"),
     Poke("sglang.srt.managers.schedule_batch.Req", "finished_reason", "a forward pass that ran out of memory"),
     *(

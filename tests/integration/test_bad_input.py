@@ -120,6 +120,11 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("/api/generate", {"model": "demo", "prompt": "a"}, ["--allow-generation"]),
     ("/api/generate", {"model": "demo", "prompt": "a", "stream": False}, ["--allow-generation"]),
     ("/api/chat", {"model": "demo", "messages": [{"role": "user", "content": "a"}]}, ["--allow-generation"]),
+    ("/api/chat", {"model": "demo", "messages": []}, ["messages is empty"]),
+    ("/encode", {"text": []}, ["the list holds no prompt"]),
+    ("/classify", {"text": ["a", "b"], "embed_overrides": 5}, ["embed_overrides is no list"]),
+    ("/classify", {"text": ["a", "b"], "audio_data": 0}, ["audio_data is no list"]),
+    ("/v1/tokenize", {"prompt": "a", "stream": True}, ["streaming"]),
     ("/detokenize", {"model": "demo", "tokens": [5, VOCABULARY_SIZE]}, [str(VOCABULARY_SIZE)]),
     ("/v1/detokenize", {"model": "demo", "tokens": [[5], [-1]]}, ["-1"]),
     ("/invocations", {"model": "demo"}, ["messages"]),
@@ -201,16 +206,48 @@ def test_a_broken_http_request_does_not_stop_the_server(server: Server) -> None:
         assert b"400" in connection.recv(1000)
 
 
-@pytest.mark.parametrize("path", ["/parse_function_call", "/vertex_generate", "/slow_down", "/add_external_corpus"])
+@pytest.mark.parametrize("path", ["/parse_function_call", "/vertex_generate", "/start_expert_distribution_record"])
 def test_routes_that_make_no_sense_here_say_so(server: Server, path: str) -> None:
     reply = server.post(path, {})
     assert reply.status_code == 404
     assert error_of(reply).startswith(f"{path} is not served, since ")
 
 
+def test_a_body_with_a_thousand_problems_gets_a_short_answer(server: Server) -> None:
+    """27 kB of zeros in the place of a message had been answered with 110 MB."""
+    reply = server.post(CHATS, {**CHAT, "messages": [{"role": "user", "content": [0] * 9000}]})
+    assert reply.status_code == 400
+    assert len(reply.content) < 20_000
+    assert "messages.0" in error_of(reply)
+
+
+def test_a_rank_that_is_no_number_is_refused_on_every_route(server: Server) -> None:
+    """Some answered with 500."""
+    for path, body in ((CHATS, CHAT), ("/v1/messages", {**CHAT, "max_tokens": 1})):
+        reply = server.post(path, body, headers={"x-data-parallel-rank": "x"})
+        assert reply.status_code == 400
+        assert "x-data-parallel-rank is 'x'" in error_of(reply)
+    assert requests.put(server.url + CHATS, timeout=60).json()["error"]["message"] == "Method Not Allowed"
+
+
+def test_labels_and_a_plain_token_share_a_step(server: Server) -> None:
+    """Behind a long prompt they wait together; the scheduler had ended at the first such step."""
+    for turn in range(3):
+        with ThreadPoolExecutor(3) as clients:
+            long = {"input_ids": [3000 + turn, *range(1000, 7000)], "sampling_params": {"max_new_tokens": 0}}
+            blocking = clients.submit(server.post, GENERATE, long)
+            others = [
+                clients.submit(server.post, COMPLETIONS, {**PROMPT, **options})
+                for options in ({"allowed_tokens": LABELS}, {"max_tokens": 1}) * 3
+            ]
+            assert {reply.result().status_code for reply in (blocking, *others)} == {200}
+
+
 def test_what_had_failed_and_is_right_works(server: Server) -> None:
-    """Ids that look like a health check's, lists of ids, one token of a response, and Amazon's name for a chat."""
+    """Ollama's chats, ids that look like a health check's, lists of ids, a response of one token, Amazon's name for a chat."""
     options = {"sampling_params": {"max_new_tokens": 0}}
+    ollama = {**CHAT, "options": {"num_predict": 1}, "stream": False}
+    assert server.post("/api/chat", ollama).json()["message"]["content"]
     named = server.post(GENERATE, {**NATIVE, "rid": "HEALTH_CHECK_x", **options})
     assert named.json()["meta_info"]["id"] == "HEALTH_CHECK_x"
     assert server.post("/tokenize", {"model": "demo", "prompt": "a b"}).json()["count"] == 2

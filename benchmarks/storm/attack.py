@@ -1,0 +1,101 @@
+"""One client that does its worst, as a process of its own: python benchmarks/storm/attack.py URL KIND SECONDS
+
+    labels     1,873 labels after 16 different ends of prompts: a second of looking up
+    texts      30 MB of text, and the longest text that may fit, which is tokenised to find out that it does not
+    prompts    10,000 prompts in one request
+    deadlines  3,000 requests with a deadline, all at once
+
+It asks again and again under one user's name, and prints what it was answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import orjson
+
+N_LABELS, N_ENDS, N_PROMPTS, N_DEADLINES = 1873, 16, 10_000, 3_000
+TEXT_BYTES, FITTING_CHARACTERS = 30_000_000, 60_000
+DEADLINE_MS = 2_000
+USER = "attacker"
+Bodies = Callable[[int], list[tuple[str, dict[str, Any]]]]
+
+
+def labels(number: int) -> list[tuple[str, dict[str, Any]]]:
+    """Ends that nobody has asked before."""
+    ends = [f"Attack {number}, question {end}? Answer:" for end in range(N_ENDS)]
+    return [("/v1/completions", {"prompt": ends, "allowed_tokens": [f" {chr(0x4E00 + n)}" for n in range(N_LABELS)]})]
+
+
+def texts(number: int) -> list[tuple[str, dict[str, Any]]]:
+    big = {"prompt": "x y " * (TEXT_BYTES // 4), "allowed_token_ids": [5, 6]}
+    fits = {"prompt": f"{number} x y" * (FITTING_CHARACTERS // 5), "allowed_token_ids": [5, 6]}
+    return [("/v1/completions", big), ("/v1/completions", fits)]
+
+
+def prompts(number: int) -> list[tuple[str, dict[str, Any]]]:
+    rng = random.Random(number)
+    ids = [[rng.randrange(1000, 40_000) for _ in range(12)] for _ in range(N_PROMPTS)]
+    return [("/v1/completions", {"prompt": ids, "allowed_token_ids": [5, 6]})]
+
+
+def deadlines(number: int) -> list[tuple[str, dict[str, Any]]]:
+    rng = random.Random(number)
+    return [
+        (
+            "/v1/completions",
+            {
+                "prompt": [rng.randrange(1000, 40_000) for _ in range(40)],
+                "allowed_token_ids": [5, 6],
+                "deadline_ms": DEADLINE_MS,
+            },
+        )
+        for _ in range(N_DEADLINES)
+    ]
+
+
+KINDS: dict[str, Bodies] = {"labels": labels, "texts": texts, "prompts": prompts, "deadlines": deadlines}
+
+
+async def attack(url: str, kind: str, seconds: float) -> dict[str, int]:
+    """Sends all requests of a round at once, and the next round once they are answered. Returns how many got which status."""
+    statuses: Counter[str] = Counter()
+    until_s = time.monotonic() + seconds
+    headers = {"content-type": "application/json", "x-user-id": USER}
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+
+        async def ask(route: str, body: bytes) -> None:
+            async with session.post(url + route, data=body) as reply:
+                await reply.read()
+                statuses[str(reply.status)] += 1
+
+        for number in itertools.count():
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                break
+            round_of_it = [(route, orjson.dumps({"model": "x", **body})) for route, body in KINDS[kind](number)]
+            try:
+                await asyncio.wait_for(asyncio.gather(*(ask(*one) for one in round_of_it)), left_s)
+            except TimeoutError:  # it leaves, and so do its requests
+                statuses["left"] += 1
+    return dict(statuses)
+
+
+def main() -> int:
+    url, kind, seconds = sys.argv[1:]
+    print(json.dumps(asyncio.run(attack(url, kind, float(seconds)))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

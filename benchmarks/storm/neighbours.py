@@ -1,0 +1,139 @@
+"""What others feel of one client that does its worst, and how long one request waits behind its ten thousand."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from benchmarks import report, shapes
+from benchmarks.harness import client, engines, traffic
+from benchmarks.harness.turns import Served, Servers
+from benchmarks.storm.attack import KINDS
+from benchmarks.storm.part import Part
+from sgl_prefill.plan import percentile
+
+N_TURNS, N_LIVE, LIVE_PER_S = 3, 120, 6.0
+N_USERS, PREFIX_TOKENS, OWN_TOKENS = 10, 200, 50
+HEAD_START_S = 2.0  # of an attack: it takes hold before others are measured
+N_SINGLES = 20  # requests of another client behind ten thousand
+QUIET = "quiet"
+# The demo model, as a user gets it: no flag of ours.
+SERVED = Served(None, ["--context-length", "8192", "--max-total-tokens", "20000"], [*shapes.budget(3)])
+
+
+def measure(quick: bool, model: Path, folder: Path) -> Part:
+    """Sends the same live requests in quiet and beside each attack, in turns; model: not used."""
+    n_turns, n_live = (1, 6) if quick else (N_TURNS, N_LIVE)
+    live = live_requests(n_live)
+    seconds = live[-1].at_s + 2 * HEAD_START_S
+    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in (QUIET, *KINDS)}
+    with Servers(SERVED, 1) as servers:
+        server = servers.of(engines.OURS)
+        for turn in range(n_turns):
+            for kind, of_kind in found.items():
+                server.flush_cache()
+                client.run(server.url, live[:5], "warm-up")
+                attacker = None if kind == QUIET else start(server.url, kind, seconds)
+                outcomes = client.run(server.url, live, f"{kind}, turn {turn + 1}")
+                answered = {} if attacker is None else end(attacker)
+                of_kind.append({**client.figures(outcomes)._asdict(), "attacker_was_answered": answered})
+        singles = behind_ten_thousand(server, 2 if quick else N_SINGLES)
+        command = server.command
+    medians = {
+        kind: {name: statistics.median(one[name] for one in of_kind) for name in ("mean_s", "p50_s", "p99_s")}
+        for kind, of_kind in found.items()
+    }
+    rows: list[dict[str, Any]] = [
+        {"part": "neighbours", "beside": kind, **medians[kind], "turns": of_kind} for kind, of_kind in found.items()
+    ]
+    rows.append({"part": "neighbours", "beside": "10,000 prompts of one user", **singles})
+    targets = [
+        report.Target.at_most(
+            f"others' P99 beside one client's {kind} / quiet", medians[kind]["p99_s"] / medians[QUIET]["p99_s"], 3.0
+        )
+        for kind in KINDS
+    ]
+    targets.append(
+        report.Target.at_most(
+            "one request behind 10,000 of another client: its wait in steps of the flood, P99",
+            singles["steps_p99"],
+            3.0,
+        )
+    )
+    return Part(rows, targets, {"neighbours": command})
+
+
+def live_requests(n: int) -> list[client.Due]:
+    """Prompts of ten users, as they come."""
+    rng = random.Random("neighbours")
+    prefixes = [shapes.token_ids(rng, PREFIX_TOKENS) for _ in range(N_USERS)]
+    dues = []
+    for at_s in traffic.poisson(LIVE_PER_S, n):
+        user = rng.randrange(N_USERS)
+        prompt = [*prefixes[user], *shapes.token_ids(rng, OWN_TOKENS)]
+        dues.append(client.Due(at_s + HEAD_START_S, prompt, user=f"user {user}"))
+    return dues
+
+
+def start(url: str, kind: str, seconds: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "benchmarks.storm.attack", url, kind, str(seconds)]
+    return subprocess.Popen(command, cwd=report.REPOSITORY, stdout=subprocess.PIPE, text=True)
+
+
+def end(attacker: subprocess.Popen[str]) -> dict[str, int]:
+    """Waits for the attacker, and returns what it was answered. Raises InvalidRunError where it failed."""
+    output, _ = attacker.communicate(timeout=600)
+    if attacker.returncode != 0:
+        raise report.InvalidRunError(f"the attacker ended with {attacker.returncode}")
+    answered: dict[str, int] = json.loads(output)
+    return answered
+
+
+def behind_ten_thousand(server: engines.Running, n_singles: int) -> dict[str, float]:
+    """Sends one request at a time while ten thousand of another client wait; what they wait, in steps of that moment."""
+    rng = random.Random("single")
+    waits_ms, waits_steps, left = [], [], []
+    attacker = None
+    for number in range(n_singles):
+        if attacker is None or waiting(server.url) < 2000:
+            if attacker is not None:
+                end(attacker)
+            attacker = start(server.url, "prompts", 40.0)
+            while waiting(server.url) < 5000:
+                if attacker.poll() is not None:
+                    raise report.InvalidRunError("the flood ended before it was there")
+                time.sleep(0.1)
+        body = {"input_ids": shapes.token_ids(rng, 3), "allowed_token_ids": [5, 6]}
+        reply = requests.post(
+            f"{server.url}/generate", json=body, headers={"x-user-id": f"single {number}"}, timeout=60
+        )
+        scores = reply.json()["meta_info"]["label_scores"]
+        waits_ms.append(scores["queue_ms"])
+        waits_steps.append(scores["queue_ms"] / scores["actual_ms"])
+        left.append(waiting(server.url))
+    assert attacker is not None
+    attacker.terminate()
+    attacker.wait()
+    return {
+        "singles": n_singles,
+        "least_waiting": min(left),
+        "queue_ms_p50": statistics.median(waits_ms),
+        "queue_ms_longest": max(waits_ms),
+        "steps_p50": statistics.median(waits_steps),
+        "steps_p99": percentile(sorted(waits_steps), 99),
+    }
+
+
+def waiting(url: str) -> float:
+    """Counts the requests that the policy knows of."""
+    name = "sglang:prefill_waiting_requests{"
+    metrics = requests.get(f"{url}/metrics", timeout=60).text
+    return sum(float(line.rsplit(" ", 1)[1]) for line in metrics.splitlines() if line.startswith(name))
