@@ -20,10 +20,10 @@ from benchmarks.storm.attack import KINDS
 from benchmarks.storm.part import Part
 from sgl_prefill.plan import percentile
 
-N_TURNS, N_LIVE, LIVE_PER_S = 3, 120, 6.0
+N_TURNS, N_LIVE, LIVE_PER_S = 3, 100, 6.0
 N_USERS, PREFIX_TOKENS, OWN_TOKENS = 10, 200, 50
 HEAD_START_S = 2.0  # of an attack: it takes hold before others are measured
-N_SINGLES = 20  # requests of another client behind ten thousand
+N_SINGLES = 10  # requests of another client behind ten thousand
 QUIET = "quiet"
 # The demo model, as a user gets it: no flag of ours.
 SERVED = Served(None, ["--context-length", "8192", "--max-total-tokens", "20000"], [*shapes.budget(3)])

@@ -22,7 +22,7 @@ from benchmarks.harness.turns import Served, Servers
 from benchmarks.storm.part import Part
 from sgl_prefill import demo_model
 
-N_TRIALS = 600
+N_TRIALS = 400
 PROMPT_TOKENS, N_LABELS = 300, 300
 Z = 2.39  # in standard deviations of a fair coin: the best of six rules that know nothing is within in 19 of 20 runs
 SERVED = Served(None, ["--context-length", "4096", "--max-total-tokens", "20000"], [*shapes.budget(3)])

@@ -56,6 +56,8 @@ class LabelChatCompletionRequest(ChatCompletionRequest):  # type: ignore[misc]
         """Runs before SGLang's own validators, which end in a 500 for a body that is a list or a text."""
         if not isinstance(values, dict):
             raise ValueError("the request body must be a JSON object")
+        if not isinstance(values.get("response_format"), dict | None):
+            raise ValueError("response_format must be an object")
         return values
 
 

@@ -84,6 +84,8 @@ class PrefillRoutes:
             if request.max_tokens is None:
                 request.max_tokens = self._default_max_tokens(CompletionRequest.model_fields["max_tokens"].default)
             check_penalties(request, request.max_tokens)
+            if request.echo and request.logprobs == 0:
+                request.logprobs = 1  # SGLang takes 0 for none of the prompt, and fails at it
             pass_deadline(request)
             return await self._stock["/v1/completions"](request, raw_request)
         check_label_request(request, request.max_tokens)

@@ -110,6 +110,7 @@ class HttpShield:
         answer = _Answer(send, body)
         try:
             await self._app(scope, body.receive, answer.send)
+            assert not answer.is_of_an_error, "the error comes after its answer"
         except Exception as error:
             if body.refusal is None and not answer.has_begun:
                 await _refuse(_refusal_of(error), body, send)
@@ -232,6 +233,7 @@ class _Answer:
         self._send = send
         self._body = body
         self._start: Message | None = None  # held back
+        self.is_of_an_error = False  # Starlette's, which hands the error on: that says more
         self._error = b""
         self.has_begun = False
 
@@ -240,6 +242,10 @@ class _Answer:
             return  # FastAPI answers any error in reading a body with a text of its own; ours comes instead
         if message["type"] == "http.response.start":
             self._start = message
+            is_text = dict(message["headers"]).get(b"content-type", b"").startswith(b"text/plain")
+            self.is_of_an_error = is_text and message["status"] == HTTPStatus.INTERNAL_SERVER_ERROR
+            return
+        if self.is_of_an_error:
             return
         if self._start is not None and message["type"] == "http.response.body":
             if self._start["status"] >= HTTPStatus.BAD_REQUEST:

@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import fastapi
 import msgspec
 from sglang.srt.managers.embed_types import PositionalEmbeds
-from sglang.srt.managers.io_struct import AbortReq, EmbeddingReqInput, GenerateReqInput, ShutdownReq
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    EmbeddingReqInput,
+    GenerateReqInput,
+    SessionParams,
+    ShutdownReq,
+)
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
@@ -105,11 +111,13 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             if is_probe(request):
                 obj.sampling_params = {"max_new_tokens": 0}
             check_lists_against_prompts(obj)
+            if isinstance(obj.session_params, dict):
+                check_session(obj.session_params)
             self._check_internal_fields(obj)
             self._check_embeddings(obj)
             self._check_logprob_options(obj)
         else:
-            check_lists_of_embedding(obj)
+            check_lists_of_embedding(obj, takes_media=self.mm_processor is not None)
         self._check_sampling_params(obj)
         if background.is_asked_for(request):
             self._check_background()
@@ -302,11 +310,15 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 meta["id"] = given.shown + inside.removeprefix(known)
                 break
 
-    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+    def abort_request(self, rid: str | list[str] = "", abort_all: bool = False) -> None:
         """Ends the requests with exactly this id of a client's, of a batch or of one of its prompts, or of our own.
 
         Where HTTP asks, those of this caller, of which `abort_all` means all; who has the administrator's key ends anybody's.
         """
+        if isinstance(rid, list):  # of a batch that was refused before SGLang had looked at it
+            for one in rid:
+                self.abort_request(one)
+            return
         caller = client.current()
         if caller is None or self._is_administrator(caller):
             for one in [*self._hidden_rids.get(rid, [rid])]:
@@ -469,6 +481,18 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         super()._validate_one_request(obj, input_ids)
 
 
+def check_session(params: dict[str, Any]) -> None:
+    """Raise BadRequestError for what is no option of a session, naming it."""
+    types = {field.name: field.type for field in msgspec.structs.fields(SessionParams)}
+    for name, value in params.items():
+        if name not in types:
+            raise BadRequestError(f"session_params holds {name!r}, which is no option of a session")
+        try:
+            msgspec.convert(value, types[name])
+        except msgspec.ValidationError as error:
+            raise BadRequestError(f"session_params: {name} is {value!r}: {error}") from error
+
+
 def _names(given: GivenRid) -> set[str]:
     return {name for name in (given.asked, given.shown) if name is not None}
 
@@ -501,11 +525,16 @@ def count_prompts(obj: GenerateReqInput | EmbeddingReqInput) -> int | None:
     return len(prompts) if is_batch and prompts is not None else None
 
 
-def check_lists_of_embedding(obj: EmbeddingReqInput) -> None:
-    """Raise BadRequestError where what an embedding request holds beside its prompts does not fit them."""
+def check_lists_of_embedding(obj: EmbeddingReqInput, *, takes_media: bool) -> None:
+    """Raise BadRequestError where what an embedding request holds beside its prompts does not fit them; takes_media: a prompt may
+    be an image or the like alone."""
     n_prompts = count_prompts(obj)
     if [] in (obj.text, obj.input_ids):
         raise BadRequestError("the prompt is empty: the list holds no prompt")
+    if obj.text is None and (obj.is_cross_encoder_request or not (takes_media or obj.input_ids)):
+        raise BadRequestError(
+            "the request holds no prompt: give text" + ("" if obj.is_cross_encoder_request else " or input_ids")
+        )
     if isinstance(obj.rid, list) and len(obj.rid) != n_prompts:
         shown = "one prompt, which is in no list" if n_prompts is None else f"{n_prompts} prompts"
         raise BadRequestError(f"rid has {len(obj.rid)} values, and the request has {shown}")

@@ -113,6 +113,15 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
         for labels in ({}, {"allowed_token_ids": [5, 6]})
     ),
     (GENERATE, {**NATIVE, "session_params": "q", "sampling_params": {"max_new_tokens": 0}}, ["session_params"]),
+    *(
+        (
+            GENERATE,
+            {**NATIVE, "session_params": params, "sampling_params": {"max_new_tokens": 0}},
+            ["session_params", name],
+        )
+        for params, name in (({"__class__": "x"}, "__class__"), ({"offset": "x"}, "offset"))
+    ),
+    (CHATS, {**CHAT, "allowed_tokens": LABELS, "response_format": 2}, ["response_format must be an object"]),
     (GENERATE, {"text": [["a"]], "sampling_params": {"max_new_tokens": 0}}, ["text"]),
     (COMPLETIONS, {**PROMPT, "max_tokens": 1, "logprobs": 3, "echo": True, "stream": True, "regex": "a"}, ["regex"]),
     ("/v1/embeddings", {"model": "demo", "input": "a", "rid": ["x", "y"]}, ["rid"]),
@@ -122,6 +131,8 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("/api/chat", {"model": "demo", "messages": [{"role": "user", "content": "a"}]}, ["--allow-generation"]),
     ("/api/chat", {"model": "demo", "messages": []}, ["messages is empty"]),
     ("/encode", {"text": []}, ["the list holds no prompt"]),
+    ("/encode", {"image_data": "x"}, ["no prompt", "text or input_ids"]),
+    ("/classify", {"input_ids": [[5], [6]], "is_cross_encoder_request": True}, ["no prompt", "text"]),
     ("/classify", {"text": ["a", "b"], "embed_overrides": 5}, ["embed_overrides is no list"]),
     ("/classify", {"text": ["a", "b"], "audio_data": 0}, ["audio_data is no list"]),
     ("/v1/tokenize", {"prompt": "a", "stream": True}, ["streaming"]),
@@ -243,9 +254,12 @@ def test_labels_and_a_plain_token_share_a_step(server: Server) -> None:
             assert {reply.result().status_code for reply in (blocking, *others)} == {200}
 
 
-def test_what_had_failed_and_is_right_works(server: Server) -> None:
+def test_what_had_failed_and_is_right_works(server: Server, tokenizer: Any) -> None:
     """Ollama's chats, ids that look like a health check's, lists of ids, a response of one token, Amazon's name for a chat."""
     options = {"sampling_params": {"max_new_tokens": 0}}
+    assert requests.get(f"{server.url}/v1/loads?include=x", timeout=60).status_code == 400
+    echoed = server.post(COMPLETIONS, {**PROMPT, "logprobs": 0, "echo": True, "max_tokens": 1}).json()["choices"][0]
+    assert len(echoed["logprobs"]["token_logprobs"]) == 1 + len(tokenizer.encode(PROMPT["prompt"]))
     ollama = {**CHAT, "options": {"num_predict": 1}, "stream": False}
     assert server.post("/api/chat", ollama).json()["message"]["content"]
     named = server.post(GENERATE, {**NATIVE, "rid": "HEALTH_CHECK_x", **options})
