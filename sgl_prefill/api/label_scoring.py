@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import fastapi
 
-from sgl_prefill.api.tokenizer_manager import check_has_logprobs, check_ids_in_vocabulary
+from sgl_prefill.api.request_checks import check_has_logprobs, check_ids_in_vocabulary
 from sgl_prefill.core.labels import (
     CONTEXT_CHARACTERS,
     CONTEXT_TOKENS,

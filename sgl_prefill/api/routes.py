@@ -38,8 +38,8 @@ from sgl_prefill.api.protocol import (
     pass_generate_deadline,
     pass_salt,
 )
+from sgl_prefill.api.request_checks import check_ids_in_vocabulary
 from sgl_prefill.api.shield import HttpShield, Refusal
-from sgl_prefill.api.tokenizer_manager import check_ids_in_vocabulary
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError, SeamError
 from sgl_prefill.port.ending import Ending

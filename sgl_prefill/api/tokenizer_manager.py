@@ -8,27 +8,33 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
-import math
-import re
-import uuid
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import fastapi
-import msgspec
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import (
     AbortReq,
     EmbeddingReqInput,
     GenerateReqInput,
-    SessionParams,
     ShutdownReq,
 )
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
-from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
+from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sgl_prefill.api.request_checks import (
+    MEDIA,
+    check_has_logprobs,
+    check_ids_in_vocabulary,
+    check_lists_against_prompts,
+    check_lists_of_embedding,
+    check_sampling_options,
+    check_session,
+    count_prompts,
+)
+from sgl_prefill.api.rids import Rids
 from sgl_prefill.api.text_limit import OFF_LOOP_CHARACTERS, longest_token_characters
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.engine_state import PACKS_WEIGHTS_KEY
@@ -43,35 +49,8 @@ if TYPE_CHECKING:
     from sgl_prefill.port.ending import Ending
 
 
-# SGLang fills these in itself; a client that sends them would switch its checks off.
-INTERNAL_SAMPLING_FIELDS = {"stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"}
 LONGEST_NUMBER = 2**63 - 1  # of JSON as it is written here
-HIDDEN_RID_CHARACTERS = 32  # of a UUID in hexadecimal
-SAMPLING_OPTION_TYPES = {
-    field.name: field.type
-    for field in msgspec.structs.fields(SamplingParams)
-    if field.name not in INTERNAL_SAMPLING_FIELDS
-}
-# What becomes a tensor of 32 or 64 bits in the scheduler, and how many answers one request may ask for.
-SAMPLING_OPTION_RANGES = (("top_k", -1, TOP_K_ALL), ("sampling_seed", -(2**63), 2**63 - 1), ("n", 1, 1024))
-
-# Options of GenerateReqInput that may be one value, or a list with one value for each prompt of a batch.
-PER_PROMPT_FIELDS = (
-    *("rid", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "lora_path", "lora_id"),
-    *("extra_key", "custom_logit_processor", "return_hidden_states", "return_sampling_mask"),
-    *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size"),
-)
-
-
 GRAMMARS = ("regex", "json_schema", "ebnf", "structural_tag")
-
-
-class GivenRid(NamedTuple):
-    """What a client calls a request."""
-
-    asked: str | None  # of all prompts of a batch; None where it says nothing
-    shown: str | None  # with its answer
-    owner: str  # who may abort it
 
 
 class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
@@ -88,8 +67,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self.scheduler_info: dict[str, Any] | None = (
             None  # what the scheduler said at its start; of a server, SGLang keeps it
         )
-        self._given_rids: dict[str, GivenRid] = {}  # of requests in flight, by the id that SGLang knows
-        self._hidden_rids: dict[str, dict[str, None]] = {}  # those ids by what clients call them
+        self._rids = Rids()
 
     @property
     def packs_weights(self) -> bool:
@@ -107,6 +85,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         if isinstance(obj.input_ids, Mapping):  # what tokenizers return to SGLang's route for Ollama's chats
             obj.input_ids = list(obj.input_ids["input_ids"])
         self._check_count(obj)
+        self._check_media(obj)
         if isinstance(obj, GenerateReqInput):
             if is_probe(request):
                 obj.sampling_params = {"max_new_tokens": 0}
@@ -126,15 +105,16 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         obj.sampling_params = custom_params.for_each(
             obj.sampling_params, functools.partial(custom_params.put_ours, told=told)
         )
-        hidden = self._hide_rids(obj, request)
+        # SGLang knows health probes by their id.
+        hidden = [] if is_probe(request) else self._rids.hide(obj, self._owner(client.current()))
         try:
             async for output in super().generate_request(obj, request):
                 for one in output if isinstance(output, list) else [output]:
-                    self._show_rid(one)
+                    self._rids.show(one)
                 yield output
         finally:
             for rid in hidden:
-                self._forget_rid(rid)
+                self._rids.forget(rid)
 
     async def caller_of(self, request: fastapi.Request | None) -> client.Caller:
         """Says who asks, by what HTTP and the body tell; nobody where there is no HTTP."""
@@ -256,59 +236,19 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                     f"the request has {n_prompts} prompts, and this server's {flag} is {most}: send fewer in one request"
                 )
 
+    def _check_media(self, obj: GenerateReqInput | EmbeddingReqInput) -> None:
+        if self.mm_processor is None:
+            for name in MEDIA:
+                value = getattr(obj, name)
+                if any(one is not None for one in (value if isinstance(value, list) else [value])):
+                    raise BadRequestError(f"the request holds {name}, and this server's model takes text only")
+
     def _check_background(self) -> None:
         if not self.prefill_config.has_policy:
             raise BadRequestError(
                 f"{background.HEADER} is set, and this server runs SGLang's own scheduler, which knows no background jobs: leave"
                 " it out, or start the server without --scheduling stock"
             )
-
-    def _hide_rids(self, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None) -> list[str]:
-        """Give the request ids of its own inside; clients' may be alike, and SGLang aborts all that begin with one. Returns them.
-
-        In a session requests name earlier ones: there the id inside is made of the client's, so that none begins another. Not for
-        health probes, which SGLang knows by their id.
-        """
-        session = getattr(obj, "session_params", None)
-        session = session if isinstance(session, dict) and session.get("id") is not None else None
-        if session is not None:
-            obj.rid = obj.rid if obj.rid is not None else uuid.uuid4().hex
-            if isinstance(earlier := session.get("rid"), str):
-                obj.session_params = {**session, "rid": rid_of_session(earlier)}
-        if is_probe(request):
-            return []
-        n_prompts, asked, owner = count_prompts(obj), obj.rid, self._owner(client.current())
-        shown: list[str | None]
-        if isinstance(asked, list):
-            given = [GivenRid(one, one, owner) for one in asked]
-        else:
-            is_one = asked is None or n_prompts is None or n_prompts == 1
-            shown = [asked] * (n_prompts or 1) if is_one else [f"{asked}_{index}" for index in range(n_prompts or 0)]
-            given = [GivenRid(asked, one, owner) for one in shown]
-        hidden = {uuid.uuid4().hex if session is None else rid_of_session(str(one.shown)): one for one in given}
-        self._given_rids |= hidden
-        for inside, one in hidden.items():
-            for name in _names(one):
-                self._hidden_rids.setdefault(name, {})[inside] = None
-        is_single = not isinstance(asked, list) and n_prompts is None
-        obj.rid = next(iter(hidden)) if is_single else list(hidden)
-        return list(hidden)
-
-    def _forget_rid(self, inside: str) -> None:
-        for name in _names(self._given_rids.pop(inside)):
-            of_name = self._hidden_rids[name]
-            del of_name[inside]
-            if not of_name:
-                del self._hidden_rids[name]
-
-    def _show_rid(self, output: dict[str, Any]) -> None:
-        """Puts the client's id back into an answer; of several answers to one prompt SGLang appends to it."""
-        meta = output.get("meta_info", {})
-        inside = str(meta.get("id"))
-        for known in (inside, inside[:HIDDEN_RID_CHARACTERS]):
-            if (given := self._given_rids.get(known)) is not None and given.shown is not None:
-                meta["id"] = given.shown + inside.removeprefix(known)
-                break
 
     def abort_request(self, rid: str | list[str] = "", abort_all: bool = False) -> None:
         """Ends the requests with exactly this id of a client's, of a batch or of one of its prompts, or of our own.
@@ -321,13 +261,12 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             return
         caller = client.current()
         if caller is None or self._is_administrator(caller):
-            for one in [*self._hidden_rids.get(rid, [rid])]:
+            for one in self._rids.named(rid):
                 super().abort_request(one, abort_all)
             return
         owner = self._owner(caller)
-        for one in [*self._given_rids] if abort_all else [*self._hidden_rids.get(rid, [rid])]:
-            given = self._given_rids.get(one)
-            if given is None or given.owner == owner:
+        for one in self._rids.of(owner) if abort_all else self._rids.named(rid):
+            if not self._rids.is_anothers(one, owner):
                 super().abort_request(one)
 
     def _process_single_item_scoring_results(self, results: Any, *arguments: Any, **options: Any) -> Any:
@@ -465,8 +404,6 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     def _validate_one_request(self, obj: GenerateReqInput | EmbeddingReqInput, input_ids: list[int]) -> None:
         """Does as SGLang's, after our own checks of the token ids; called once a prompt, also within batches."""
         n_input = len(input_ids) if input_ids is not None else 0
-        if obj.contains_mm_input() and self.mm_processor is None:
-            raise BadRequestError("the request holds images, video or audio, and this server's model takes text only")
         if n_input == 0 and obj.input_embeds is None and not obj.contains_mm_input():
             raise BadRequestError("the prompt is empty: it must hold at least one token")
         if obj.input_ids is not None and n_input > 0:
@@ -481,148 +418,8 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         super()._validate_one_request(obj, input_ids)
 
 
-def check_session(params: dict[str, Any]) -> None:
-    """Raise BadRequestError for what is no option of a session, naming it."""
-    types = {field.name: field.type for field in msgspec.structs.fields(SessionParams)}
-    for name, value in params.items():
-        if name not in types:
-            raise BadRequestError(f"session_params holds {name!r}, which is no option of a session")
-        try:
-            msgspec.convert(value, types[name])
-        except msgspec.ValidationError as error:
-            raise BadRequestError(f"session_params: {name} is {value!r}: {error}") from error
-
-
-def _names(given: GivenRid) -> set[str]:
-    return {name for name in (given.asked, given.shown) if name is not None}
-
-
 def is_probe(request: fastapi.Request | None) -> bool:
     """Says whether SGLang's own health check asks, on whatever path before it a proxy serves us."""
     return request is not None and request.url.path.removeprefix(request.scope.get("root_path", "")).startswith(
         "/health"
-    )
-
-
-def rid_of_session(rid: str) -> str:
-    """Returns an id that no other one begins, and that begins no other: its length comes first."""
-    return f"{len(rid)}:{rid}"
-
-
-def count_prompts(obj: GenerateReqInput | EmbeddingReqInput) -> int | None:
-    """Counts the prompts of a request; None where there is one that does not stand in a list."""
-    prompts = obj.text if obj.text is not None else obj.input_ids
-    if prompts is None:
-        prompts = getattr(obj, "input_embeds", None)
-        is_batch = (
-            isinstance(prompts, list)
-            and bool(prompts)
-            and isinstance(prompts[0], list)
-            and (bool(prompts[0]) and isinstance(prompts[0][0], list))
-        )
-    else:
-        is_batch = isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], str | list)
-    return len(prompts) if is_batch and prompts is not None else None
-
-
-def check_lists_of_embedding(obj: EmbeddingReqInput, *, takes_media: bool) -> None:
-    """Raise BadRequestError where what an embedding request holds beside its prompts does not fit them; takes_media: a prompt may
-    be an image or the like alone."""
-    n_prompts = count_prompts(obj)
-    if [] in (obj.text, obj.input_ids):
-        raise BadRequestError("the prompt is empty: the list holds no prompt")
-    if obj.text is None and (obj.is_cross_encoder_request or not (takes_media or obj.input_ids)):
-        raise BadRequestError(
-            "the request holds no prompt: give text" + ("" if obj.is_cross_encoder_request else " or input_ids")
-        )
-    if isinstance(obj.rid, list) and len(obj.rid) != n_prompts:
-        shown = "one prompt, which is in no list" if n_prompts is None else f"{n_prompts} prompts"
-        raise BadRequestError(f"rid has {len(obj.rid)} values, and the request has {shown}")
-    for name in ("image_data", "video_data", "audio_data", "embed_overrides", "positional_embed_overrides"):
-        value = getattr(obj, name)
-        if n_prompts is None or value is None or isinstance(value, PositionalEmbeds):
-            continue
-        if not isinstance(value, list) or len(value) != n_prompts:
-            raise BadRequestError(f"{name} is no list with one value for each of the {n_prompts} prompts")
-
-
-def check_lists_against_prompts(obj: GenerateReqInput) -> None:
-    """Raise BadRequestError where an option that may be a list, one value a prompt, does not fit the prompts."""
-    if obj.text is not None and obj.input_ids is not None:
-        raise BadRequestError("text and input_ids are both given: give the prompt once")
-    prompts = obj.text if obj.text is not None else obj.input_ids if obj.input_ids is not None else obj.input_embeds
-    if prompts == []:
-        raise BadRequestError("the prompt is empty: the list holds no prompt")
-    is_batch = count_prompts(obj) is not None
-    for field in PER_PROMPT_FIELDS:
-        value = getattr(obj, field)
-        if not isinstance(value, list):
-            continue
-        if not is_batch:
-            raise BadRequestError(f"{field} is a list, and the request has one prompt: give one value")
-        if len(value) != len(prompts):
-            raise BadRequestError(f"{field} has {len(value)} values, and the request has {len(prompts)} prompts")
-
-
-def check_sampling_options(options: dict[str, Any], vocab_size: int, tokenizer: Any) -> None:
-    """Raise BadRequestError, naming the option, for what SGLang would not understand.
-
-    SGLang takes these options as they come: a wrong type or a token id outside the vocabulary reaches the scheduler and
-    ends it. `null` means "not given", as in SGLang.
-    """
-    for name, value in options.items():
-        if name not in SAMPLING_OPTION_TYPES:
-            raise BadRequestError(f"sampling_params holds {name!r}, which is no sampling option of this server")
-        if value is None:
-            continue
-        try:
-            msgspec.convert(value, SAMPLING_OPTION_TYPES[name])
-        except msgspec.ValidationError as error:
-            raise BadRequestError(f"sampling_params: {name} is {value!r}: {error}") from error
-    for name, lowest, highest in SAMPLING_OPTION_RANGES:
-        value = options.get(name)
-        if value is not None and not lowest <= value <= highest:
-            raise BadRequestError(f"sampling_params: {name} is {value}: it must be from {lowest} to {highest}")
-    if stop_ids := options.get("stop_token_ids"):
-        check_ids_in_vocabulary(stop_ids, vocab_size, "stop_token_ids")
-    deadline_ms = (options.get("custom_params") or {}).get(deadlines.PARAMETER)
-    if deadline_ms is not None:
-        check_deadline(deadline_ms)
-    for token, bias in (options.get("logit_bias") or {}).items():
-        if not token.isdigit() or not math.isfinite(bias):
-            raise BadRequestError(
-                f"sampling_params: logit_bias holds {token!r}: {bias}: a token id and a finite number"
-            )
-    try:
-        parsed = SamplingParams(**options)
-        parsed.normalize(tokenizer)
-        parsed.verify(vocab_size)
-    except (ValueError, re.error) as error:
-        raise BadRequestError(f"sampling_params: {error}") from error
-
-
-def check_has_logprobs(meta_info: dict[str, Any]) -> None:
-    """Raise HTTPException where an answer has no log-probabilities of labels: its request was aborted, or failed."""
-    if not meta_info.get("output_token_ids_logprobs"):
-        reason = meta_info.get("finish_reason") or {}
-        raise fastapi.HTTPException(
-            reason.get("status_code") or HTTPStatus.SERVICE_UNAVAILABLE,
-            reason.get("message") or "the request was aborted before it was computed: send it again",
-        )
-
-
-def check_deadline(deadline_ms: Any) -> None:
-    """Raise BadRequestError for what is no time span."""
-    is_number = isinstance(deadline_ms, int | float) and not isinstance(deadline_ms, bool)
-    if not is_number or not 0 < deadline_ms < math.inf:
-        raise BadRequestError(f"deadline_ms is {deadline_ms!r}: it must be a positive number of milliseconds")
-
-
-def check_ids_in_vocabulary(token_ids: list[int], vocab_size: int, where: str) -> None:
-    """Raise BadRequestError naming the first id outside [0, vocab_size). Added tokens are inside."""
-    if min(token_ids) >= 0 and max(token_ids) < vocab_size:
-        return
-    bad = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-    raise BadRequestError(
-        f"{where} holds token id {bad}, and the vocabulary has {vocab_size} tokens (0 to {vocab_size - 1})"
     )

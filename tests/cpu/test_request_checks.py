@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
-from sgl_prefill.api.tokenizer_manager import (
-    PrefillTokenizerManager,
-    check_lists_against_prompts,
-    check_sampling_options,
-)
+from sgl_prefill.api.request_checks import check_lists_against_prompts, check_sampling_options
+from sgl_prefill.api.rids import Rids
+from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError
 
@@ -112,24 +110,39 @@ def test_options_of_an_embedding_request_are_checked_too() -> None:
 
 def test_no_id_of_a_session_begins_another_and_earlier_requests_are_found_by_it() -> None:
     """SGLang ends all requests whose id begins with the one that is to be ended, and there were plain ids in sessions."""
-    manager = PrefillTokenizerManager.__new__(PrefillTokenizerManager)
-    manager._given_rids, manager._hidden_rids, manager.prefill_config = {}, {}, PrefillConfig()
+    rids = Rids()
     inside = {}
     for rid in ("a", "ab", "1:a", "b"):
         obj = GenerateReqInput(input_ids=[1], rid=rid, session_params={"id": "s", "rid": "ab"})
-        assert manager._hide_rids(obj, None) == [obj.rid]
+        assert rids.hide(obj, "") == [obj.rid]
         inside[rid] = obj.rid
         assert obj.session_params["rid"] == inside.get("ab", obj.session_params["rid"])
         output = {"meta_info": {"id": obj.rid}}
-        manager._show_rid(output)
+        rids.show(output)
         assert output["meta_info"]["id"] == rid
     for one, other in itertools.permutations([*inside.values(), "0123456789abcdef0123456789abcdef"], 2):
         assert not one.startswith(other)
     unnamed = GenerateReqInput(input_ids=[1], session_params={})
-    assert manager._hide_rids(unnamed, None) == [unnamed.rid]
+    assert rids.hide(unnamed, "") == [unnamed.rid]
     output = {"meta_info": {"id": unnamed.rid}}
-    manager._show_rid(output)
+    rids.show(output)
     assert output["meta_info"]["id"] == unnamed.rid
     named = GenerateReqInput(input_ids=[1], rid="a", session_params={"id": None})
-    assert manager._hide_rids(named, None) == [named.rid]
+    assert rids.hide(named, "") == [named.rid]
     assert len(named.rid) == 32
+
+
+def test_requests_are_found_by_their_names_and_their_owners_until_they_are_forgotten() -> None:
+    """A batch by its name and by those of its prompts; nothing is left of those that are done."""
+    rids = Rids()
+    batch, same, unnamed = (GenerateReqInput(input_ids=[[1], [2]], rid=rid) for rid in ("job", "job", None))
+    inside = [rids.hide(obj, owner) for obj, owner in ((batch, "ann"), (same, "bob"), (unnamed, "bob"))]
+    assert rids.named("job") == [*inside[0], *inside[1]]
+    assert rids.named("job_1") == [inside[0][1], inside[1][1]]
+    assert rids.of("bob") == [*inside[1], *inside[2]]
+    assert [rids.is_anothers(one, "bob") for one in (inside[0][0], inside[1][0], "unknown")] == [True, False, False]
+    for one in itertools.chain.from_iterable(inside):
+        rids.forget(one)
+    assert rids.named("job") == ["job"]
+    assert not vars(rids)["_given"]
+    assert not vars(rids)["_inside"]
