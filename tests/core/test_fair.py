@@ -121,7 +121,7 @@ def test_one_short_request_goes_before_a_flood() -> None:
     for one in hits:
         calibrate(policy, one, 990)
     assert clients_of(run_step(policy)) == "a" * 10
-    for n_tokens in (90, 80):
+    for n_tokens in (12, 11):
         policy.add(job(n_tokens, arrival_s=1.0, client="b"))
     assert clients_of(run_step(policy))[0] == "b"
     assert clients_of(run_step(policy)) == "a" * 10

@@ -2,7 +2,7 @@
 requests before anybody else's).
 
 Among the clients that wait, those that have not been served more than the others by their advance (`shares`) compete by the
-scores of their best jobs; who has just come and asks no more than a step goes first. A job is charged at what it costs when it
+scores of their best jobs; who has just come and asks little goes first. A job is charged at what it costs when it
 runs, so that hits in the prefix cache are cheap. Priority classes come first, as in every policy.
 """
 
@@ -30,6 +30,7 @@ class Fair(Policy):
     ) -> None:
         super().__init__(settings)
         self._order_of_client = order_of_client
+        self._shared_cost = 0.0 if settings.step.is_one else settings.cost(0, 0)
         self._classes: dict[float, _PriorityClass] = {}
 
     def add(self, job: Job) -> None:
@@ -88,7 +89,8 @@ class Fair(Policy):
         return sum(min(backlog_ms, most_ms) for backlog_ms in backlogs_ms.values())
 
     def _price(self, job: Job) -> float:
-        return cost_alone(self.settings.cost, job)
+        """Returns what a job adds to a step: what the step costs whoever is in it is nobody's."""
+        return cost_alone(self.settings.cost, job) - self._shared_cost
 
 
 class _PriorityClass:
@@ -170,7 +172,7 @@ class _PriorityClass:
         order = self.orders.get(client)
         if order is not None:
             best = next(order.in_order(now_s))
-            goes_first = self.shares.is_new(client) and price(best) <= self.shares.least_advance
+            goes_first = self.shares.is_new(client) and price(best) <= self.shares.little
             self._by_best.put(client, (not goes_first, order.score(best, now_s)))
 
     def forecast(self, job: Job) -> Forecast | None:
