@@ -140,7 +140,7 @@ def verdict(claim: Claim, results: dict[str, Result]) -> tuple[str, str]:
 
 def wanted(target: dict[str, Any]) -> str:
     """Says what was asked for, with the direction that is good: ">= 2.2". target: as a result holds it."""
-    is_above = target["value"] >= target["target"]
+    is_above = target["value"] >= target["target"] > 0  # of what is counted, none is asked for
     return f"{'>=' if is_above == target['met'] else '<='} {target['target']:g}"
 
 
