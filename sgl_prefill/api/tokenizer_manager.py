@@ -86,6 +86,8 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             obj.input_ids = list(obj.input_ids["input_ids"])
         self._check_count(obj)
         self._check_media(obj)
+        if obj.multi_item_delimiter_indices is not None and not self.server_args.enable_mis:
+            raise BadRequestError("multi_item_delimiter_indices needs a server started with --enable-mis")
         if isinstance(obj, GenerateReqInput):
             if is_probe(request):
                 obj.sampling_params = {"max_new_tokens": 0}
@@ -308,8 +310,6 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 raise BadRequestError(
                     "positional_embed_overrides is an internal field: use the embed overrides of /v1/score"
                 )
-        if obj.multi_item_delimiter_indices is not None and not self.server_args.enable_mis:
-            raise BadRequestError("multi_item_delimiter_indices needs a server started with --enable-mis")
 
     def _check_embeddings(self, obj: GenerateReqInput) -> None:
         if self.packs_weights and (obj.input_embeds is not None or obj.positional_embed_overrides is not None):

@@ -133,6 +133,7 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("/encode", {"text": []}, ["the list holds no prompt"]),
     ("/encode", {"image_data": "x"}, ["image_data", "text only"]),
     ("/encode", {"embed_overrides": 5}, ["no prompt", "text or input_ids"]),
+    ("/encode", {"input_ids": [[5], [6]], "multi_item_delimiter_indices": [[]]}, ["--enable-mis"]),
     ("/encode", {"text": "a", "sampling_params": []}, ["sampling_params is a list"]),
     (GENERATE, {"text": ["a", "b"], "video_data": [[[[]]]], "allowed_token_ids": [5, 6]}, ["video_data", "text only"]),
     ("/classify", {"input_ids": [[5], [6]], "is_cross_encoder_request": True}, ["no prompt", "text"]),
