@@ -102,9 +102,8 @@ class _PriorityClass:
         step_tokens = TYPICAL_TOKENS if settings.step.is_one else settings.step.max_tokens
         self.shares = Shares(settings.cost(step_tokens, 0))  # a full step, or a typical job where a step is one
         self.orders: dict[str, CalibratedSrjf] = {}  # of those that wait
-        self._by_best: LazyHeap[str] = (
-            LazyHeap()
-        )  # clients that are not held back, by their best job: newcomers', then by score
+        # Clients that are not held back, by their best job: newcomers' first, then by score.
+        self._by_best: LazyHeap[str] = LazyHeap()
         self._changed: dict[str, None] = {}  # whose best job may be another now
 
     def add(self, job: Job) -> None:
