@@ -122,7 +122,11 @@ def deadlines(engine: InProcessScheduler) -> dict[str, Any]:
     engine.state.scheduling.follow(engine.scheduler.waiting_queue)
     forecast = live.policy.forecast(list(live.policy.waiting)[-1])
     assert forecast is not None
-    alone_ms = live.predictor.ms(live.predictor.model.of_step([(1010, 0)]))
+    model = live.predictor.model
+    shared_ms, apart_ms = (
+        live.predictor.ms(model.work(5, 5, model.tokens_ms(1010, 0) + 4 * model.tokens_ms(1010, n_cached)))
+        for n_cached in (1000, 0)
+    )
     engine.run_all()
     assert all(engine.has_answer(rid) for rid in group)
     return {
@@ -130,7 +134,9 @@ def deadlines(engine: InProcessScheduler) -> dict[str, Any]:
         "met": engine.answer(met).finish_reason["type"],
         "late": engine.refusals[late],
         "n_left": n_left,
-        "burst_ms_over_one": forecast.ms / alone_ms,
+        "burst_ms": forecast.ms,
+        "shared_ms": shared_ms,
+        "apart_ms": apart_ms,
         "n_before": forecast.n_before,
     }
 
