@@ -11,9 +11,12 @@ It asks again and again under one user's name, and prints what it was answered.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
+import os
 import random
+import re
 import sys
 import time
 from collections import Counter
@@ -22,18 +25,30 @@ from typing import Any
 
 import aiohttp
 import orjson
+from tokenizers import Tokenizer
+
+from sgl_prefill import demo_model
 
 N_LABELS, N_ENDS, N_PROMPTS, N_DEADLINES = 1873, 16, 10_000, 3_000
 TEXT_BYTES, FITTING_CHARACTERS = 30_000_000, 60_000
 DEADLINE_MS = 2_000
 USER = "attacker"
+LEAST_PRIORITY = 19  # its own work is no attack: it would be done on another machine
 Bodies = Callable[[int], list[tuple[str, dict[str, Any]]]]
+
+
+@functools.cache
+def words() -> list[str]:
+    """Returns labels of one token each."""
+    vocabulary = Tokenizer.from_file(str(demo_model.ensure() / "tokenizer.json")).get_vocab()
+    found = sorted(word[1:] for word in vocabulary if re.fullmatch("Ġ[a-z]{3,}", word))
+    return [f" {word}" for word in found[:N_LABELS]]
 
 
 def labels(number: int) -> list[tuple[str, dict[str, Any]]]:
     """Ends that nobody has asked before."""
     ends = [f"Attack {number}, question {end}? Answer:" for end in range(N_ENDS)]
-    return [("/v1/completions", {"prompt": ends, "allowed_tokens": [f" {chr(0x4E00 + n)}" for n in range(N_LABELS)]})]
+    return [("/v1/completions", {"prompt": ends, "allowed_tokens": words()})]
 
 
 def texts(number: int) -> list[tuple[str, dict[str, Any]]]:
@@ -75,9 +90,12 @@ async def attack(url: str, kind: str, seconds: float) -> dict[str, int]:
     async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
 
         async def ask(route: str, body: bytes) -> None:
-            async with session.post(url + route, data=body) as reply:
-                await reply.read()
-                statuses[str(reply.status)] += 1
+            try:
+                async with session.post(url + route, data=body) as reply:
+                    await reply.read()
+                    statuses[str(reply.status)] += 1
+            except aiohttp.ClientConnectionError:  # a connection that was kept is closed just as it is used again
+                statuses["closed"] += 1
 
         for number in itertools.count():
             left_s = until_s - time.monotonic()
@@ -93,6 +111,7 @@ async def attack(url: str, kind: str, seconds: float) -> dict[str, int]:
 
 def main() -> int:
     url, kind, seconds = sys.argv[1:]
+    os.nice(LEAST_PRIORITY)
     print(json.dumps(asyncio.run(attack(url, kind, float(seconds)))))
     return 0
 

@@ -26,7 +26,7 @@ from sgl_prefill.core.labels import (
     restrict,
 )
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.port import deadlines
+from sgl_prefill.port import client, deadlines
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
@@ -94,6 +94,11 @@ class LabelScorer:
         self._manager = tokenizer_manager
         # A copy that one thread alone uses: the event loop goes on meanwhile, with SGLang's, which is not safe for two.
         self._tokenizer = copy.deepcopy(tokenizer_manager.tokenizer)
+        # Of fast tokenizers: what looks several texts up while Python goes on.
+        self._backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            self._backend.no_padding()
+            self._backend.no_truncation()
         # What was looked up, by tenant and labels, and ends of prompts: its time would tell one tenant what another asked.
         self._known: dict[_Asked, dict[_End, list[Label]]] = {}
         self._n_known = 0  # labels
@@ -158,6 +163,7 @@ class LabelScorer:
                 f"{len(texts)} allowed_tokens after {len(missing)} different ends of prompts are {n} labels to look up, and"
                 f" {MOST_RESOLUTIONS} are the limit: give allowed_token_ids, or fewer prompts in one request"
             )
+        client.end_turn()
         for end in missing:
             found[end] = await self._in_slices(functools.partial(self._resolve_after, end), texts)
             _check_distinct_tokens(found[end])
@@ -185,14 +191,17 @@ class LabelScorer:
 
     def _resolve_after(self, end: _End, texts: Sequence[str]) -> list[Label]:
         prompt_end = end if isinstance(end, str) else self._decode(list(end))
-        return [Label(text, resolve_in_context(text, prompt_end, self._encode, self._decode)) for text in texts]
+        token_ids = resolve_in_context(texts, prompt_end, self._encode, self._decode)
+        return [Label(text, token_id) for text, token_id in zip(texts, token_ids, strict=True)]
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         if self._tokenizer is None:
             raise BadRequestError(
                 "this server runs without a tokenizer: give allowed_token_ids instead of allowed_tokens"
             )
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        if self._backend is not None:
+            return [encoding.ids for encoding in self._backend.encode_batch(list(texts), add_special_tokens=False)]
+        return [list(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts]
 
     def _decode(self, token_ids: list[int]) -> str:
         """Decodes, to nothing where the server runs without a tokenizer."""

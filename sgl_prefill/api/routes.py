@@ -49,6 +49,7 @@ from sgl_prefill.port.hooks import ROUTES
 FOR_ADMINISTRATORS = ("/load_lora_adapter_from_tensors", "/set_trace_level")
 # Of a body of a wrong shape: each element of a list may have a dozen problems.
 MOST_PROBLEMS, LONGEST_PROBLEM = 10, 300
+OUR_PATHS = frozenset(route.path for route in ROUTES)
 DETOKENIZE = ("/detokenize", "/v1/detokenize")
 
 
@@ -211,11 +212,17 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
             auth_level(AuthLevel.ADMIN_OPTIONAL)(one.endpoint)
     # Around all else, also around what SGLang adds later.
     build = app.build_middleware_stack
-    app.build_middleware_stack = lambda: HttpShield(build(), config, ending)  # type: ignore[method-assign]
+    app.build_middleware_stack = lambda: HttpShield(build(), config, ending, check_body)  # type: ignore[method-assign]
     for route in ROUTES:
         serving = [r.endpoint for r in app.router.routes if isinstance(r, Route) and r.path == route.path]
         if len(serving) != 1 or getattr(serving[0], "__self__", None) is not ours:
             raise SeamError(f"the route {route.method} {route.path} is not served by this package ({route.reason})")
+
+
+def check_body(path: str, body: bytes) -> None:
+    """Raises BadRequestError for a body to one of our routes that need not be parsed."""
+    if path in OUR_PATHS:
+        http_server._global_state.tokenizer_manager.check_body(body)
 
 
 class _Invalid:

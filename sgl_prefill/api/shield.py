@@ -1,4 +1,4 @@
-"""What stands between clients and SGLang's routes: limits on what is read, one shape of errors, and who is still answered.
+"""What stands between clients and SGLang's routes: limits on what is read, turns, one shape of errors, and who is still answered.
 
 SGLang answers errors flat (`message`, `type`, `code` at the top), OpenAI nested (`error.message`); clients of both exist, so a
 JSON error gets both.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 from fastapi import HTTPException
 
+from sgl_prefill.api.turns import Turns
 from sgl_prefill.port import client
 
 if TYPE_CHECKING:
@@ -60,14 +61,22 @@ class Refusal(NamedTuple):
 
 
 class HttpShield:
-    """ASGI middleware around all else."""
+    """ASGI middleware around all else. check_body: raises BadRequestError for what need not be parsed, by path and body."""
 
-    def __init__(self, app: ASGIApp, config: PrefillConfig, ending: Ending) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: PrefillConfig,
+        ending: Ending,
+        check_body: Callable[[str, bytes], None] | None = None,
+    ) -> None:
         from prometheus_client import Counter  # SGLang has set PROMETHEUS_MULTIPROC_DIR by now
 
         self._app = app
         self._config = config
         self._ending = ending
+        self._check_body = check_body
+        self._turns = Turns()
         self._refused = Counter("sglang:prefill_refused_requests", "Requests refused, by reason.", ["reason"])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,11 +88,11 @@ class HttpShield:
 
     async def _call(self, caller: client.Caller, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] not in COMPUTING_METHODS:  # a health probe gets 503 while a server starts: no refusal
-            await self._answer(scope, receive, send)
+            await self._answer(None, scope, receive, send)
         else:
             self._ending.n_in_flight += 1
             try:
-                await self._answer(scope, receive, self._counting(caller, send))
+                await self._answer(caller, scope, receive, self._counting(caller, send))
             finally:
                 self._ending.n_in_flight -= 1
 
@@ -101,7 +110,8 @@ class HttpShield:
 
         return counting_send
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, caller: client.Caller | None, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request; caller: whose turn it needs, None for those that need none."""
         body = _Body(receive, self._config)
         headers = dict(scope["headers"])
         if (refusal := self._refusal(scope["method"], headers)) is not None:
@@ -109,6 +119,8 @@ class HttpShield:
             return
         answer = _Answer(send, body)
         try:
+            if caller is not None:
+                await self._take_turn(caller, scope, body)
             await self._app(scope, body.receive, answer.send)
             assert not answer.is_of_an_error, "the error comes after its answer"
         except Exception as error:
@@ -116,8 +128,18 @@ class HttpShield:
                 await _refuse(_refusal_of(error), body, send)
             elif body.refusal is None:
                 raise
+        finally:
+            client.end_turn()
         if body.refusal is not None and not answer.has_begun:
             await _refuse(body.refusal, body, send)
+
+    async def _take_turn(self, caller: client.Caller, scope: Scope, body: _Body) -> None:
+        """Waits for the client's bytes before its turn: a slow one keeps nobody waiting."""
+        whole = await body.read()
+        host, _ = scope.get("client") or ("", 0)
+        caller.turn = await self._turns.take(caller.user or caller.key or host)
+        if self._check_body is not None:
+            self._check_body(scope["path"], whole)
 
     def _refusal(self, method: str, headers: dict[bytes, bytes]) -> Refusal | None:
         """Says why a request is not even read; None where it is."""
@@ -182,13 +204,29 @@ class _Body:
         self._n_bytes = 0
         self._deadline = time.monotonic() + config.body_timeout_s
         self._is_read = False
+        self._kept: Message | None = None  # the body whole, for the app
         self.refusal: Refusal | None = None  # where a limit was passed
 
+    async def read(self) -> bytes:
+        """Reads all, keeps it for the app, and returns it; nothing where the client has left."""
+        parts = []
+        while not self._is_read:
+            message = await self.receive()
+            parts.append(message.get("body", b""))
+        whole = b"".join(parts)
+        is_left = message["type"] != "http.request"
+        self._kept = message if is_left else {"type": "http.request", "body": whole, "more_body": False}
+        return b"" if is_left else whole
+
     async def receive(self) -> Message:
+        if self._kept is not None:
+            kept, self._kept = self._kept, None
+            return kept
         if self._is_read:
             return await self._receive()  # that the client has left
         try:
-            message = await asyncio.wait_for(self._receive(), max(self._deadline - time.monotonic(), 0))
+            async with asyncio.timeout(max(self._deadline - time.monotonic(), 0)):
+                message = await self._receive()
         except TimeoutError:
             text = (
                 f"the request body had not come whole after --body-timeout-s {self._config.body_timeout_s:g}: send it"

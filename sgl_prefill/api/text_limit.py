@@ -7,6 +7,18 @@ from typing import Any
 
 # A tokenizer reads some megabytes a second: shorter texts take a few milliseconds.
 OFF_LOOP_CHARACTERS = 20_000
+BYTES_PER_CHARACTER = 12  # of JSON, at most: two escapes of UTF-16
+
+
+def has_long_text(body: bytes, limit_bytes: int) -> bool:
+    """Says whether JSON holds more than so many bytes without a quote, in a few milliseconds of 30 MB."""
+    start = 0  # after a quote
+    while start + limit_bytes < len(body):
+        quote = body.rfind(b'"', start, start + limit_bytes + 1)
+        if quote < 0:
+            return True
+        start = quote + 1
+    return False
 
 
 def longest_token_characters(tokenizer: Any) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,12 @@ from sgl_prefill.api.request_checks import (
     count_prompts,
 )
 from sgl_prefill.api.rids import Rids
-from sgl_prefill.api.text_limit import OFF_LOOP_CHARACTERS, longest_token_characters
+from sgl_prefill.api.text_limit import (
+    BYTES_PER_CHARACTER,
+    OFF_LOOP_CHARACTERS,
+    has_long_text,
+    longest_token_characters,
+)
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.engine_state import PACKS_WEIGHTS_KEY
 from sgl_prefill.errors import BadRequestError
@@ -50,11 +55,14 @@ if TYPE_CHECKING:
 
 
 LONGEST_NUMBER = 2**63 - 1  # of JSON as it is written here
+LOOK_FOR_CLIENT_S = 2.0
 GRAMMARS = ("regex", "json_schema", "ebnf", "structural_tag")
 
 
 class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     """Refuses generation unless it is allowed, prompts over the limit, and values that would stop the scheduler."""
+
+    pause_prompts = 64  # of one request without letting others in: some 10 ms of the event loop, and of the scheduler
 
     def __init__(
         self, server_args: ServerArgs, port_args: PortArgs, *, config: PrefillConfig, ending: Ending | None = None
@@ -68,6 +76,8 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             None  # what the scheduler said at its start; of a server, SGLang keeps it
         )
         self._rids = Rids()
+        self._n_since_pause = 0  # prompts
+        self._watched: set[fastapi.Request] = set()  # with several prompts each
 
     @property
     def packs_weights(self) -> bool:
@@ -82,6 +92,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None = None
     ) -> AsyncIterator[Any]:
         """Does as SGLang's, after our checks. Raises BadRequestError (a ValueError, which every route answers with 400)."""
+        client.end_turn()  # the next begins only when this one waits
         if isinstance(obj.input_ids, Mapping):  # what tokenizers return to SGLang's route for Ollama's chats
             obj.input_ids = list(obj.input_ids["input_ids"])
         self._check_count(obj)
@@ -109,6 +120,10 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         )
         # SGLang knows health probes by their id.
         hidden = [] if is_probe(request) else self._rids.hide(obj, self._owner(client.current()))
+        watch = None
+        if request is not None and len(hidden) > 1 and not obj.background:
+            watch = asyncio.create_task(self._watch(request, hidden))
+            self._watched.add(request)
         try:
             async for output in super().generate_request(obj, request):
                 for one in output if isinstance(output, list) else [output]:
@@ -117,6 +132,16 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         finally:
             for rid in hidden:
                 self._rids.forget(rid)
+            if watch is not None and request is not None:
+                self._watched.discard(request)
+                watch.cancel()
+
+    async def _watch(self, request: fastapi.Request, rids: Sequence[str]) -> None:
+        """Ends the prompts of a batch whose client has left."""
+        while not await request.is_disconnected():
+            await asyncio.sleep(LOOK_FOR_CLIENT_S)
+        for rid in rids:
+            super().abort_request(rid)
 
     async def caller_of(self, request: fastapi.Request | None) -> client.Caller:
         """Says who asks, by what HTTP and the body tell; nobody where there is no HTTP."""
@@ -201,6 +226,19 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             raise BadRequestError(
                 f"{name} has {len(text)} characters, which are more than {self.longest_input_tokens} tokens, and this server"
                 f" takes at most {self.longest_input_tokens} (the model's context length is {self.context_len}): shorten it"
+            )
+
+    def check_body(self, body: bytes) -> None:
+        """Raises BadRequestError for the JSON of a request that holds a text which cannot fit, before it is parsed."""
+        longest = self._longest_token_characters
+        if longest is None or self.mm_processor is not None:  # an image is a longer text
+            return
+        limit_bytes = longest * self.longest_input_tokens * BYTES_PER_CHARACTER
+        if has_long_text(body, limit_bytes):
+            raise BadRequestError(
+                f"the request holds a text of more than {limit_bytes} bytes, which is more than"
+                f" {self.longest_input_tokens} tokens, and this server takes at most that many (the model's context length is"
+                f" {self.context_len}): shorten it"
             )
 
     async def _tokenize_texts(self, texts: Any, is_cross_encoder: bool = False) -> Any:
@@ -400,6 +438,40 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                         else f"from {lowest} to {highest}, the vocabulary's size"
                     )
                     raise BadRequestError(f"{field} is {number}: it must be {limit}")
+
+    def _should_use_batch_tokenization(self, batch_size: int, requests: Any) -> bool:
+        """Does as SGLang's, which sends all prompts of a batch at once, for batches that are no longer than a pause allows."""
+        return batch_size <= self.pause_prompts and super()._should_use_batch_tokenization(batch_size, requests)
+
+    async def _tokenize_one_request(self, obj: GenerateReqInput | EmbeddingReqInput) -> Any:
+        """Does as SGLang's, and lets others in now and then: a request may have ten thousand prompts."""
+        self._n_since_pause += 1
+        if self._n_since_pause >= self.pause_prompts:
+            self._n_since_pause = 0
+            await asyncio.sleep(0)
+        return await super()._tokenize_one_request(obj)
+
+    def _wait_one_response(
+        self, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None = None
+    ) -> AsyncIterator[Any]:
+        """Does as SGLang's, which looks for a prompt's state only when its answer is asked for: it fails where the answer has
+        come before the last prompt of the batch was sent."""
+        return self._wait_with(self.rid_to_state[obj.rid], obj, request)
+
+    async def _wait_with(
+        self, state: ReqState, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None
+    ) -> AsyncIterator[Any]:
+        if (
+            request is None or request in self._watched
+        ):  # else ten thousand prompts look for their client, each by itself
+            await state.event.wait()
+        is_answered = self.rid_to_state.setdefault(obj.rid, state).finished
+        try:
+            async for output in super()._wait_one_response(obj, request):
+                yield output
+        finally:
+            if is_answered:
+                self._remove_req_state(obj.rid, state.lifecycle_id)
 
     def _validate_one_request(self, obj: GenerateReqInput | EmbeddingReqInput, input_ids: list[int]) -> None:
         """Does as SGLang's, after our own checks of the token ids; called once a prompt, also within batches."""

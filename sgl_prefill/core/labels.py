@@ -64,11 +64,14 @@ def check_distinct(names: Sequence[str] | Sequence[int], field: str) -> None:
 
 
 def resolve_in_context(
-    label: str, prompt_end: str, encode: Callable[[str], list[int]], decode: Callable[[list[int]], str]
-) -> int:
-    """Returns the one token that `label` is when it follows `prompt_end`.
+    labels: Sequence[str],
+    prompt_end: str,
+    encode: Callable[[Sequence[str]], list[list[int]]],
+    decode: Callable[[list[int]], str],
+) -> list[int]:
+    """Returns the one token that each label is when it follows `prompt_end`.
 
-    The label is read as literal text: `Yes` and ` Yes` are two labels. Encoding `prompt_end + label` shows the tokens
+    A label is read as literal text: `Yes` and ` Yes` are two labels. Encoding `prompt_end + label` shows the tokens
     after the prompt's own, which can differ from encoding the label alone (SentencePiece marks the start of a text).
 
     Where the tokenizer would rather merge the label into the prompt's last token (a prompt that ends in a space), the
@@ -76,18 +79,32 @@ def resolve_in_context(
 
     Args:
         prompt_end: the last characters of the prompt; special tokens as text.
-        encode, decode: without special tokens added or skipped.
+        encode, decode: without special tokens added or skipped; `encode` takes several texts, and is called for few.
 
     Raises:
-        LabelError: the label is empty, or several tokens here; the message lists them.
+        LabelError: a label is empty, or several tokens here; the message lists them.
     """
+    before, *together = encode([prompt_end, *(prompt_end + label for label in labels)])
+    return [
+        _resolve(label, prompt_end, before, with_label, encode, decode)
+        for label, with_label in zip(labels, together, strict=True)
+    ]
+
+
+def _resolve(
+    label: str,
+    prompt_end: str,
+    before: list[int],
+    together: list[int],
+    encode: Callable[[Sequence[str]], list[list[int]]],
+    decode: Callable[[list[int]], str],
+) -> int:
     if not label:
         raise LabelError("an allowed answer is the empty text, which is no token")
-    before, together = encode(prompt_end), encode(prompt_end + label)
     if together[: len(before)] == before:
         tokens = together[len(before) :]
     else:
-        tokens = encode(label)
+        (tokens,) = encode([label])
         if decode(before + tokens) != decode(together):
             raise LabelError(
                 f"allowed answer {label!r} merges with the end of the prompt {prompt_end[-8:]!r} into other tokens:"

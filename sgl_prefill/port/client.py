@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import fastapi
     from sglang.srt.managers.schedule_batch import Req
 
+    from sgl_prefill.api.turns import Turn
+
 HEADER = "x-user-id"
 PARAMETER = f"{custom_params.OURS}client"
 NOBODY = ""
@@ -36,6 +38,7 @@ class Caller:
     salt: str = ""  # what the body says of the prefixes that it shares
     refused_for: str | None = None  # in a word, for metrics
     retry_after_s: int | None = None
+    turn: Turn | None = None  # at the event loop
 
     @classmethod
     def of_headers(cls, headers: Mapping[bytes, bytes]) -> Caller:
@@ -78,6 +81,13 @@ def calling(caller: CallerOrNone) -> Iterator[CallerOrNone]:
         yield caller
     finally:
         _caller.reset(token)
+
+
+def end_turn() -> None:
+    """Lets others have the event loop, before this request waits for another thread or process; see `api.turns`."""
+    caller = current()
+    if caller is not None and caller.turn is not None:
+        caller.turn.end()
 
 
 def key_of(authorization: str) -> str:

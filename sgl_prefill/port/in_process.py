@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import gc
 import logging
+import sys
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -109,6 +110,8 @@ class _Wire:
 
 class SteppedTokenizerManager(PrefillTokenizerManager):
     """Hands requests to a scheduler in this process, or finds out what their prompts are."""
+
+    pause_prompts = sys.maxsize  # a step waits until all of a request's prompts are there
 
     def __init__(self, server_args: ServerArgs, port_args: PortArgs, *, config: PrefillConfig) -> None:
         self.sent = _Wire()

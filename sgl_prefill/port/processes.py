@@ -23,7 +23,7 @@ import requests
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.engine_state import EngineState
 from sgl_prefill.errors import SglPrefillError
-from sgl_prefill.port import prefork
+from sgl_prefill.port import prefork, priority
 from sgl_prefill.port.prefork import Launcher, ParentEnvironment
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def run_detokenizer_process(config: PrefillConfig, environment: ParentEnvironmen
     from sglang.srt.managers import detokenizer_manager
 
     _activate_or_end(config, "detokenizer", launcher)
+    priority.give_way()
     detokenizer_manager.run_detokenizer_process(*args, **kwargs)
 
 

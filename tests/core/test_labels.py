@@ -28,7 +28,8 @@ def decode(ids: list[int]) -> str:
 
 
 def resolve(label: str, prompt_end: str) -> str:
-    return VOCABULARY[resolve_in_context(label, prompt_end, encode, decode)]
+    (token_id,) = resolve_in_context([label], prompt_end, lambda texts: [encode(text) for text in texts], decode)
+    return VOCABULARY[token_id]
 
 
 @given(st.lists(st.floats(-700, 0), min_size=1, max_size=20))

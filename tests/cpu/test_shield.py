@@ -13,6 +13,7 @@ import pytest
 from sgl_prefill.api.shield import HttpShield
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError
+from sgl_prefill.port import client
 from sgl_prefill.port.ending import ASKED, Ending
 
 Message = MutableMapping[str, Any]
@@ -50,6 +51,7 @@ def ask(
     *,
     ending: Ending | None = None,
     stays_open: bool = False,
+    check_body: Callable[[str, bytes], None] | None = None,
     headers: Sequence[tuple[bytes, bytes]] = (),
     **options: Any,
 ) -> Answer:
@@ -68,7 +70,7 @@ def ask(
     async def send(message: Message) -> None:
         sent.append(message)
 
-    shield = HttpShield(app, PrefillConfig(**options), ending or Ending(7))
+    shield = HttpShield(app, PrefillConfig(**options), ending or Ending(7), check_body)
     scope = {"type": "http", "method": "POST", "path": "/", "headers": list(headers)}
     asyncio.run(shield(scope, receive, send))
     start, *rest = sent
@@ -158,3 +160,62 @@ def test_a_server_that_ends_takes_no_more() -> None:
 
 def test_a_key_that_is_no_ascii_is_a_wrong_key() -> None:
     assert ask(reading_app, headers=[(b"authorization", "Bearer \u00e9".encode())]).status == 401
+
+
+async def no_message() -> Message:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def ask_of(shield: HttpShield, user: bytes, receive: Callable[[], Awaitable[Message]]) -> None:
+    async def send(_: Message) -> None:
+        pass
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": [(b"x-user-id", user)]}
+    await shield(scope, receive, send)
+
+
+def whole(body: bytes = b"{}") -> Callable[[], Awaitable[Message]]:
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive
+
+
+def test_clients_take_turns_and_a_slow_body_keeps_nobody_waiting() -> None:
+    """Each has the event loop until it waits for another process."""
+    begun: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        caller = client.current()
+        assert caller is not None
+        begun.append(caller.user)
+        await asyncio.sleep(0)  # as it would while it parses
+        client.end_turn()
+        await asyncio.Event().wait()
+
+    async def run() -> None:
+        shield = HttpShield(app, PrefillConfig(), Ending(7))
+        asked = [asyncio.create_task(ask_of(shield, b"slow", no_message))]
+        asked += [asyncio.create_task(ask_of(shield, user, whole())) for user in (b"many", b"many", b"many", b"one")]
+        for _ in range(50):
+            await asyncio.sleep(0)
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+
+    asyncio.run(run())
+    assert begun == ["many", "many", "one", "many"]
+
+
+def test_a_body_that_need_not_be_parsed_never_gets_to_the_app() -> None:
+    def check(path: str, body: bytes) -> None:
+        assert (path, body) == ("/", b"whole")
+        raise BadRequestError("too long")
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError
+
+    answer = ask(app, [b"who", b"le"], check_body=check)
+    assert (answer.status, answer.error["message"]) == (400, "too long")

@@ -18,6 +18,7 @@ import pytest
 import requests
 
 from sgl_prefill.local_server import free_port
+from sgl_prefill.port.priority import NICENESS
 from sgl_prefill.secret import MASK
 from tests.integration.conftest import Server, running
 from tests.integration.rights import KEYS, assert_rights
@@ -112,9 +113,18 @@ def test_with_two_keys_the_server_starts_and_its_end_by_force_leaves_nothing(tin
         assert server.post("/v1/completions", body, headers=foreign).status_code == 401
         children = psutil.Process(server.process.pid).children(recursive=True)
         assert len(children) >= 3, "prefork, scheduler and detokenizer"
+        assert_all_give_way_to_steps(psutil.Process(server.process.pid), children)
         server.process.kill()
         _, left = psutil.wait_procs(children, timeout=2)
         assert not list(filter(holds_memory, left))
+
+
+def assert_all_give_way_to_steps(launcher: psutil.Process, children: list[psutil.Process]) -> None:
+    """A step of 40 ms took a second beside a client whose texts were read and tokenised all the time."""
+    (scheduler,) = [child for child in children if "sglang::scheduler" in " ".join(child.cmdline())]
+    (detokenizer,) = [child for child in children if "sglang::detokenizer" in " ".join(child.cmdline())]
+    assert scheduler.nice() == os.nice(0)
+    assert launcher.nice() == detokenizer.nice() == min(os.nice(0) + NICENESS, 19)
 
 
 def assert_keys_are_not_shown(server: Server) -> None:

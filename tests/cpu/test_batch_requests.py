@@ -1,0 +1,78 @@
+"""Requests of many prompts: others come in between, no answer is too early, and who leaves is noticed once."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
+
+from sgl_prefill.api import tokenizer_manager
+from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
+
+
+def manager(**attributes: Any) -> Any:
+    """One without a model or sockets."""
+    made: Any = PrefillTokenizerManager.__new__(PrefillTokenizerManager)
+    known: dict[str, Any] = {
+        "rid_to_state": {},
+        "child_rid_to_logical_rid": {},
+        "logical_rid_to_child_rids": {},
+        "incremental_streaming_output": False,
+        "request_logger": mock.Mock(),
+        "request_metrics_exporter_manager": SimpleNamespace(exporter_enabled=lambda: False),
+        "_n_since_pause": 0,
+        "_watched": set(),
+    }
+    made.__dict__.update(known | attributes)
+    return made
+
+
+def test_others_come_in_between_the_prompts_of_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TokenizerManager, "_tokenize_one_request", mock.AsyncMock())
+    ours, done = manager(), list[str]()
+
+    async def tokenize() -> None:
+        for _ in range(PrefillTokenizerManager.pause_prompts):
+            await ours._tokenize_one_request(None)
+        done.append("many")
+
+    async def other() -> None:
+        done.append("other")
+
+    async def run() -> None:
+        await asyncio.gather(tokenize(), other())
+
+    asyncio.run(run())
+    assert done == ["other", "many"]
+
+
+def test_an_answer_that_comes_before_the_last_prompt_is_sent_is_not_lost() -> None:
+    """SGLang forgot the request with its answer, and failed at it: a short text and a long one in one request were a 500."""
+    obj = GenerateReqInput(input_ids=[1], rid="first")
+    state = ReqState([], False, asyncio.Event(), obj, mock.Mock(), lifecycle_id=object())
+    ours = manager(rid_to_state={"first": state})
+
+    async def run() -> Any:
+        answers = ours._wait_one_response(obj)
+        ours._remove_req_state("first")  # as SGLang does with an answer
+        state.out_list.append({"meta_info": {}})
+        state.finished = True
+        state.event.set()
+        return [answer async for answer in answers]
+
+    assert len(asyncio.run(run())) == 1
+    assert not ours.rid_to_state
+
+
+def test_all_prompts_of_a_client_that_left_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(tokenizer_manager, "LOOK_FOR_CLIENT_S", 0)
+    monkeypatch.setattr(TokenizerManager, "abort_request", lambda _, rid: ended.append(rid))
+    request: Any = SimpleNamespace(is_disconnected=mock.AsyncMock(side_effect=[False, False, True]))
+    asyncio.run(manager()._watch(request, ["a", "b"]))
+    assert ended == ["a", "b"]
