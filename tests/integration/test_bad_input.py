@@ -281,16 +281,17 @@ def test_what_had_failed_and_is_right_works(server: Server, tokenizer: Any) -> N
 
 
 def test_a_text_that_cannot_fit_is_refused_unread(server: Server) -> None:
-    """By its characters; SGLang had tokenised 30 MB in the loop that answers everyone."""
-    text = "x y " * 7_000_000
-    for route, body in (
-        (COMPLETIONS, {**PROMPT, "prompt": text, "allowed_tokens": LABELS}),
-        (GENERATE, {"text": text, "sampling_params": {"max_new_tokens": 0}}),
-        (CHATS, {**CHAT, "messages": [{"role": "user", "content": text}]}),
-    ):
-        reply = server.post(route, body)
-        assert reply.status_code == 400
-        assert "28000000 characters" in error_of(reply)
+    """By its bytes or its characters; SGLang had tokenised 30 MB in the loop that answers everyone."""
+    for n_repeated, told in ((7_000_000, "a text of more than"), (250_000, "1000000 characters")):
+        text = "x y " * n_repeated
+        for route, body in (
+            (COMPLETIONS, {**PROMPT, "prompt": text, "allowed_tokens": LABELS}),
+            (GENERATE, {"text": text, "sampling_params": {"max_new_tokens": 0}}),
+            (CHATS, {**CHAT, "messages": [{"role": "user", "content": text}]}),
+        ):
+            reply = server.post(route, body)
+            assert reply.status_code == 400
+            assert told in error_of(reply)
 
 
 def test_answers_to_wrong_bodies_name_no_source_files(server: Server) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,3 +51,16 @@ def test_ours_and_stock_are_compared_and_agree(
     assert min(row["told_apart"] for row in result["rows"]) > 0.5
     assert result["activation_records"][engines.OURS.name]["hooks"]
     assert result["activation_records"][STOCK.name] is None
+
+
+def test_a_small_storm_changes_nothing(tmp_path: Path) -> None:
+    """Nonsense on all routes, and a mix of good, bad, late and cancelled requests on a small KV cache: no 5xx, no hang, no death,
+    no answer lost or changed, no KV slot lost."""
+    command = [sys.executable, "benchmarks/storm/run.py", "--quick", "--json", str(tmp_path / "result.json")]
+    environment = {**os.environ, "BENCH_PARTS": "fuzz mixed"}
+    done = subprocess.run(command, cwd=report.REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    targets = json.loads((tmp_path / "result.json").read_text())["targets"]
+    found = {target["name"]: target["value"] for target in targets}
+    assert len(found) >= 7
+    assert not any(found.values()), found
