@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from http import HTTPStatus
 from typing import Any
 
@@ -49,6 +50,17 @@ def check_session(params: dict[str, Any]) -> None:
             msgspec.convert(value, types[name])
         except msgspec.ValidationError as error:
             raise BadRequestError(f"session_params: {name} is {value!r}: {error}") from error
+
+
+def check_metric_labels(labels: Collection[str], allowed: Collection[str]) -> None:
+    """Raise BadRequestError for a label by which the metrics do not count: they would fail, and with them the server."""
+    for label in labels:
+        if label not in allowed:
+            raise BadRequestError(
+                f"custom_labels holds {label!r}, and this server counts its requests by"
+                f" {', '.join(allowed) or 'no labels of clients'}: leave it out, or start the server with"
+                " --tokenizer-metrics-custom-labels-header and --tokenizer-metrics-allowed-custom-labels"
+            )
 
 
 def count_prompts(obj: GenerateReqInput | EmbeddingReqInput) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
@@ -30,6 +31,7 @@ from sgl_prefill.api.request_checks import (
     check_ids_in_vocabulary,
     check_lists_against_prompts,
     check_lists_of_embedding,
+    check_metric_labels,
     check_sampling_options,
     check_session,
     count_prompts,
@@ -53,6 +55,8 @@ if TYPE_CHECKING:
 
     from sgl_prefill.port.ending import Ending
 
+
+logger = logging.getLogger(__name__)
 
 LONGEST_NUMBER = 2**63 - 1  # of JSON as it is written here
 LOOK_FOR_CLIENT_S = 2.0
@@ -106,6 +110,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             if isinstance(obj.session_params, dict):
                 check_session(obj.session_params)
             self._check_internal_fields(obj)
+            check_metric_labels(obj.custom_labels or {}, self.server_args.tokenizer_metrics_allowed_custom_labels or ())
             self._check_embeddings(obj)
             self._check_logprob_options(obj)
         else:
@@ -188,6 +193,16 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             super().auto_create_handle_loop()
         if is_new and ending is not None:
             ending.watch(self, self.event_loop)
+
+    async def handle_loop(self) -> None:
+        """Does as SGLang's; where it fails, a server of ours ends at once, and tells who waits."""
+        try:
+            await super().handle_loop()
+        except Exception:
+            if self._ending is None:
+                raise
+            logger.exception("the loop that hands out answers has failed")
+            self._ending.fail(self)
 
     async def sigterm_watchdog(self) -> None:
         """Does as SGLang's, which ends the process by SIGKILL, where it is not ours to end."""

@@ -29,6 +29,7 @@ FLUSH_S = 2.0  # for answers on their way to clients
 CHILDREN_END_S = 5.0  # for the other processes to let go of what they hold; then they are killed
 ASKED = "this server is shutting down"
 DIED = "a process of this server has ended, and the server with it"
+FAILED = "this server has failed, which is in its log, and ends"
 
 
 class Ending:
@@ -63,9 +64,15 @@ class Ending:
 
         self._stop_listening = stop
 
+    def fail(self, manager: PrefillTokenizerManager) -> None:
+        """Ends the server, since nobody hands out answers any more; SGLang's way waits up to 65 s before clients notice."""
+        self._begin(FAILED, 1, manager)
+
     def _begin(self, reason: str, status: int, manager: PrefillTokenizerManager) -> None:
+        is_first = self.reason is None
+        if is_first or status > self.status:
+            self.reason = reason
         self.status = max(self.status, status)
-        is_first, self.reason = self.reason is None, DIED if self.status else reason
         if is_first:
             logger.warning("%s: %d requests wait", self.reason, len(manager.rid_to_state))
             manager.gracefully_exit = True  # SGLang's health check says so

@@ -387,6 +387,10 @@ OVERRIDES: tuple[Override, ...] = (
             ("abort_request", "a client names its own request and no other"),
             ("pause_generation", "ends the requests of everyone, whoever asks"),
             ("auto_create_handle_loop", "signals end the server in our way"),
+            (
+                "handle_loop",
+                "where it fails, clients hear of it at once; in one process, answers are handed over like it",
+            ),
             ("_tokenize_texts", "long texts would stop all others"),
             ("_tokenize_one_request", "ten thousand prompts of one request would stop all others"),
             ("_should_use_batch_tokenization", "and so would they as one message to the scheduler"),
@@ -570,7 +574,6 @@ RELIED_UPON: tuple[Relied, ...] = (
     Relied(
         "sglang.srt.managers.scheduler.Scheduler.event_loop_normal", "a scheduler in this process is stepped like it"
     ),
-    Relied("sglang.srt.managers.tokenizer_manager.TokenizerManager.handle_loop", "answers are handed over like it"),
     Relied(f"{DETOKENIZER}.event_loop", "answers are detokenized like it"),
     Relied("sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_request", "sends, then waits"),
     Relied("sglang.srt.managers.tokenizer_manager.TokenizerManager._remove_req_state", "forgets a refused request"),

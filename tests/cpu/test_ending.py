@@ -8,9 +8,11 @@ from http import HTTPStatus
 from typing import Any
 
 import pytest
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
+from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
 from sgl_prefill.port import ending
-from sgl_prefill.port.ending import ASKED, DIED, Ending
+from sgl_prefill.port.ending import ASKED, DIED, FAILED, Ending
 
 
 class Manager:
@@ -91,3 +93,22 @@ def test_where_a_process_has_died_everyone_hears_of_it_at_once() -> None:
     assert (server.reason, server.status, events) == (DIED, 1, ["ended"])
     assert DIED in manager.refused["b"]
     assert not manager.scheduler_was_asked
+
+
+def test_where_answers_are_no_longer_handed_out_everyone_hears_of_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(manager: Any) -> None:
+        raise ValueError("a metric")
+
+    monkeypatch.setattr(TokenizerManager, "handle_loop", fail)
+    server, events, waiting = Ending(drain_s=3600), [], Manager("a")
+    server._stop_listening = lambda: events.append("ended")
+    manager = PrefillTokenizerManager.__new__(PrefillTokenizerManager)
+    manager.__dict__.update(vars(waiting), _ending=server, refuse=waiting.refuse)
+
+    async def run() -> None:
+        await manager.handle_loop()
+        await manager.sigterm_watchdog()
+
+    asyncio.run(run())
+    assert (server.reason, server.status, events) == (FAILED, 1, ["ended"])
+    assert FAILED in waiting.refused["a"]

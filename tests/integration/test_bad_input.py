@@ -68,6 +68,11 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     (COMPLETIONS, {**PROMPT, "allowed_token_ids": [-1]}, ["-1", "vocabulary has 49152"]),
     (GENERATE, {**NATIVE, "allowed_token_ids": [10**12]}, [str(10**12), "49152"]),
     (COMPLETIONS, {**PROMPT, "prompt": [5, VOCABULARY_SIZE + 7]}, [str(VOCABULARY_SIZE + 7), "49152"]),
+    (
+        GENERATE,
+        {**NATIVE, "sampling_params": {"max_new_tokens": 0}, "custom_labels": {"team": "a"}},
+        ["'team'", "no labels"],
+    ),
     (GENERATE, {"input_ids": [-3], "sampling_params": {"max_new_tokens": 0}}, ["-3", "49152"]),
     (COMPLETIONS, {**PROMPT, "allowed_tokens": LABELS, "allowed_token_ids": [5]}, ["both given"]),
     (COMPLETIONS, {**PROMPT, "allowed_tokens": LABELS, "n": 3, "echo": True}, ["echo, n", "leave them out"]),
