@@ -29,6 +29,9 @@ SAMPLING_OPTION_TYPES = {
 # What becomes a tensor of 32 or 64 bits in the scheduler, and how many answers one request may ask for.
 SAMPLING_OPTION_RANGES = (("top_k", -1, TOP_K_ALL), ("sampling_seed", -(2**63), 2**63 - 1), ("n", 1, 1024))
 
+# Each of which is tokenised, or compiled, in the event loop and in the scheduler.
+MOST_STOPS, MOST_STOP_CHARACTERS = 256, 16_384
+
 # Options of GenerateReqInput that may be one value, or a list with one value for each prompt of a batch.
 PER_PROMPT_FIELDS = (
     *("rid", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "lora_path", "lora_id"),
@@ -139,6 +142,14 @@ def check_sampling_options(options: dict[str, Any], vocab_size: int, tokenizer: 
         value = options.get(name)
         if value is not None and not lowest <= value <= highest:
             raise BadRequestError(f"sampling_params: {name} is {value}: it must be from {lowest} to {highest}")
+    for name in ("stop", "stop_regex"):
+        stops = [options[name]] if isinstance(options.get(name), str) else options.get(name) or []
+        n_characters = sum(map(len, stops))
+        if len(stops) > MOST_STOPS or n_characters > MOST_STOP_CHARACTERS:
+            raise BadRequestError(
+                f"sampling_params: {name} holds {len(stops)} texts with {n_characters} characters: at most {MOST_STOPS}, and"
+                f" {MOST_STOP_CHARACTERS} characters together"
+            )
     if stop_ids := options.get("stop_token_ids"):
         check_ids_in_vocabulary(stop_ids, vocab_size, "stop_token_ids")
     deadline_ms = (options.get("custom_params") or {}).get(deadlines.PARAMETER)

@@ -8,19 +8,25 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import ORJSONResponse, Response, StreamingResponse
 from sglang.srt.entrypoints import http_server
+from sglang.srt.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
 from sglang.srt.entrypoints.ollama.protocol import OllamaChatRequest
-from sglang.srt.entrypoints.openai.protocol import CompletionRequest, DetokenizeRequest, V1RerankReqInput
+from sglang.srt.entrypoints.openai.protocol import (
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    V1RerankReqInput,
+)
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from starlette.routing import BaseRoute, Route
 
-from sgl_prefill.api import rerank, route_list
+from sgl_prefill.api import conversations, rerank, route_list
 from sgl_prefill.api.answers import chat_choice, completion_choice, usage
 from sgl_prefill.api.label_scoring import LabelScorer, ScoredPrompt
 from sgl_prefill.api.protocol import (
@@ -40,17 +46,25 @@ from sgl_prefill.api.protocol import (
 )
 from sgl_prefill.api.request_checks import check_ids_in_vocabulary
 from sgl_prefill.api.shield import HttpShield, Refusal
+from sgl_prefill.api.text_limit import OFF_LOOP_CHARACTERS
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError, SeamError
+from sgl_prefill.port import client
 from sgl_prefill.port.ending import Ending
 from sgl_prefill.port.hooks import ROUTES
+
+if TYPE_CHECKING:
+    from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
 
 # What they do concerns everyone; SGLang lets each client in.
 FOR_ADMINISTRATORS = ("/load_lora_adapter_from_tensors", "/set_trace_level")
 # Of a body of a wrong shape: each element of a list may have a dozen problems.
 MOST_PROBLEMS, LONGEST_PROBLEM = 10, 300
 OUR_PATHS = frozenset(route.path for route in ROUTES)
-DETOKENIZE = ("/detokenize", "/v1/detokenize")
+OF_ANY_LENGTH = frozenset({"/tokenize", "/v1/tokenize"})
+CHATS = frozenset(
+    {"/v1/chat/completions", "/invocations", "/v1/responses", "/api/chat", "/v1/messages", "/v1/messages/count_tokens"}
+)
 
 
 class PrefillRoutes:
@@ -69,9 +83,13 @@ class PrefillRoutes:
         return self._stock[path]
 
     @property
+    def _manager(self) -> PrefillTokenizerManager:
+        return http_server._global_state.tokenizer_manager  # type: ignore[no-any-return]
+
+    @property
     def scorer(self) -> LabelScorer:
         if self._scorer is None:
-            self._scorer = LabelScorer(http_server._global_state.tokenizer_manager)
+            self._scorer = LabelScorer(self._manager)
         return self._scorer
 
     def _default_max_tokens(self, stock_default: int | None) -> int | None:
@@ -98,10 +116,9 @@ class PrefillRoutes:
     async def chat_completions(self, request: LabelChatCompletionRequest, raw_request: Request) -> Any:
         """Serves /v1/chat/completions, under Amazon's name too."""
         check_keys(request)
-        for text in _texts_of(request.messages):
-            http_server._global_state.tokenizer_manager.check_text(
-                text, "a message"
-            )  # before a template is filled with it
+        serving = self._app.state.openai_serving_chat
+        for text in conversations.texts_of(request):
+            self._manager.check_text(text, "a message")  # before a template is filled with it
         answers = allowed_answers(request)
         max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
         if answers is None:
@@ -109,10 +126,12 @@ class PrefillRoutes:
                 request.max_completion_tokens = max_tokens = self._default_max_tokens(None)
             check_penalties(request, max_tokens)
             pass_deadline(request)
+            await conversations.fill_beside(serving, request, raw_request)
             return await self._stock["/v1/chat/completions"](request, raw_request)
         check_label_request(request, max_tokens)
         request.max_tokens, request.max_completion_tokens = None, 1
-        scored = await self._score(self._app.state.openai_serving_chat, request, answers, raw_request)
+        await conversations.fill_beside(serving, request, raw_request)
+        scored = await self._score(serving, request, answers, raw_request)
         name = "delta" if request.stream else "message"
         choices = [chat_choice(index, one, request.logprobs, name) for index, one in enumerate(scored)]
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
@@ -165,13 +184,48 @@ class PrefillRoutes:
 
     async def detokenize(self, request: DetokenizeRequest, raw_request: Request) -> Any:
         """Serves /detokenize and /v1/detokenize."""
-        vocab_size = http_server._global_state.tokenizer_manager.model_config.vocab_size
+        vocab_size = self._manager.model_config.vocab_size
         for tokens in request.tokens if _is_nested(request.tokens) else [request.tokens]:
             if not isinstance(tokens, list):
                 raise BadRequestError(f"tokens holds {tokens!r} beside lists: give one list of ids, or a list of lists")
             if tokens:
                 check_ids_in_vocabulary(tokens, vocab_size, "tokens")
         return await self._stock["/detokenize"](request, raw_request)
+
+    async def tokenize(self, request: TokenizeRequest, raw_request: Request) -> Any:
+        """Serves /tokenize and /v1/tokenize."""
+        if request.messages is not None:
+            chats = self._app.state.openai_serving_tokenize.chat_serving
+            await conversations.fill_beside(chats, request.to_chat_completion_request(), raw_request)
+        texts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+        if texts is None or sum(map(len, texts)) < OFF_LOOP_CHARACTERS:
+            return await self._stock["/tokenize"](request, raw_request)
+        client.end_turn()
+        options = {"add_special_tokens": request.add_special_tokens}
+        ids = await self._manager.run_beside(lambda twin: [twin.tokenizer.encode(text, **options) for text in texts])
+        counts = [len(of_text) for of_text in ids]
+        one = isinstance(request.prompt, str)
+        return ORJSONResponse(
+            {
+                "tokens": ids[0] if one else ids,
+                "count": counts[0] if one else counts,
+                "max_model_len": self._manager.tokenizer.model_max_length,
+            }
+        )
+
+    async def count_tokens(self, request: AnthropicCountTokensRequest, raw_request: Request) -> Any:
+        """Serves /v1/messages/count_tokens."""
+        serving = self._app.state.anthropic_serving
+        chats = serving.openai_serving_chat
+        asked = {name: getattr(request, name) for name in request.model_fields_set}
+        try:
+            chat = serving._convert_to_chat_completion_request(AnthropicMessagesRequest(**asked, max_tokens=1))
+            await conversations.fill_beside(chats, chat, raw_request)
+            prompt = chats._process_messages(chat, self._manager.model_config.is_multimodal).prompt_ids
+        except ValueError as error:
+            return serving._error_response(status_code=400, error_type="invalid_request_error", message=str(error))
+        ids = prompt if isinstance(prompt, list) else self._manager.tokenizer.encode(prompt)
+        return ORJSONResponse({"input_tokens": len(ids)})
 
     async def _score(self, serving: Any, request: Any, answers: Any, raw_request: Request) -> list[ScoredPrompt]:
         _check_with(serving, request)
@@ -197,8 +251,10 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
     app.post("/invocations", dependencies=only_json)(ours.chat_completions)
     app.post("/v1/responses", dependencies=only_json)(ours.responses)
     app.post("/api/chat")(ours.ollama_chat)
-    for path in DETOKENIZE:
-        app.post(path, dependencies=only_json)(ours.detokenize)
+    app.post("/v1/messages/count_tokens", dependencies=only_json)(ours.count_tokens)
+    for prefix in ("", "/v1"):
+        app.post(f"{prefix}/tokenize", dependencies=only_json)(ours.tokenize)
+        app.post(f"{prefix}/detokenize", dependencies=only_json)(ours.detokenize)
     app.api_route("/generate", methods=["POST", "PUT"])(ours.generate)
     app.api_route("/v1/rerank", methods=["POST", "PUT"], dependencies=only_json)(ours.rerank)
     # First, since each request is compared with one route after the other, and once more for the metrics.
@@ -220,9 +276,13 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
 
 
 def check_body(path: str, body: bytes) -> None:
-    """Raises BadRequestError for a body to one of our routes that need not be parsed."""
-    if path in OUR_PATHS:
-        http_server._global_state.tokenizer_manager.check_body(body)
+    """Raises BadRequestError for a body that need not be parsed."""
+    if path in OUR_PATHS | CHATS:
+        manager = http_server._global_state.tokenizer_manager
+        if path in CHATS:
+            conversations.check_size(body, manager.longest_input_tokens)
+        if path not in OF_ANY_LENGTH:
+            manager.check_body(body)
 
 
 class _Invalid:
@@ -248,17 +308,6 @@ def _shortened(problem: str) -> str:
 def _field(location: Sequence[Any]) -> str:
     """Names a field as its client knows it."""
     return ".".join(str(part) for part in location if part != "body") or "the request body"
-
-
-def _texts_of(messages: Sequence[Any]) -> Iterator[str]:
-    """Yields what a chat says."""
-    for message in messages:
-        content = getattr(message, "content", None)
-        if isinstance(content, str):
-            yield content
-        for part in content if isinstance(content, list) else []:
-            if isinstance(text := getattr(part, "text", None), str):
-                yield text
 
 
 def _is_nested(tokens: list[Any]) -> bool:

@@ -9,10 +9,10 @@ import asyncio
 import copy
 import functools
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import fastapi
 from sglang.srt.managers.embed_types import PositionalEmbeds
@@ -60,6 +60,7 @@ logger = logging.getLogger(__name__)
 
 LONGEST_NUMBER = 2**63 - 1  # of JSON as it is written here
 LOOK_FOR_CLIENT_S = 2.0
+T = TypeVar("T")
 GRAMMARS = ("regex", "json_schema", "ebnf", "structural_tag")
 
 
@@ -267,13 +268,17 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             self.check_text(text)
         if sum(map(len, flat)) < OFF_LOOP_CHARACTERS:
             return await super()._tokenize_texts(texts, is_cross_encoder)
+        stock = TokenizerManager._tokenize_texts
+        return await self.run_beside(lambda twin: asyncio.run(stock(twin, texts, is_cross_encoder)))
+
+    async def run_beside(self, work: Callable[[PrefillTokenizerManager], T]) -> T:
+        """Runs what tokenises much in another thread; work: gets a manager whose tokenizer is for that thread alone."""
         thread, twin = self._tokenizer_beside
-        tokenize = functools.partial(TokenizerManager._tokenize_texts, twin, texts, is_cross_encoder)
-        return await asyncio.get_running_loop().run_in_executor(thread, lambda: asyncio.run(tokenize()))
+        return await asyncio.get_running_loop().run_in_executor(thread, work, twin)
 
     @functools.cached_property
     def _tokenizer_beside(self) -> tuple[ThreadPoolExecutor, PrefillTokenizerManager]:
-        """A thread, and what SGLang's method needs in it: a tokenizer is not safe for two threads."""
+        """A thread, and what SGLang's methods need in it: a tokenizer is not safe for two threads."""
         twin = copy.copy(self)
         twin.tokenizer, twin.async_dynamic_batch_tokenizer = copy.deepcopy(self.tokenizer), None
         return ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-texts"), twin

@@ -8,6 +8,7 @@ registries.
 
 from __future__ import annotations
 
+from sgl_prefill.api import conversations
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.cpu import kernels, lm_head
 from sgl_prefill.device import this_device
@@ -48,6 +49,15 @@ HOOKS: tuple[Hook, ...] = (
         feature="always",
         reason="tell the scheduler when a request arrived: it is deaf during a forward and would stamp it afterwards",
         function=arrival.after_getstate,
+    ),
+    Hook(
+        target="sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._process_messages",
+        kind="around",
+        process="http",
+        feature="always",
+        reason="a client's template is a program that runs as long as it likes, and an empty conversation is a 500; long ones are"
+        " filled beside the event loop",
+        function=conversations.around_process_messages,
     ),
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.__init__",
@@ -317,6 +327,21 @@ ROUTES: tuple[Route, ...] = (
             reason="an id outside the vocabulary ends in a 500",
         )
         for path in ("/detokenize", "/v1/detokenize")
+    ),
+    *(
+        Route(
+            method="POST",
+            path=path,
+            stock_endpoint="sglang.srt.entrypoints.http_server.openai_v1_tokenize",
+            reason="long texts would stop all others",
+        )
+        for path in ("/tokenize", "/v1/tokenize")
+    ),
+    Route(
+        method="POST",
+        path="/v1/messages/count_tokens",
+        stock_endpoint="sglang.srt.entrypoints.http_server.anthropic_v1_count_tokens",
+        reason="a conversation that the template refuses ends in a 500",
     ),
     Route(
         method="POST",

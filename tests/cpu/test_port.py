@@ -180,9 +180,16 @@ def test_with_our_features_off_only_what_surrounds_a_forward_pass_is_hooked(monk
     about_tenants = ["__init__"]
     about_labels = ["move_logprobs_to_cpu", "_normalize_decode_outputs"]
     about_starts = ["_set_envs_and_config", "__init__", "_resolve_dist_init_method"]
+    about_conversations = ["_process_messages"]
     about_compiling = ["apply_scaling_penalties", "multinomial_with_seed"]
     assert sorted(left) == sorted(
-        about_times_and_replies + about_memory + about_tenants + about_labels + about_starts + about_compiling
+        about_times_and_replies
+        + about_memory
+        + about_tenants
+        + about_labels
+        + about_starts
+        + about_compiling
+        + about_conversations
     )
 
 

@@ -14,7 +14,7 @@ import requests
 from tests.integration.conftest import Server
 
 PROMPT = {"model": "demo", "prompt": "Is it so? Answer:"}
-CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Is it so?"}]}
+CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Is it so?"}]}
 NATIVE = {"text": "Is it so? Answer:"}
 LABELS = [" yes", " no"]
 COMPLETIONS, CHATS, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
@@ -72,6 +72,24 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
         GENERATE,
         {**NATIVE, "sampling_params": {"max_new_tokens": 0}, "custom_labels": {"team": "a"}},
         ["'team'", "no labels"],
+    ),
+    (
+        CHATS,
+        {**CHAT, "chat_template_kwargs": {"chat_template": "{% for a in range(99999) %}{% endfor %}"}},
+        ["a template is a program"],
+    ),
+    (
+        CHATS,
+        {**CHAT, "messages": [{"role": "assistant", "content": "x"}], "continue_final_message": True},
+        ["messages is empty"],
+    ),
+    (CHATS, {**CHAT, "messages": CHAT["messages"] * 9000}, ["9000 messages"]),
+    ("/v1/responses", {"model": "demo", "input": []}, ["messages is empty"]),
+    ("/v1/messages/count_tokens", {"model": "demo", "messages": []}, ["messages is empty"]),
+    (
+        GENERATE,
+        {**NATIVE, "sampling_params": {"max_new_tokens": 1, "stop": [f"{n}" for n in range(257)]}},
+        ["stop holds 257 texts"],
     ),
     (GENERATE, {"input_ids": [-3], "sampling_params": {"max_new_tokens": 0}}, ["-3", "49152"]),
     (COMPLETIONS, {**PROMPT, "allowed_tokens": LABELS, "allowed_token_ids": [5]}, ["both given"]),
@@ -274,6 +292,15 @@ def test_what_had_failed_and_is_right_works(server: Server, tokenizer: Any) -> N
     named = server.post(GENERATE, {**NATIVE, "rid": "HEALTH_CHECK_x", **options})
     assert named.json()["meta_info"]["id"] == "HEALTH_CHECK_x"
     assert server.post("/tokenize", {"model": "demo", "prompt": "a b"}).json()["count"] == 2
+    long = "understanding " * 1600  # is tokenised in another thread, as is what follows
+    assert server.post("/tokenize", {"model": "demo", "prompt": long}).json()["tokens"] == tokenizer.encode(long)
+    messages = [{"role": "user", "content": long}]
+    counted = server.post("/v1/messages/count_tokens", {"model": "demo", "messages": messages})
+    filled = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert counted.json()["input_tokens"] == len(filled)
+    for labels in ({}, {"allowed_tokens": ["Paris", "Rome"]}):
+        answered = server.post(CHATS, {"model": "demo", "messages": messages, **labels})
+        assert answered.json()["usage"]["prompt_tokens"] == len(filled)
     assert server.post("/detokenize", {"model": "demo", "tokens": [[81], [278]]}).json()["text"] == ["a", " b"]
     answered = server.post(
         "/v1/responses", {"model": "demo", "input": "The capital of France is", "max_output_tokens": 1}

@@ -1,0 +1,119 @@
+"""What no template is filled with, and long conversations beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+
+from sgl_prefill.api import conversations
+from sgl_prefill.api.text_limit import OFF_LOOP_CHARACTERS
+from sgl_prefill.errors import BadRequestError
+
+LONGEST_INPUT_TOKENS = 5_000
+SAYS = {"role": "user", "content": "Is it so?"}
+ANSWERS = {"role": "assistant", "content": "Yes"}
+
+
+def chat(*messages: dict[str, Any], **options: Any) -> ChatCompletionRequest:
+    return ChatCompletionRequest(model="demo", messages=list(messages), **options)
+
+
+class Serving:
+    """Takes down which thread filled a template, with whose tokenizer."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.tokenizer_manager: Any = SimpleNamespace(
+            name="ours", longest_input_tokens=LONGEST_INPUT_TOKENS, run_beside=self._run_beside
+        )
+        self.filled: list[tuple[threading.Thread, str]] = []
+        self._fails = fails
+
+    async def _run_beside(self, work: Callable[[Any], Any]) -> Any:
+        twin = SimpleNamespace(**{**vars(self.tokenizer_manager), "name": "twin"})
+        return await asyncio.get_running_loop().run_in_executor(None, work, twin)
+
+    def _process_messages(self, request: ChatCompletionRequest) -> str:
+        self.filled.append((threading.current_thread(), self.tokenizer_manager.name))
+        if self._fails:
+            raise ValueError("roles must alternate")
+        return str(request.messages)
+
+    def _convert_to_internal_request(self, request: ChatCompletionRequest, raw_request: Any) -> Any:
+        return conversations.around_process_messages(type(self)._process_messages, self, request)
+
+
+def answer(serving: Serving, request: ChatCompletionRequest) -> Any:
+    async def run() -> Any:
+        await conversations.fill_beside(serving, request, None)
+        return serving._convert_to_internal_request(request, None)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("extra_characters", [0, -1])
+def test_a_long_conversation_is_filled_once_and_beside_the_event_loop(extra_characters: int) -> None:
+    n_characters = OFF_LOOP_CHARACTERS - conversations.PART_CHARACTERS + extra_characters
+    serving, request = Serving(), chat({"role": "user", "content": "x" * n_characters})
+    assert answer(serving, request) == str(request.messages)
+    [(thread, tokenizer)] = serving.filled
+    is_beside = extra_characters == 0
+    assert (thread is not threading.main_thread()) == is_beside
+    assert tokenizer == ("twin" if is_beside else "ours")
+
+
+def test_what_a_template_refuses_in_the_other_thread_is_refused() -> None:
+    serving = Serving(fails=True)
+    with pytest.raises(ValueError, match="roles must alternate"):
+        answer(serving, chat({"role": "user", "content": "x" * OFF_LOOP_CHARACTERS}))
+    assert len(serving.filled) == 1
+
+
+@pytest.mark.parametrize(
+    ("request_", "told"),
+    [
+        (chat(), "messages is empty: give"),
+        (chat(ANSWERS, continue_final_message=True), "but for the one that continue_final_message goes on with"),
+        (chat(SAYS, chat_template_kwargs={"chat_template": "{{ 1 }}"}), "a template is a program"),
+        (chat(*[SAYS] * (LONGEST_INPUT_TOKENS + 1)), f"{LONGEST_INPUT_TOKENS + 1} messages"),
+    ],
+)
+def test_what_no_template_is_filled_with(request_: ChatCompletionRequest, told: str) -> None:
+    serving = Serving()
+    with pytest.raises(BadRequestError, match=told):
+        answer(serving, request_)
+    assert not serving.filled
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        chat(SAYS, ANSWERS, continue_final_message=True),
+        chat(ANSWERS),
+        chat(SAYS, chat_template_kwargs={"enable_thinking": False}),
+        chat(input_ids=[5, 6]),
+    ],
+)
+def test_conversations_that_are_fine(request_: ChatCompletionRequest) -> None:
+    assert answer(Serving(), request_) == str(request_.messages)
+
+
+def test_messages_are_counted_before_they_are_parsed() -> None:
+    as_it_says = {"role": "user", "content": '"role" "role" "type"'}
+    most = conversations.FEWEST_PARTS
+    for messages, fits in (([as_it_says] * most, True), ([as_it_says] * (most + 1), False)):
+        body = json.dumps({"messages": messages}).encode()
+        if fits:
+            conversations.check_size(body, longest_input_tokens=100)
+        else:
+            with pytest.raises(BadRequestError, match=f"{most + 1} messages"):
+                conversations.check_size(body, longest_input_tokens=100)
+    parts = {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * (most + 1)}]}
+    with pytest.raises(BadRequestError, match="parts and tools"):
+        conversations.check_size(json.dumps(parts).encode(), longest_input_tokens=100)
