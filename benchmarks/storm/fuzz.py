@@ -161,6 +161,32 @@ NASTY: tuple[Any, ...] = (
     *("\x00", "\u00e4\u00f6 \u732b \U0001f408", "\ud800", "a\udfff", ["\ud800"], "\u202e\ufeff", "x y " * 25_000),
     *("x" * 70_000, "<|im_end|>", "{{ 7 * 7 }}", "../../etc/passwd", "%s%n", _deep(3), _deep(200)),
     *({"a": {"b": {"c": []}}}, {"type": "json_object"}, ["a"] * 300, [[5]] * 300, {"__class__": "x"}),
+    *(
+        1e39,
+        -1e39,
+        10**400,
+        {"5": 1e39},
+        {"5": 10**400},
+        {"\u00b2": 1},
+        {"a": "b"},
+        {"chat_template": "{{ 1 }}"},
+        ["a", "b", "c"],
+    ),
+)
+# Of SGLang's `sampling_params`, which no schema names.
+SAMPLING_OPTIONS = (
+    *("max_new_tokens", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k", "min_p", "n", "regex"),
+    *(
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "min_new_tokens",
+        "json_schema",
+        "ebnf",
+        "logit_bias",
+    ),
+    *("structural_tag", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"),
+    *("custom_params", "stream_interval", "sampling_seed"),
 )
 UNKNOWN = (
     "no_such_field",
@@ -279,6 +305,24 @@ class Fuzzer:
                 yield Fuzzed(
                     "alone", path, http(method, self._filled(path), json.dumps(body).encode()), _expected(method)
                 )
+
+    def each_value(self) -> Iterator[Fuzzed]:
+        """Yields every value of NASTY in the place of each field of each route: of those in the first right body for one prompt
+        and the first for several, of those that the schema names, and of each sampling option."""
+        for method, path in self._routes:
+            if method != "POST":
+                continue
+            for body in _one_and_several(VALID.get(path, ())):
+                for keys in self._fields_of(path, body):
+                    for value in NASTY:
+                        changed = json.dumps(_with(body, keys, value)).encode()
+                        yield Fuzzed("each value", path, http(method, path, changed))
+
+    def _fields_of(self, path: str, body: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+        yield from paths(body)
+        yield from ((name,) for name in self._fields.get(path, ()) if name not in body)
+        if path == "/generate":
+            yield from (("sampling_params", name) for name in SAMPLING_OPTIONS)
 
     def _valid(self) -> Fuzzed:
         return self._mutated("valid", lambda path, body: None)
@@ -406,6 +450,30 @@ class Fuzzer:
             return Fuzzed("framing", path, right, 0, leaves=True)
         n_before = self._rng.randint(1, 5)
         return Fuzzed("framing", path, kept * n_before + right, n_before + 1)
+
+
+def _one_and_several(bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the first body, and the first of another shape with several prompts."""
+    several = [
+        body for body in bodies[1:] if isinstance(body.get("prompt", body.get("text", body.get("input_ids"))), list)
+    ]
+    return [*bodies[:1], *several[:1]]
+
+
+def _with(body: dict[str, Any], keys: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    changed = copy.deepcopy(body)
+    parent: Any = changed
+    for key in keys[:-1]:
+        parent = parent.setdefault(key, {}) if isinstance(parent, dict) else parent[key]
+    parent[keys[-1]] = value
+    return changed
+
+
+def paths(value: Any) -> Iterator[tuple[Any, ...]]:
+    """Yields how each value below a JSON value is reached, by keys and indices."""
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield (key,)
+        yield from ((key, *below) for below in paths(value[key]))
 
 
 def _expected(method: str) -> int:
@@ -589,8 +657,12 @@ class Run:
             if self._plain is None:
                 fuzzer = Fuzzer(*routes_of(server.url), seed=0)
                 self._plain = list(fuzzer.plain())
-                fuzzed = [fuzzer.make() for _ in range(n_requests)]
-                self._waves = [fuzzed[at : at + WAVE_REQUESTS] for at in range(0, n_requests, WAVE_REQUESTS)]
+                each = list(fuzzer.each_value())
+                fuzzed = [
+                    *(fuzzer.make() for _ in range(n_requests)),
+                    *(each if n_requests == N_REQUESTS else each[::500]),
+                ]
+                self._waves = [fuzzed[at : at + WAVE_REQUESTS] for at in range(0, len(fuzzed), WAVE_REQUESTS)]
             before = good_answers(server.url)
             if any(math.isnan(value) for answer in before for value in answer):
                 raise report.InvalidRunError(

@@ -31,6 +31,7 @@ SAMPLING_OPTION_RANGES = (("top_k", -1, TOP_K_ALL), ("sampling_seed", -(2**63), 
 
 # Each of which is tokenised, or compiled, in the event loop and in the scheduler.
 MOST_STOPS, MOST_STOP_CHARACTERS = 256, 16_384
+MOST_LOGIT_BIAS = 1e30  # of 32 bits, with a logit beside it
 
 # Options of GenerateReqInput that may be one value, or a list with one value for each prompt of a batch.
 PER_PROMPT_FIELDS = (
@@ -38,6 +39,7 @@ PER_PROMPT_FIELDS = (
     *("extra_key", "custom_logit_processor", "return_hidden_states", "return_sampling_mask"),
     *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size"),
 )
+NEVER_FOR_ALL = ("lora_id",)  # of these, SGLang does not repeat one value
 
 
 MEDIA = ("image_data", "video_data", "audio_data")
@@ -116,6 +118,8 @@ def check_lists_against_prompts(obj: GenerateReqInput) -> None:
     for field in PER_PROMPT_FIELDS:
         value = getattr(obj, field)
         if not isinstance(value, list):
+            if is_batch and value is not None and field in NEVER_FOR_ALL:
+                raise BadRequestError(f"{field} is one value, and the request has {len(prompts)} prompts: give a list")
             continue
         if not is_batch:
             raise BadRequestError(f"{field} is a list, and the request has one prompt: give one value")
@@ -156,9 +160,10 @@ def check_sampling_options(options: dict[str, Any], vocab_size: int, tokenizer: 
     if deadline_ms is not None:
         check_deadline(deadline_ms)
     for token, bias in (options.get("logit_bias") or {}).items():
-        if not token.isdigit() or not math.isfinite(bias):
+        if not (token.isascii() and token.isdigit()) or not abs(bias) <= MOST_LOGIT_BIAS:
             raise BadRequestError(
-                f"sampling_params: logit_bias holds {token!r}: {bias}: a token id and a finite number"
+                f"sampling_params: logit_bias holds {token!r}: {bias}: a token id, and a number from {-MOST_LOGIT_BIAS:g} to"
+                f" {MOST_LOGIT_BIAS:g}"
             )
     try:
         parsed = SamplingParams(**options)

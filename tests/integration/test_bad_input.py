@@ -91,6 +91,16 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
         {**NATIVE, "sampling_params": {"max_new_tokens": 1, "stop": [f"{n}" for n in range(257)]}},
         ["stop holds 257 texts"],
     ),
+    (
+        GENERATE,
+        {**NATIVE, "sampling_params": {"max_new_tokens": 1, "logit_bias": {"5": 1e39}}},
+        ["logit_bias holds '5': 1e+39", "1e+30"],
+    ),
+    (
+        GENERATE,
+        {"text": ["a", "b"], "sampling_params": {"max_new_tokens": 0}, "lora_id": "0"},
+        ["lora_id is one value", "2 prompts"],
+    ),
     (GENERATE, {"input_ids": [-3], "sampling_params": {"max_new_tokens": 0}}, ["-3", "49152"]),
     (COMPLETIONS, {**PROMPT, "allowed_tokens": LABELS, "allowed_token_ids": [5]}, ["both given"]),
     (COMPLETIONS, {**PROMPT, "allowed_tokens": LABELS, "n": 3, "echo": True}, ["echo, n", "leave them out"]),
