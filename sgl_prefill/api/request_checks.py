@@ -115,6 +115,10 @@ def check_lists_against_prompts(obj: GenerateReqInput) -> None:
     if prompts == []:
         raise BadRequestError("the prompt is empty: the list holds no prompt")
     is_batch = count_prompts(obj) is not None
+    for field in ("video_data", "audio_data", "modalities") if is_batch else ():
+        value = getattr(obj, field)
+        if isinstance(value, list) and len(value) != len(prompts):
+            raise BadRequestError(f"{field} has {len(value)} values, and the request has {len(prompts)} prompts")
     for field in PER_PROMPT_FIELDS:
         value = getattr(obj, field)
         if not isinstance(value, list):

@@ -44,7 +44,7 @@ from sgl_prefill.api.protocol import (
     pass_generate_deadline,
     pass_salt,
 )
-from sgl_prefill.api.request_checks import check_ids_in_vocabulary
+from sgl_prefill.api.request_checks import check_ids_in_vocabulary, check_lists_against_prompts
 from sgl_prefill.api.shield import HttpShield, Refusal
 from sgl_prefill.api.text_limit import OFF_LOOP_CHARACTERS
 from sgl_prefill.config import PrefillConfig
@@ -145,6 +145,7 @@ class PrefillRoutes:
             check_generate_penalties(obj)
             pass_generate_deadline(obj)
             return await self._stock["/generate"](obj, request)
+        check_lists_against_prompts(obj)
         check_generate_label_request(obj)
         is_batch, streams = not isinstance(obj.text, str) and not _is_one_prompt_of_ids(obj.input_ids), obj.stream
         with _value_errors_are_bad_requests():

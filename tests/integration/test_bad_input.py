@@ -101,6 +101,8 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
         {"text": ["a", "b"], "sampling_params": {"max_new_tokens": 0}, "lora_id": "0"},
         ["lora_id is one value", "2 prompts"],
     ),
+    (GENERATE, {**NATIVE, "input_ids": [], "allowed_tokens": LABELS}, ["text and input_ids are both given"]),
+    (GENERATE, {"text": ["a", "b"], "audio_data": [], "allowed_tokens": LABELS}, ["audio_data has 0 values"]),
     (GENERATE, {"input_ids": [-3], "sampling_params": {"max_new_tokens": 0}}, ["-3", "49152"]),
     (COMPLETIONS, {**PROMPT, "allowed_tokens": LABELS, "allowed_token_ids": [5]}, ["both given"]),
     (COMPLETIONS, {**PROMPT, "allowed_tokens": LABELS, "n": 3, "echo": True}, ["echo, n", "leave them out"]),
