@@ -94,6 +94,7 @@ def check_lists_of_embedding(obj: EmbeddingReqInput, *, takes_media: bool) -> No
         raise BadRequestError(
             "the request holds no prompt: give text" + ("" if obj.is_cross_encoder_request else " or input_ids")
         )
+    _check_adapter_ids(obj)
     if isinstance(obj.rid, list) and len(obj.rid) != n_prompts:
         shown = "one prompt, which is in no list" if n_prompts is None else f"{n_prompts} prompts"
         raise BadRequestError(f"rid has {len(obj.rid)} values, and the request has {shown}")
@@ -107,6 +108,14 @@ def check_lists_of_embedding(obj: EmbeddingReqInput, *, takes_media: bool) -> No
             raise BadRequestError(f"{name} is no list with one value for each of the {n_prompts} prompts")
 
 
+def _check_adapter_ids(obj: GenerateReqInput | EmbeddingReqInput) -> None:
+    """Of `lora_id`, unlike of others, SGLang takes no one value for all prompts."""
+    n_prompts, given = count_prompts(obj), obj.lora_id
+    if n_prompts is not None and given is not None and (isinstance(given, str) or len(given) != n_prompts):
+        shown = "one value" if isinstance(given, str) else f"{len(given)} values"
+        raise BadRequestError(f"lora_id has {shown}, and the request has {n_prompts} prompts")
+
+
 def check_lists_against_prompts(obj: GenerateReqInput) -> None:
     """Raise BadRequestError where an option that may be a list, one value a prompt, does not fit the prompts."""
     if obj.text is not None and obj.input_ids is not None:
@@ -114,6 +123,7 @@ def check_lists_against_prompts(obj: GenerateReqInput) -> None:
     prompts = obj.text if obj.text is not None else obj.input_ids if obj.input_ids is not None else obj.input_embeds
     if prompts == []:
         raise BadRequestError("the prompt is empty: the list holds no prompt")
+    _check_adapter_ids(obj)
     is_batch = count_prompts(obj) is not None
     for field in ("video_data", "audio_data", "modalities") if is_batch else ():
         value = getattr(obj, field)
@@ -122,8 +132,6 @@ def check_lists_against_prompts(obj: GenerateReqInput) -> None:
     for field in PER_PROMPT_FIELDS:
         value = getattr(obj, field)
         if not isinstance(value, list):
-            if is_batch and value is not None and field in NEVER_FOR_ALL:
-                raise BadRequestError(f"{field} is one value, and the request has {len(prompts)} prompts: give a list")
             continue
         if not is_batch:
             raise BadRequestError(f"{field} is a list, and the request has one prompt: give one value")
