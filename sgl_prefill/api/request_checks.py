@@ -125,7 +125,10 @@ def check_lists_against_prompts(obj: GenerateReqInput) -> None:
         raise BadRequestError("the prompt is empty: the list holds no prompt")
     _check_adapter_ids(obj)
     is_batch = count_prompts(obj) is not None
-    for field in ("video_data", "audio_data", "modalities") if is_batch else ():
+    ids = obj.token_ids_logprob  # which all prompts may share
+    has_lists_of_ids = isinstance(ids, list) and any(isinstance(one, list) for one in ids)
+    others = ("video_data", "audio_data", "modalities", *(["token_ids_logprob"] if has_lists_of_ids else []))
+    for field in others if is_batch else ():
         value = getattr(obj, field)
         if isinstance(value, list) and len(value) != len(prompts):
             raise BadRequestError(f"{field} has {len(value)} values, and the request has {len(prompts)} prompts")

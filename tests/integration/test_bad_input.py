@@ -102,6 +102,16 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
         ["lora_id has one value", "2 prompts"],
     ),
     ("/encode", {"text": ["a", "b"], "lora_id": [""]}, ["lora_id has 1 values", "2 prompts"]),
+    (
+        GENERATE,
+        {
+            "text": ["a", "b"],
+            "sampling_params": {"max_new_tokens": 0},
+            "return_logprob": True,
+            "token_ids_logprob": [[5]],
+        },
+        ["token_ids_logprob has 1 values", "2 prompts"],
+    ),
     (GENERATE, {**NATIVE, "input_ids": [], "allowed_tokens": LABELS}, ["text and input_ids are both given"]),
     (GENERATE, {"text": ["a", "b"], "audio_data": [], "allowed_tokens": LABELS}, ["audio_data has 0 values"]),
     (GENERATE, {"input_ids": [-3], "sampling_params": {"max_new_tokens": 0}}, ["-3", "49152"]),
