@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,6 +149,12 @@ def default_flags(config: PrefillConfig) -> list[str]:
     return flags
 
 
+def free_memory_gb() -> tuple[float, float]:
+    """Returns how much memory we may take, and how much of the machine's is free, in GiB."""
+    free_gb: float = psutil.virtual_memory().available / (1 << 30)  # as SGLang counts it
+    return min(free_gb, container_memory.free_bytes() / (1 << 30)), free_gb
+
+
 def memory_fraction(config: PrefillConfig) -> float | None:
     """`--mem-fraction-static` for the memory budget on a machine without an accelerator; None where SGLang decides.
 
@@ -160,8 +167,7 @@ def memory_fraction(config: PrefillConfig) -> float | None:
                 " and this one has one: use --mem-fraction-static"
             )
         return None
-    free_gb: float = psutil.virtual_memory().available / (1 << 30)  # as SGLang counts it
-    for_us_gb = min(free_gb, container_memory.free_bytes() / (1 << 30))
+    for_us_gb, free_gb = free_memory_gb()
     budget_gb = for_us_gb / 2 if config.memory_budget_gb is None else config.memory_budget_gb
     if budget_gb > for_us_gb:
         whose = "this machine has" if for_us_gb == free_gb else "this container (cgroup) has"
@@ -185,14 +191,14 @@ def check_argv(config: PrefillConfig, argv: list[str], *, listens: bool = True) 
         problems += _text_file_problems("--shared-prefix", config.shared_prefix)
     host, port = value_of(argv, "--host") or "127.0.0.1", value_of(argv, "--port") or "30000"
     if listens and port.isdigit():
-        problems += _port_problems(host, int(port))
+        problems += port_problems([("--port", host, int(port))])
     return problems
 
 
 def value_of(argv: list[str], *flags: str) -> str | None:
     """Returns the last value given to one of these flags: "" for a switch, None where it is not given."""
     found = None
-    for word, following in zip(argv, [*argv[1:], "--"], strict=True):
+    for word, following in itertools.pairwise([*argv, "--"]):
         name, equals, value = word.partition("=")
         if name in flags:
             found = value if equals else ("" if following.startswith("--") else following)
@@ -213,7 +219,7 @@ def check_server_args(config: PrefillConfig, server_args: Any, *, listens: bool)
             " leave one of the two out on a machine without an accelerator, or start with --suffix-kv keep"
         )
     if listens:
-        problems += _port_problems(server_args.host, server_args.port)
+        problems += port_problems([("--port", server_args.host, server_args.port)])
     if problems:
         raise ConfigurationError("\n".join(problems))
 
@@ -257,14 +263,21 @@ def check_model_path(model_path: str) -> None:
         raise ConfigurationError(problems[0])
 
 
-def _port_problems(host: str, port: int) -> list[str]:
+def port_problems(listening: Sequence[tuple[str, str, int]]) -> list[str]:
+    """Lists what keeps a server from listening; listening: flag, host and port of each."""
+    ports = [port for _, _, port in listening]
+    problems = [f"{flag} {port} is asked for twice" for flag, _, port in listening if ports.count(port) > 1]
+    return problems or [problem for one in listening for problem in _port_problems(*one)]
+
+
+def _port_problems(flag: str, host: str, port: int) -> list[str]:
     if not 0 < port < 65536:
-        return [f"--port is {port}: it must be from 1 to 65535"]
+        return [f"{flag} is {port}: it must be from 1 to 65535"]
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            return [f"--port {port} on {host} cannot be used ({error.strerror or error}): choose another"]
+            return [f"{flag} {port} on {host} cannot be used ({error.strerror or error}): choose another"]
     return []

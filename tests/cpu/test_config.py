@@ -40,6 +40,13 @@ def test_the_command_line_defaults_are_the_dataclass_defaults() -> None:
     assert parsed("--fairness-lambda", "0", "--allow-generation").allow_generation
 
 
+def test_a_start_without_any_flag_has_nothing_wrong() -> None:
+    assert preflight.check_argv(PrefillConfig(), [], listens=False) == []
+    assert preflight.value_of([], "--port") is None
+    assert preflight.value_of(["--port", "1", "--port=2", "--enable-x"], "--port") == "2"
+    assert preflight.value_of(["--enable-x"], "--enable-x") == ""
+
+
 def test_the_config_survives_the_way_to_the_scheduler_process() -> None:
     """It is an argument of a spawned process."""
     config = PrefillConfig(scheduling="stock", max_body_mb=1.0)
