@@ -20,6 +20,7 @@ from typing import NamedTuple
 import requests
 
 from sgl_prefill.errors import ServerStartError
+from sgl_prefill.port.prefork import end_with_parent
 
 START_TIMEOUT_S = 600
 POLL_S = 0.25
@@ -40,6 +41,45 @@ class LocalServer(NamedTuple):
         return self.process.wait(timeout=120)
 
 
+def begin(
+    module: str,
+    flags: Sequence[str],
+    log: Path,
+    *,
+    port: int | None = None,
+    python: str = sys.executable,
+    environment: Mapping[str, str] | None = None,
+    ends_with_us: bool = False,
+) -> LocalServer:
+    """Starts `python -m module --port PORT flags`, and waits for nothing.
+
+    Args:
+        port: where it listens; None: any that is free.
+        environment: is added to this process's.
+        ends_with_us: also where this process is killed.
+    """
+    port = free_port() if port is None else port
+    command = [python, "-m", module, "--host", "127.0.0.1", "--port", str(port), *flags]
+    return LocalServer(
+        f"http://127.0.0.1:{port}", command, spawn(command, log, environment, ends_with_us=ends_with_us), log
+    )
+
+
+def spawn(
+    command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None, *, ends_with_us: bool = False
+) -> subprocess.Popen[bytes]:
+    """Starts a process in a session of its own, so that what a terminal sends reaches this process alone."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=end_with_parent if ends_with_us else None,
+            env={**os.environ, **(environment or {})},
+        )
+
+
 def start(
     module: str,
     flags: Sequence[str],
@@ -49,25 +89,15 @@ def start(
     environment: Mapping[str, str] | None = None,
     on_wait: Callable[[float], None] = lambda elapsed_s: None,
 ) -> LocalServer:
-    """Starts `python -m module --port FREE flags` and waits until it is healthy. Raises ServerStartError.
+    """Does `begin`, and waits until the server is healthy. Raises ServerStartError.
 
-    `environment` is added to this process's; `on_wait` is called with the seconds so far while waiting.
+    `on_wait` is called with the seconds so far while waiting.
     """
-    port = free_port()
-    command = [python, "-m", module, "--host", "127.0.0.1", "--port", str(port), *flags]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, **(environment or {})},
-        )
-    server = LocalServer(f"http://127.0.0.1:{port}", command, process, log)
+    server = begin(module, flags, log, python=python, environment=environment)
     try:
-        _await_health(server, on_wait)
+        await_health(server, on_wait)
     except BaseException:  # also where the caller is ended while it waits: nobody else knows of the server
-        _kill(process)
+        kill(server.process)
         raise
     return server
 
@@ -82,7 +112,8 @@ def running(module: str, flags: Sequence[str], log: Path, **options: object) -> 
         server.stop()
 
 
-def _await_health(server: LocalServer, on_wait: Callable[[float], None]) -> None:
+def await_health(server: LocalServer, on_wait: Callable[[float], None] = lambda elapsed_s: None) -> None:
+    """Waits until a server is healthy. Raises ServerStartError where it ends, or takes too long."""
     started = time.monotonic()
     while (elapsed_s := time.monotonic() - started) < START_TIMEOUT_S:
         on_wait(elapsed_s)
@@ -96,7 +127,7 @@ def _await_health(server: LocalServer, on_wait: Callable[[float], None]) -> None
     )
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: subprocess.Popen[bytes]) -> None:
     """Ends a process with all of its session, at once."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -181,7 +181,11 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("/encode", {"embed_overrides": 5}, ["no prompt", "text or input_ids"]),
     ("/encode", {"input_ids": [[5], [6]], "multi_item_delimiter_indices": [[]]}, ["--enable-mis"]),
     ("/encode", {"text": "a", "sampling_params": []}, ["sampling_params is a list"]),
-    (GENERATE, {"text": ["a", "b"], "video_data": [[[]], None], "allowed_token_ids": [5, 6]}, ["video_data", "text only"]),
+    (
+        GENERATE,
+        {"text": ["a", "b"], "video_data": [[[]], None], "allowed_token_ids": [5, 6]},
+        ["video_data", "text only"],
+    ),
     ("/classify", {"input_ids": [[5], [6]], "is_cross_encoder_request": True}, ["no prompt", "text"]),
     ("/classify", {"text": ["a", "b"], "embed_overrides": 5}, ["embed_overrides is no list"]),
     ("/classify", {"text": ["a", "b"], "audio_data": 0}, ["audio_data", "text only"]),
