@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import json
 import math
+import operator
 import random
 import re
 from collections import Counter
@@ -501,14 +503,8 @@ def http(
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
     """Yields each container below a JSON value with each of its keys or indices."""
-    keys: Sequence[Any] = ()
-    if isinstance(value, dict):
-        keys = list(value)
-    elif isinstance(value, list):
-        keys = range(len(value))
-    for key in keys:
-        yield value, key
-        yield from places(value[key])
+    for *above, key in paths(value):
+        yield functools.reduce(operator.getitem, above, value), key
 
 
 def routes_of(url: str) -> tuple[list[tuple[str, str]], dict[str, list[str]]]:

@@ -39,7 +39,6 @@ PER_PROMPT_FIELDS = (
     *("extra_key", "custom_logit_processor", "return_hidden_states", "return_sampling_mask"),
     *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size"),
 )
-NEVER_FOR_ALL = ("lora_id",)  # of these, SGLang does not repeat one value
 
 
 MEDIA = ("image_data", "video_data", "audio_data")
@@ -127,12 +126,9 @@ def check_lists_against_prompts(obj: GenerateReqInput) -> None:
     is_batch = count_prompts(obj) is not None
     ids = obj.token_ids_logprob  # which all prompts may share
     has_lists_of_ids = isinstance(ids, list) and any(isinstance(one, list) for one in ids)
-    others = ("video_data", "audio_data", "modalities", *(["token_ids_logprob"] if has_lists_of_ids else []))
-    for field in others if is_batch else ():
-        value = getattr(obj, field)
-        if isinstance(value, list) and len(value) != len(prompts):
-            raise BadRequestError(f"{field} has {len(value)} values, and the request has {len(prompts)} prompts")
-    for field in PER_PROMPT_FIELDS:
+    # Of one prompt these are lists too.
+    lists = ("video_data", "audio_data", "modalities", *(["token_ids_logprob"] if has_lists_of_ids else []))
+    for field in (*(lists if is_batch else ()), *PER_PROMPT_FIELDS):
         value = getattr(obj, field)
         if not isinstance(value, list):
             continue

@@ -116,7 +116,7 @@ def _watch(children: list[_Child], options: ClusterOptions) -> int:
             _say(f"{child.name} ({child.url}) has ended with status {child.process.returncode}; its log: {child.log}")
             if child.name != GATEWAY and len(children) > 1:
                 _say(f"its users go to the other engines. To start it again: {' '.join(child.command)}")
-            elif child.name == GATEWAY or not options.engine_urls:
+            else:
                 _end(children, options.drain_s)
                 return 1
 

@@ -38,7 +38,6 @@ class Cluster(NamedTuple):
     metrics_url: str
     process: subprocess.Popen[bytes]
     log: Path
-    flags: list[str]
 
     def ask(self, path: str, body: Any, user: str | None = None, url: str | None = None) -> requests.Response:
         headers = {} if user is None else {client.HEADER: user}
@@ -88,7 +87,7 @@ def started(folder: Path, demo_folder: Path) -> Cluster:
         assert process.poll() is None, log.read_text()
         time.sleep(0.2)
     urls = [f"http://127.0.0.1:{first + index}" for index in range(2)]
-    return Cluster(f"http://127.0.0.1:{router}", urls, f"http://127.0.0.1:{metrics}/metrics", process, log, flags)
+    return Cluster(f"http://127.0.0.1:{router}", urls, f"http://127.0.0.1:{metrics}/metrics", process, log)
 
 
 def _two_free_ports() -> int:
