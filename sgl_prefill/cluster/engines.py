@@ -17,7 +17,7 @@ LEAST_BUDGET_GB = 0.25  # of an engine for which nobody has said how much
 TIMEOUT_S = 20
 # Of what an engine says of itself: answers differ with the first, and only how it serves with the second.
 SAME_MODEL = ("model_path", "revision", "served_model_name", "tokenizer_path", "chat_template", "quantization")
-SAME_SETTINGS = ("dtype", "kv_cache_dtype", "context_length", "max_req_input_len", "tp_size", "prefill")
+SAME_SETTINGS = ("dtype", "kv_cache_dtype", "context_length", "max_req_input_len", "tp_size")
 
 
 class Share(NamedTuple):
