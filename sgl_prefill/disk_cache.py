@@ -13,10 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from sgl_prefill import demo_model
+from sgl_prefill.core.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 7
+
+
+def load_for_all(
+    ranks: Ranks, kind: str, depends_on: Mapping[str, Any], fields: Mapping[str, type]
+) -> dict[str, Any] | None:
+    """Returns what `load` does, and None where another rank has found nothing: they measure together or not at all."""
+    found = load(kind, depends_on, fields)
+    return found if all(ranks.of_all(found is not None)) else None
 
 
 def load(kind: str, depends_on: Mapping[str, Any], fields: Mapping[str, type]) -> dict[str, Any] | None:

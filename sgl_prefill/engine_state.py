@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from sgl_prefill.port.prefork import Launcher
     from sgl_prefill.port.scheduler import SchedulerPort
 
+SUM_OVER_RANKS = "sglang.inplace_all_reduce"  # in a recorded body
+
 # Of the dictionary that the scheduler process sends to the HTTP process once it has started.
 RECORD_KEY = "sgl_prefill"
 PACKS_WEIGHTS_KEY = "sgl_prefill_packs_weights"
@@ -40,7 +42,13 @@ class EngineState:
     jct_ms: FittedJct | None = None
     step_size: StepSize | None = None
     scheduling: SchedulerPort | None = None  # None under SGLang's own scheduler
+    n_ranks: int = 1  # of tensor parallelism
     n_steps_when_memory_was_released: int = 0
+
+    @property
+    def n_sums_a_pass(self) -> int | None:
+        """Counts the sums over ranks of a chunk of the body; None where SGLang's own layers serve."""
+        return None if self.hybrid is None else self.hybrid.split.count_of(SUM_OVER_RANKS)
 
     def record(self) -> dict[str, Any]:
         """Makes the activation record, as /server_info shows it: which version with which options and hooks runs here, and what
@@ -52,6 +60,7 @@ class EngineState:
             "memory": None if self.memory_plan is None else memory_plan.shown(self.memory_plan),
             "parity_gate": self.parity_differences,
             "jct_model": None if self.jct_ms is None else self.jct_ms._asdict(),
+            "ranks": None if self.n_ranks == 1 else {"count": self.n_ranks, "sums_a_pass": self.n_sums_a_pass},
             "step_size": None if self.step_size is None else self.step_size._asdict(),
         }
         return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 import re
@@ -46,6 +47,7 @@ class Required(NamedTuple):
     flag: str  # as the user would write it
     why: str
     needed_by: tuple[Feature, ...] = ()  # any of these; where there is none, every server of ours does
+    instead: str = ""  # what serves those who want the other value
 
 
 # On an accelerator. The memory plan has measured one row of logits; 128 of 150,000 words take 0.2 GB with their
@@ -73,7 +75,13 @@ REQUIRED: tuple[Required, ...] = (
     ),
     Required("schedule_policy", "fcfs", "--schedule-policy", "our policy orders the queue", (POLICY,)),
     Required("enable_mixed_chunk", False, "--enable-mixed-chunk", "a request runs in one forward", (POLICY, EVICT)),
-    Required("tp_size", 1, "--tp-size", "the ranks have no agreed clock and memory plan yet", (POLICY, EVICT)),
+    Required(
+        "dp_size",
+        1,
+        "--dp-size",
+        "SGLang gives a request to any of the copies, wherever its user's prefix is",
+        instead="start `python -m sgl_prefill.cluster --engines N`, which keeps a user's requests at one engine",
+    ),
     Required("pp_size", 1, "--pp-size", "the policy and the scratch know one batch in flight", (POLICY, EVICT)),
     Required("dcp_size", 1, "--dcp-size", "scratch is not spread over ranks", (EVICT,)),
     Required(
@@ -218,6 +226,7 @@ def check_server_args(config: PrefillConfig, server_args: Any, *, listens: bool)
             f"--page-size {server_args.page_size} with --allow-generation needs a Triton kernel for each token:"
             " leave one of the two out on a machine without an accelerator, or start with --suffix-kv keep"
         )
+    problems += rank_problems(server_args.tp_size, server_args.model_path)
     if listens:
         problems += port_problems([("--port", server_args.host, server_args.port)])
     if problems:
@@ -226,12 +235,36 @@ def check_server_args(config: PrefillConfig, server_args: Any, *, listens: bool)
 
 def _contradiction(config: PrefillConfig, need: Required, value: Any) -> str:
     those_on = _those_on(config, need)
-    remedy = "leave it out"
+    remedy = "leave it out" if not need.instead else f"leave it out, and {need.instead}"
     if those_on:
         remedy += f", or start with {' '.join(feature.without for feature in those_on)}"
         if config.paper and {POLICY, ONE_A_STEP} & set(those_on):
             remedy += " and without --paper"
     return f"{need.flag} is {value} and must be {need.value} ({need.why}): {remedy}"
+
+
+def rank_problems(tp_size: int, model_path: str) -> list[str]:
+    """Says why this model or this machine cannot be shared by so many ranks."""
+    if tp_size == 1:
+        return []
+    problems = []
+    n_cores = len(os.sched_getaffinity(0))
+    if this_device().is_host and tp_size > n_cores:
+        problems.append(f"--tp-size is {tp_size}, and there are {n_cores} cores: each rank needs one of its own")
+    try:
+        model = json.loads(Path(model_path, "config.json").read_text())
+    except (OSError, ValueError):  # a hub's name, or no folder
+        return problems
+    model = model.get("text_config", model)
+    n_heads = model.get("num_attention_heads")
+    n_kv_heads = model.get("num_key_value_heads") or n_heads
+    fits = not n_heads or (n_heads % tp_size == 0 and (n_kv_heads % tp_size == 0 or tp_size % n_kv_heads == 0))
+    if not fits:
+        problems.append(
+            f"--tp-size is {tp_size}, and this model has {n_heads} attention heads and {n_kv_heads} of K and V: each rank needs"
+            " as many as the others. Leave it out, or take a divisor of both"
+        )
+    return problems
 
 
 def _model_path_problems(model_path: str) -> list[str]:

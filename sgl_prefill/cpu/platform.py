@@ -54,13 +54,14 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
         from sgl_prefill.cpu.attention_backend import CpuFlashAttentionBackend
         from sgl_prefill.cpu.experts import forward_unquantized_experts, register_traced_experts
+        from sgl_prefill.cpu.ranks import register_sum
 
         register_attention_backend(ATTENTION_BACKEND_NAME)(CpuFlashAttentionBackend)
         register_attention_backend(DECODE_BACKEND_NAME)(CpuFlashAttentionBackend)
         MultiPlatformOp.register_oot_forward(
             UnquantizedFusedMoEMethod, forward_unquantized_experts, self.get_dispatch_key_name()
         )
-        self._kernels = register_traced_experts()
+        self._kernels = register_traced_experts(), register_sum()
 
     def get_default_attention_backend(self) -> str:
         return NAME_WITHOUT_TRITON

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sgl_prefill import disk_cache
+from sgl_prefill.core.ranks import ALONE, Ranks
 from sgl_prefill.device import Device
 from sgl_prefill.hybrid.split import Argument, Piece, SplitBody
 
@@ -37,25 +38,25 @@ def choose_chunk_tokens(model: LoadedModel, asked_tokens: int | None) -> None:
 
 def _measured_chunk_tokens(model: LoadedModel, hybrid: HybridBody) -> int:
     depends_on = model.circumstances
-    if (stored := disk_cache.load("chunk size", depends_on, {"chunk_tokens": int})) is not None:
-        return max(int(stored["chunk_tokens"]), 1)
-    with model.outside_a_batch():
-        chunk_tokens = measure_chunk_tokens(hybrid.split, model.device)
-    disk_cache.store("chunk size", depends_on, {"chunk_tokens": chunk_tokens})
-    return chunk_tokens
+    stored = disk_cache.load_for_all(model.ranks, "chunk size", depends_on, {"chunk_tokens": int})
+    if stored is None:
+        with model.outside_a_batch():
+            stored = {"chunk_tokens": measure_chunk_tokens(hybrid.split, model.device, model.ranks)}
+        disk_cache.store("chunk size", depends_on, stored)
+    return model.ranks.of_first(max(int(stored["chunk_tokens"]), 1))
 
 
-def measure_chunk_tokens(split: SplitBody, device: Device) -> int:
+def measure_chunk_tokens(split: SplitBody, device: Device, ranks: Ranks = ALONE) -> int:
     """Returns the smallest candidate within 3 % of the fastest: smaller chunks cost time, larger ones memory.
 
-    Times one middle piece, which stands for all.
+    Times one middle piece, which stands for all. All ranks run it: what it sums over them waits for each.
     """
     candidates = device.chunk_candidates
     piece = split.pieces[len(split.pieces) // 2]
     best_ms = dict.fromkeys(candidates, float("inf"))
     started = time.perf_counter()
     for number in range(ROUNDS):  # in turn, so that a slow moment of the machine hits all
-        if number > 1 and time.perf_counter() - started > ENOUGH_S:
+        if number > 1 and ranks.of_first(time.perf_counter() - started > ENOUGH_S):
             break
         for chunk_tokens in candidates:
             ms = _time_ms(piece, split, device, chunk_tokens, candidates[-1])

@@ -70,6 +70,10 @@ class SplitBody(NamedTuple):
     buffers: list[BufferSpec]
     result: int  # buffer of the hidden states after the last piece
 
+    def count_of(self, operation: str) -> int:
+        """Counts the calls of an operation, `namespace.name`, in all pieces together."""
+        return sum(op_name(node) == operation for piece in self.pieces for node in piece.module.graph.nodes)
+
 
 def split_body(traced: TracedBody, *, attention_in_place: bool) -> SplitBody:
     """Cut the graph. Raises UntraceableModelError where something other than rows of tokens crosses a cut.

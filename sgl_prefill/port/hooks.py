@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from sgl_prefill.api import conversations
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.cpu import kernels, lm_head
+from sgl_prefill.cpu import kernels, lm_head, ranks
 from sgl_prefill.device import this_device
 from sgl_prefill.port import (
     arrival,
@@ -75,6 +75,30 @@ HOOKS: tuple[Hook, ...] = (
         feature="always",
         reason="the ranks' store would listen on every interface of the machine, whatever --host says",
         function=loopback.around_resolve_dist_init_method,
+    ),
+    Hook(
+        target="sglang.srt.distributed.parallel_state.init_model_parallel_group",
+        kind="around",
+        process="scheduler",
+        feature="no-accelerator",
+        reason="several ranks on a host end in a communicator of NCCL",
+        function=ranks.around_init_model_parallel_group,
+    ),
+    Hook(
+        target="sglang.srt.distributed.parallel_state.GroupCoordinator.all_reduce",
+        kind="around",
+        process="scheduler",
+        feature="no-accelerator",
+        reason="a recorded body would hold a collective operation in parts, and not the one that is known to be token-wise",
+        function=ranks.around_all_reduce,
+    ),
+    Hook(
+        target="sglang.srt.distributed.bootstrap._init_cpu_threads_env",
+        kind="around",
+        process="scheduler",
+        feature="no-accelerator",
+        reason="ranks on a host would all compute on the same cores",
+        function=ranks.around_init_cpu_threads,
     ),
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.init_schedule_policy",

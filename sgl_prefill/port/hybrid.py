@@ -12,7 +12,7 @@ import torch
 
 from sgl_prefill.cpu import fused
 from sgl_prefill.device import device_of, this_device
-from sgl_prefill.engine_state import EngineState
+from sgl_prefill.engine_state import SUM_OVER_RANKS, EngineState
 from sgl_prefill.errors import UntraceableModelError
 from sgl_prefill.hybrid.body import HybridBody
 from sgl_prefill.hybrid.split import split_body
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 HOST_LOGPROB_ROWS = 32
 ATTENTION_OP = "sglang.unified_attention_with_output"
 # SGLang registers every operation that must not be compiled into a piece. Of these, reductions over ranks are token-wise.
-TOKEN_WISE_SPLIT_OPS = frozenset({"sglang.inplace_all_reduce"})
+TOKEN_WISE_SPLIT_OPS = frozenset({SUM_OVER_RANKS})
 
 
 def after_init_attention_backends(state: EngineState, result: None, model_runner: ModelRunner) -> None:
@@ -67,8 +67,8 @@ def body_of(model_runner: ModelRunner) -> torch.nn.Module:
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.model_loader.utils import resolve_language_model
 
-    if model_runner.ps.tp_size > 1 or model_runner.ps.pp_size > 1:
-        raise UntraceableModelError("it is spread over several ranks, which is not supported yet")
+    if model_runner.ps.pp_size > 1:
+        raise UntraceableModelError("its layers are spread over several ranks (--pp-size)")
     if model_runner.server_args.enable_lora:
         raise UntraceableModelError("it applies LoRA adapters, which differ from request to request")
     if model_runner.is_multimodal:

@@ -9,6 +9,8 @@ import os
 from typing import TYPE_CHECKING
 
 from sgl_prefill.config import PrefillConfig
+from sgl_prefill.cpu import ranks
+from sgl_prefill.device import this_device
 from sgl_prefill.errors import ProcessError
 from sgl_prefill.port import activation, header_timeout, prefork, priority, processes
 from sgl_prefill.secret import FIELDS, Secret
@@ -52,6 +54,8 @@ def serve(config: PrefillConfig, server_args: ServerArgs) -> int:
     if server_args.gc_threshold is None:
         gc.set_threshold(GC_THRESHOLD)
     priority.give_way()
+    if this_device().is_host:
+        ranks.share_cores(server_args.tp_size)
     environment = prefork.ParentEnvironment(processes.REPORTED_FAILURE)
     try:
         http_server.launch_server(

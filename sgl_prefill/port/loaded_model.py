@@ -22,6 +22,7 @@ from sgl_prefill.engine_state import EngineState
 from sgl_prefill.port import request_state
 from sgl_prefill.port.hybrid import ExpertContext, body_of, prefill_backend
 from sgl_prefill.port.kv_allocator import SuffixKVAllocator
+from sgl_prefill.port.ranks import these_ranks
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -45,6 +46,7 @@ class SglangModel:
         self.runner = runner
         self._state = state
         self.device = device_of(runner.device)
+        self.ranks = these_ranks()
         self.dtype: torch.dtype = runner.dtype
         self.page_size: int = runner.page_size
         self.context_tokens: int = runner.model_config.context_len
@@ -64,6 +66,7 @@ class SglangModel:
             "threads": torch.get_num_threads(),
             "model": self.runner.model_config.hf_config.to_dict(),
             "dtype": str(self.dtype),
+            "rank": (self.ranks.index, self.ranks.count),
             "attention": self.runner.prefill_attention_backend_str,
             "kernels": (digest(), native().shown()) if self.device.has_native_kernels else None,
         }
@@ -172,17 +175,6 @@ class SglangModel:
         else:
             return  # a pool of several parts: SGLang has divided it, and the plan only limits the input
         runner.max_total_num_tokens = plan.durable_tokens
-
-    def smallest_of_all_ranks(self, numbers: Sequence[int]) -> list[int]:
-        """Returns the smallest of each number: each rank has measured for itself, and all must serve the same."""
-        if self.runner.ps.tp_size == 1:
-            return list(numbers)
-        from sglang.srt.distributed.parallel_state import get_world_group
-
-        tensor = torch.tensor(numbers)
-        torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MIN, group=get_world_group().cpu_group)
-        smallest: list[int] = tensor.tolist()
-        return smallest
 
     def slack_bytes(self) -> int:
         """Returns what --mem-fraction-static leaves free on a device; on a host activations are part of the budget."""

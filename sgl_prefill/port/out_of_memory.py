@@ -37,7 +37,8 @@ def around_run_batch(original: Callable[..., Any], scheduler: Scheduler, batch: 
     except (MemoryError, RuntimeError) as error:
         # SGLang's overlap loop and its chunked prefill keep more of a batch than its requests: those are left to SGLang.
         keeps_more = scheduler.enable_overlap or scheduler.chunked_req is not None
-        if keeps_more or not batch.forward_mode.is_extend() or not is_out_of_memory(error):
+        # Other ranks wait in the middle of this pass: that cannot be taken back.
+        if scheduler.ps.tp_size > 1 or keeps_more or not batch.forward_mode.is_extend() or not is_out_of_memory(error):
             raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     # Outside the handler: the exception's traceback would keep the failed pass's tensors alive.

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 WARM_UP_TIMEOUT_S = 600
 END_TIMEOUT_S = 10
+OTHER_RANKS_WAIT_S = 2  # for rank 0, which most often says the same, and ends all
 # From a process that cannot start, and has said why, to a launcher of ours. To a user's program SGLang's own: SIGQUIT.
 REPORTED_FAILURE = signal.SIGUSR2
 
@@ -80,6 +81,9 @@ def around_scheduler_init(
     except SglPrefillError as error:
         if state.launcher is None:  # nobody waits for this scheduler but who made it
             raise
+        _, _, _, tp_rank, *_ = arguments  # of (server_args, port_args, gpu_id, tp_rank, ...)
+        if tp_rank > 0:
+            time.sleep(OTHER_RANKS_WAIT_S)
         end_with_launcher(error, state.launcher)
 
 

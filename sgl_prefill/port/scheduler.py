@@ -17,12 +17,15 @@ from sgl_prefill.core.batch.planned_row import PlannedRow
 from sgl_prefill.core.deadlines import Refusal
 from sgl_prefill.core.job import BACKGROUND, Job
 from sgl_prefill.core.packing import StepSize
-from sgl_prefill.core.policy import PolicySettings, Writing
+from sgl_prefill.core.policies.follower import Follower, Told
+from sgl_prefill.core.policy import Decision, Policy, PolicySettings, Writing
+from sgl_prefill.core.ranks import ALONE, Ranks
 from sgl_prefill.engine_state import EngineState
 from sgl_prefill.errors import SeamError
 from sgl_prefill.port import background, client, deadlines, reply_facts, request_state, silent_metrics
 from sgl_prefill.port.arrival import arrival_s
 from sgl_prefill.port.radix_cache import RadixTree, WatchedRadixCache
+from sgl_prefill.port.ranks import these_ranks
 from sgl_prefill.port.waiting_list import WaitingList
 from sgl_prefill.scheduling.live import LiveScheduling
 from sgl_prefill.scheduling.metrics import Facts, PolicyMetrics
@@ -43,8 +46,9 @@ class Followed(NamedTuple):
 class SchedulerPort:
     """SGLang's waiting requests as jobs of ours."""
 
-    def __init__(self, live: LiveScheduling, priority_sign: int) -> None:
+    def __init__(self, live: LiveScheduling, priority_sign: int, ranks: Ranks = ALONE) -> None:
         self.live = live
+        self._ranks = ranks
         self._priority_sign = priority_sign  # 1: low values first, -1: high values first, 0: priorities are off
         self._reqs: dict[Job, Req] = {}
         self._jobs: dict[str, Job] = {}  # by request id
@@ -81,6 +85,30 @@ class SchedulerPort:
         """Returns the waiting request of exactly this id."""
         job = self._jobs.get(rid)
         return None if job is None else self._reqs[job]
+
+    def decide(self, now_s: float, running: Iterable[Req]) -> Decision:
+        """Says who runs next, the same on all ranks: `now_s` counts on rank 0 alone."""
+        is_told = self._ranks.count > 1 and self._ranks.index == 0 and bool(self.live.policy.waiting)
+        decision = self.live.decide(now_s, self.writing(running))
+        if is_told:
+            run = [(self._reqs[job].rid, job.n_cached_tokens) for job in decision.run]
+            refuse = {self._reqs[job].rid: why for job, why in decision.refuse.items()}
+            self._ranks.of_first((run, refuse, self.live.policy.output_share))
+        return decision
+
+    def hear(self) -> Told:
+        """Returns what rank 0 has decided, on another rank. Raises SeamError where this one has another prefix cache."""
+        nothing: tuple[list[tuple[str, int]], dict[str, Refusal], float | None] = ([], {}, None)
+        told_run, told_refuse, output_share = self._ranks.of_first(nothing)
+        run = [self._jobs[rid] for rid, _ in told_run]
+        for job, (rid, n_cached_tokens) in zip(run, told_run, strict=True):
+            if job.n_cached_tokens != n_cached_tokens:
+                raise SeamError(
+                    f"the ranks have come apart: rank 0 has {n_cached_tokens} tokens of request {rid} in its prefix cache, and"
+                    f" rank {self._ranks.index} has {job.n_cached_tokens}. Their answers would be wrong: start the server again,"
+                    " and please report it"
+                )
+        return Told(Decision(run, {self._jobs[rid]: why for rid, why in told_refuse.items()}), output_share)
 
     def reqs_of(self, jobs: Iterable[Job]) -> list[Req]:
         return [self._reqs[job] for job in jobs]
@@ -156,10 +184,21 @@ def after_init_schedule_policy(state: EngineState, result: None, scheduler: Sche
     )
     collector = getattr(scheduler, "metrics_collector", None)
     metrics = None if collector is None or silent_metrics.are_silent(collector) else PolicyMetrics(collector.labels)
-    live = LiveScheduling(RadixTree(cache), policies.make(config.scheduling, settings, is_fair=config.is_fair), metrics)
+    ranks = these_ranks()
+    policy: Policy
+    if ranks.index == 0:
+        policy = policies.make(config.scheduling, settings, is_fair=config.is_fair)
+    else:
+        policy = Follower(settings, lambda: _port_of(state).hear())
+    live = LiveScheduling(RadixTree(cache), policy, metrics)
     cache.connect(live.listener, live.advisor, scheduler.max_total_num_tokens)
-    state.scheduling = SchedulerPort(live, sign)
+    state.scheduling = SchedulerPort(live, sign, ranks)
     scheduler.waiting_queue = WaitingList(scheduler.waiting_queue)
+
+
+def _port_of(state: EngineState) -> SchedulerPort:
+    assert state.scheduling is not None
+    return state.scheduling
 
 
 def _step_size(state: EngineState, scheduler: Scheduler) -> StepSize:
@@ -182,13 +221,12 @@ def around_get_new_batch_prefill(
     state: EngineState, original: Callable[..., NextBatchPlan], scheduler: Scheduler, running_batch: ScheduleBatch
 ) -> NextBatchPlan:
     """Hook: let SGLang admit what the policy picked, and nothing else."""
-    port = state.scheduling
-    assert port is not None
+    port = _port_of(state)
     live = port.live
     now_s = time.perf_counter()
     with live.cost:
         waiting, refused = port.follow(scheduler.waiting_queue)
-        run, refuse = live.decide(now_s, port.writing(running_batch.reqs))
+        run, refuse = port.decide(now_s, running_batch.reqs)
         picked, too_late = port.reqs_of(run), port.reqs_of(refuse)
         waiting.take_out(too_late)
         port.forget(refuse)
@@ -226,8 +264,7 @@ def around_abort_request(
     state: EngineState, original: Callable[..., None], scheduler: Scheduler, recv_req: AbortReq
 ) -> None:
     """Hook: show SGLang the one waiting request that is meant; it looks at the beginning of each one's id."""
-    port = state.scheduling
-    assert port is not None
+    port = _port_of(state)
     if recv_req.abort_all:
         original(scheduler, recv_req)
         return

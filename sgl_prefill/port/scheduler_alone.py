@@ -8,6 +8,7 @@ import torch
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.engine_state import EngineState
+from sgl_prefill.errors import ConfigurationError
 from sgl_prefill.port import activation
 
 if TYPE_CHECKING:
@@ -17,8 +18,13 @@ if TYPE_CHECKING:
 def build(config: PrefillConfig, server_args: ServerArgs) -> tuple[EngineState, Any]:
     """Returns (what the start has found out, SGLang's scheduler): loads the model and runs everything of the start.
 
-    Raises what the start of a server raises.
+    Raises what the start of a server raises, and ConfigurationError where other ranks are asked for.
     """
+    if server_args.tp_size > 1:
+        raise ConfigurationError(
+            f"--tp-size is {server_args.tp_size}, and here one process computes: leave it out, or start a server with it"
+            " (sgl_prefill.batch asks servers with --base-url)"
+        )
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import PortArgs

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sgl_prefill.core.ranks import Ranks, smallest
 from sgl_prefill.device import device_of
 from sgl_prefill.engine_state import PACKS_WEIGHTS_KEY, RECORD_KEY, EngineState
 from sgl_prefill.errors import MemoryPlanError
 from sgl_prefill.port.loaded_model import SglangModel, weights_bytes
+from sgl_prefill.port.ranks import these_ranks
 from sgl_prefill.startup.prepare import ANSWER_MARGIN_TOKENS, prepare
 
 if TYPE_CHECKING:
@@ -22,18 +24,32 @@ def around_profile_available_bytes(
     state: EngineState, original: Callable[..., int], configurator: KVCacheConfigurator, pre_model_load_memory: float
 ) -> int:
     """Hook: on a host the budget is an amount and not a share of what happens to be free, so that starts are alike."""
-    budget_gb = state.config.memory_budget_gb
+    from sglang.srt.runtime_context import get_schedule
+
+    budget_gb, ranks = state.config.memory_budget_gb, these_ranks()
+    if budget_gb is None and ranks.count > 1:  # all of them are on this machine
+        budget_gb = round(get_schedule().mem_fraction_static * pre_model_load_memory, 2)
     if not device_of(configurator.device).is_host or budget_gb is None:
         n_bytes = original(configurator, pre_model_load_memory)
     else:
         weights = weights_bytes(configurator.model)
-        n_bytes = int(budget_gb * 2**30) - weights
+        n_bytes = int(budget_gb * 2**30) // ranks.count - weights
         if n_bytes <= 0:
             raise MemoryPlanError(
-                f"--memory-budget-gb is {budget_gb}, and the weights alone take {weights / 2**30:.2f} GiB: raise it"
+                f"--memory-budget-gb is {budget_gb}{_for_each(ranks)}, and the weights alone take"
+                f" {weights / 2**30:.2f} GiB{_of_each(ranks)}: raise it"
             )
+    (n_bytes,) = smallest(ranks, [n_bytes])
     state.memory_beyond_weights_bytes = n_bytes
     return n_bytes
+
+
+def _for_each(ranks: Ranks) -> str:
+    return "" if ranks.count == 1 else f" for {ranks.count} ranks"
+
+
+def _of_each(ranks: Ranks) -> str:
+    return "" if ranks.count == 1 else " of each"
 
 
 def around_get_worker_info(
@@ -45,7 +61,9 @@ def around_get_worker_info(
     Raises MemoryPlanError, ParityError.
     """
     if state.memory_plan is None:
-        prepare(state, SglangModel(state, worker.model_runner))
+        model = SglangModel(state, worker.model_runner)
+        state.n_ranks = model.ranks.count
+        prepare(state, model)
     assert state.memory_plan is not None
     longest = state.memory_plan.max_input_tokens
     max_total, max_prefill, max_running, max_queued, max_req, _, *rest = original(worker)

@@ -39,7 +39,8 @@ def fitted_model(model: LoadedModel, longest_tokens: int) -> FittedJct:
         "coefficients": FittedJct._fields,
         "steps": (MISS_TOKENS, CACHED_SHARES, SEVERAL, SEVERAL_CACHED_TOKENS),
     }
-    if (stored := disk_cache.load("jct model", depends_on, dict.fromkeys(FittedJct._fields, float))) is not None:
+    fields = dict.fromkeys(FittedJct._fields, float)
+    if (stored := disk_cache.load_for_all(model.ranks, "jct model", depends_on, fields)) is not None:
         return FittedJct(**stored)
     started = time.perf_counter()
     observations = measure(model, longest_tokens)
@@ -55,7 +56,7 @@ def measure(model: LoadedModel, longest_tokens: int) -> list[Observation]:
     started = time.perf_counter()
 
     def is_enough() -> bool:
-        return time.perf_counter() - started > ENOUGH_S
+        return model.ranks.of_first(time.perf_counter() - started > ENOUGH_S)
 
     for column, n_miss in enumerate(MISS_TOKENS):
         if n_miss > longest_tokens or (column >= MIN_COLUMNS and is_enough()):

@@ -10,6 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from sgl_prefill.core.memory_plan import MemoryPlan
+    from sgl_prefill.core.ranks import Ranks
     from sgl_prefill.device import Device
     from sgl_prefill.hybrid.body import HybridBody
 
@@ -36,6 +37,7 @@ class LoadedModel(Protocol):
     """A model with its KV pool, before the first request: nobody holds a slot."""
 
     device: Device
+    ranks: Ranks  # that hold a part of it each; all take the same steps of the start together
     dtype: torch.dtype
     page_size: int
     context_tokens: int
@@ -110,10 +112,6 @@ class LoadedModel(Protocol):
 
     def slack_bytes(self) -> int:
         """Returns the memory for activations that SGLang leaves free beside the KV budget."""
-        ...
-
-    def smallest_of_all_ranks(self, numbers: Sequence[int]) -> list[int]:
-        """Returns the smallest of each number: each rank has measured for itself, and all must serve the same."""
         ...
 
     def apply(self, plan: MemoryPlan) -> None:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from sgl_prefill import disk_cache, tensor_memory
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.memory_plan import MemoryUse
+from sgl_prefill.core.ranks import smallest
 from sgl_prefill.errors import MemoryPlanError
 from sgl_prefill.startup.loaded_model import LoadedModel
 
@@ -59,7 +60,8 @@ def measure_activations(model: LoadedModel, config: PrefillConfig, limit_tokens:
         longest = min(limit_tokens, HOST_PLAIN_PATH_TOKENS if hybrid is None else HOST_LONGEST_TOKENS)
     fields = {"fixed_bytes": int, "bytes_per_token": float, "longest_tokens": int}
     stored = disk_cache.load("memory profile", depends_on, fields)
-    if stored is not None and stored["longest_tokens"] >= longest:
+    has_it = stored is not None and stored["longest_tokens"] >= longest
+    if all(model.ranks.of_all(has_it)) and stored is not None:
         return Activations(stored["fixed_bytes"], stored["bytes_per_token"])
     if not extrapolates:
         activations = _measure_on_device(model, config.max_input_length, limit_tokens, budget_bytes)
@@ -90,6 +92,7 @@ def _measure_on_device(
     first_bytes = _peak_bytes(model, first)
     grows_by = first_bytes / first if model.hybrid is None else model.hybrid.retained_bytes_per_token + one_layer
     fits = first + int(max(budget_bytes - first_bytes, 0) / grows_by)
+    (fits,) = smallest(model.ranks, [fits])
     longest = wanted_tokens or min(limit_tokens, fits)
     if longest > fits:
         raise MemoryPlanError(

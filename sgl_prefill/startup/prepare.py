@@ -11,6 +11,7 @@ from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core import memory_plan
 from sgl_prefill.core.kv_plan import ceil_to
 from sgl_prefill.core.memory_plan import MemoryPlan
+from sgl_prefill.core.ranks import smallest
 from sgl_prefill.errors import MemoryPlanError
 from sgl_prefill.hybrid.chunk_size import choose_chunk_tokens
 from sgl_prefill.startup import jct_profile, memory_profile, parity_gate
@@ -61,7 +62,7 @@ def _plan(model: LoadedModel, config: PrefillConfig, kv_bytes: int) -> MemoryPla
         )
     budget_bytes = kv_bytes + model.slack_bytes()
     scratch = model.scratch_tokens if model.is_evicting else model.most_durable_tokens
-    wanted = min(config.max_input_length or limit, scratch)
+    (wanted,) = smallest(model.ranks, [min(config.max_input_length or limit, scratch)])
     measured = memory_profile.measure_activations(model, config, wanted, budget_bytes)
     use = memory_profile.memory_use(model, measured, budget_bytes)
     page_size = model.page_size
@@ -104,8 +105,8 @@ def _sglangs_own(model: LoadedModel, config: PrefillConfig, kv_bytes: int) -> Me
 
 def _agreed(plan: MemoryPlan, model: LoadedModel) -> MemoryPlan:
     """Returns the smallest of each number over all ranks."""
-    longest, largest, durable = model.smallest_of_all_ranks(
-        [plan.max_input_tokens, plan.largest_input_tokens, plan.durable_tokens]
+    longest, largest, durable = smallest(
+        model.ranks, [plan.max_input_tokens, plan.largest_input_tokens, plan.durable_tokens]
     )
     return plan._replace(max_input_tokens=longest, largest_input_tokens=largest, durable_tokens=durable)
 

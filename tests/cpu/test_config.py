@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
+import os
 import pickle
 import socket
 import subprocess
@@ -212,6 +214,34 @@ def test_flags_that_agree_are_no_contradiction() -> None:
         FREE_PORT,
     ]
     assert preflight.check_argv(PrefillConfig(pack_step_tokens=0), argv) == []
+
+
+def test_data_parallelism_is_refused_and_points_to_the_cluster() -> None:
+    """SGLang's would send a user's requests to every copy in turn."""
+    (problem,) = preflight.check_argv(PrefillConfig(), ["--dp-size", "2", "--port", FREE_PORT])
+    assert problem.startswith("--dp-size is 2 and must be 1")
+    assert "python -m sgl_prefill.cluster --engines N" in problem
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "heads", "kv_heads", "told"),
+    [
+        (2, 9, 3, "this model has 9 attention heads and 3 of K and V"),
+        (4, 8, 3, "this model has 8 attention heads and 3 of K and V"),
+        (1 << 20, 1 << 20, 1 << 20, "each rank needs one of its own"),
+        (2, 8, 4, None),
+        (2, 8, 1, None),  # each rank has a copy of the one
+        (1, 9, 3, None),
+    ],
+)
+def test_ranks_need_equal_shares_of_heads_and_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_ranks: int, heads: int, kv_heads: int, told: str | None
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    model = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    problems = preflight.rank_problems(n_ranks, str(tmp_path))
+    assert [told in problem for problem in problems] == ([] if told is None else [True])
 
 
 def test_a_taken_port_is_named() -> None:

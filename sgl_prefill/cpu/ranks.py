@@ -1,0 +1,77 @@
+"""Several ranks on a machine without an accelerator: gloo in the place of NCCL, and a share of the cores for each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+
+BIND_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
+
+
+def register_sum() -> object:
+    """Gives SGLang's operation for a sum over ranks in a recorded graph a CPU kernel: SGLang registers it for accelerators only.
+
+    The registration lives as long as the returned object.
+    """
+    from sglang.srt.distributed import parallel_state
+
+    def run(tensor: torch.Tensor, group_name: str) -> None:
+        group = parallel_state._groups[group_name]()
+        assert group is not None, group_name
+        group._all_reduce_in_place(tensor)
+
+    library: Any = torch.library.Library("sglang", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.impl("inplace_all_reduce", run, "CPU")
+    return library
+
+
+def around_init_model_parallel_group(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Hook: a host has no NCCL, and SGLang builds a communicator of it for every platform whose name it does not know."""
+    return original(*arguments, **{**options, "use_pynccl": False, "use_custom_allreduce": False})
+
+
+def around_all_reduce(
+    original: Callable[..., torch.Tensor], group: GroupCoordinator, input_: torch.Tensor
+) -> torch.Tensor:
+    """Hook: on a host, a sum over ranks stands in a recorded graph as the one operation that it is on a device."""
+    if group.world_size == 1 or not input_.is_cpu or not torch.compiler.is_compiling():
+        return original(group, input_)
+    from sglang.srt.distributed.parallel_state import inplace_all_reduce
+
+    inplace_all_reduce(input_, group_name=group.unique_name)
+    return input_
+
+
+def around_init_cpu_threads(original: Callable[..., None], *, tp_size: int, tp_rank: int, local_omp_cpuid: Any) -> None:
+    """Hook: SGLang binds threads to cores by kernels that are not here."""
+    if tp_size == 1:
+        original(tp_size=tp_size, tp_rank=tp_rank, local_omp_cpuid=local_omp_cpuid)
+        return
+    cores = cores_of(local_omp_cpuid)
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(min(len(cores), torch.get_num_threads()))
+
+
+def cores_of(text: str) -> list[int]:
+    """Returns the cores that SGLang's variable names for one rank, such as "0-3,8"."""
+    cores: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        cores += range(int(first), int(last or first) + 1)
+    return cores
+
+
+def share_cores(n_ranks: int) -> None:
+    """Gives each rank of a host its share of the cores, where the user says nothing; before the ranks start."""
+    if n_ranks == 1 or BIND_VARIABLE in os.environ:
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    n_each = len(cores) // n_ranks
+    shares = [cores[rank * n_each : (rank + 1) * n_each] for rank in range(n_ranks)]
+    os.environ[BIND_VARIABLE] = "|".join(",".join(map(str, share)) for share in shares)
