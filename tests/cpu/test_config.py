@@ -241,7 +241,7 @@ def test_ranks_need_equal_shares_of_heads_and_cores(
     model = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     (tmp_path / "config.json").write_text(json.dumps(model))
     problems = preflight.rank_problems(n_ranks, str(tmp_path))
-    assert [told in problem for problem in problems] == ([] if told is None else [True])
+    assert [told is not None and told in problem for problem in problems] == ([] if told is None else [True])
 
 
 def test_a_taken_port_is_named() -> None:
