@@ -117,10 +117,11 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         else:
             check_lists_of_embedding(obj, takes_media=self.mm_processor is not None)
         self._check_sampling_params(obj)
-        if background.is_asked_for(request):
+        caller = await self.caller_of(request)
+        if caller.is_background:
             self._check_background()
             obj.sampling_params = custom_params.for_each(obj.sampling_params, background.mark)
-        told = self._told_of_caller(await self.caller_of(request), obj)
+        told = self._told_of_caller(caller, obj)
         obj.sampling_params = custom_params.for_each(
             obj.sampling_params, functools.partial(custom_params.put_ours, told=told)
         )
@@ -306,8 +307,8 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     def _check_background(self) -> None:
         if not self.prefill_config.has_policy:
             raise BadRequestError(
-                f"{background.HEADER} is set, and this server runs SGLang's own scheduler, which knows no background jobs: leave"
-                " it out, or start the server without --scheduling stock"
+                f"{background.HEADER} or {background.FIELD} is set, and this server runs SGLang's own scheduler, which knows no"
+                " background jobs: leave it out, or start the server without --scheduling stock"
             )
 
     def abort_request(self, rid: str | list[str] = "", abort_all: bool = False) -> None:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from sgl_prefill.batch.backends import OwnEngine, RunningServers
 from sgl_prefill.batch.options import SCHEDULING, JobOptions, options_of, parser
 from sgl_prefill.errors import BatchJobError, SglPrefillError
-from sgl_prefill.port import background
 
 if TYPE_CHECKING:
     from sgl_prefill.config import PrefillConfig
@@ -93,10 +92,10 @@ def running_servers(options: JobOptions, engine_flags: list[str]) -> tuple[Runni
     """Returns the servers, and what tells their answers from others': nothing, since nobody knows what they serve."""
     if engine_flags:
         raise BatchJobError(f"{' '.join(engine_flags)}: with --base-url the engine's flags are the servers' own")
-    headers = {background.HEADER: "1"} if options.background else {}
+    headers: dict[str, str] = {}
     if key := os.environ.get("OPENAI_API_KEY"):
         headers["Authorization"] = f"Bearer {key}"
-    return RunningServers(options.base_urls, headers), {}
+    return RunningServers(options.base_urls, headers, is_background=options.background), {}
 
 
 def own_engine(engine_flags: list[str]) -> tuple[OwnEngine, dict[str, Any]]:

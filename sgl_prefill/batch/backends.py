@@ -14,6 +14,7 @@ from sgl_prefill.batch.run import RowAnswer
 from sgl_prefill.core.batch.plan import JobPlan
 from sgl_prefill.core.batch.token_rows import IntArray
 from sgl_prefill.errors import BadRequestError
+from sgl_prefill.port import background
 
 if TYPE_CHECKING:
     from sgl_prefill.engine_state import EngineState
@@ -86,8 +87,15 @@ class RunningServers:
 
     unit = "bytes"
 
-    def __init__(self, urls: Sequence[str], headers: dict[str, str] | None = None) -> None:
-        self._urls, self._headers = urls, headers or {}
+    def __init__(
+        self, urls: Sequence[str], headers: dict[str, str] | None = None, *, is_background: bool = False
+    ) -> None:
+        """is_background: the rows take what other requests of one of our servers leave."""
+        self._urls, self._headers = urls, dict(headers or {})
+        self._adds: dict[str, Any] = {}  # to each body
+        if is_background:
+            self._headers[background.HEADER] = "1"
+            self._adds[background.FIELD] = True
         self.n_prompt_tokens = self.n_cached_tokens = 0
 
     async def find_prompts(self, url: str, body: dict[str, Any]) -> list[FoundPrompt]:
@@ -100,8 +108,13 @@ class RunningServers:
         self, order: JobPlan, prompts: Prompts, request_of: RequestOf, max_inflight: int
     ) -> AsyncIterator[list[RowAnswer]]:
         rows = prompts.row[order.rows]
+
+        def request(row: int) -> tuple[str, dict[str, Any]]:
+            url, body = request_of(row)
+            return url, {**body, **self._adds}
+
         async for answered in servers.answers(
-            self._urls, rows, order.group_begins(), request_of, max_inflight, headers=self._headers
+            self._urls, rows, order.group_begins(), request, max_inflight, headers=self._headers
         ):
             for _, answer in answered:
                 n_prompt, n_cached = tokens_of(answer.body)

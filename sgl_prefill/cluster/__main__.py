@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from sgl_prefill import local_server, preflight
+from sgl_prefill import local_server
 from sgl_prefill.cluster import engines, gateway
 from sgl_prefill.cluster.options import ClusterOptions, options_of, parser
 from sgl_prefill.errors import ServerStartError, SglPrefillError
@@ -87,18 +87,23 @@ def _start(options: ClusterOptions, shares: Sequence[engines.Share], log_dir: Pa
             local_server.await_health(server)
     for server in begun[1:]:
         local_server.await_health(server)
-    api_key = preflight.value_of(list(options.engine_flags), "--api-key")
-    for difference in engines.differences(options.urls, api_key):
+    for difference in engines.differences(options.urls, options.api_key):
         _say(f"engines differ: {difference}")
     url = f"http://{options.router_host}:{options.router_port}"
     command = gateway.command(
-        options.urls, options.routing, options.router_host, options.router_port, options.metrics_port, options.drain_s
+        options.urls,
+        options.routing,
+        options.router_host,
+        options.router_port,
+        options.metrics_port,
+        options.drain_s,
+        options.api_key,
     )
     log = log_dir / "gateway.log"
     process = local_server.spawn(command, log, ends_with_us=True)
     children.append(_Child(GATEWAY, url, process, log, command))
     deadline = time.monotonic() + GATEWAY_START_S
-    while (n := gateway.n_ready(url)) < len(options.urls):
+    while (n := gateway.n_ready(url, options.api_key)) < len(options.urls):
         if process.poll() is not None or time.monotonic() > deadline:
             raise ServerStartError(
                 f"the gateway sees {n} of {len(options.urls)} engines:\n{log.read_text(errors='replace')[-4000:]}"

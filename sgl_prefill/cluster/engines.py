@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import requests
 
 from sgl_prefill import preflight
+from sgl_prefill.cluster.gateway import headers_of
 from sgl_prefill.cluster.options import ClusterOptions
+from sgl_prefill.engine_state import RECORD_KEY
 from sgl_prefill.errors import ConfigurationError
 
 MODULE = "sgl_prefill.launch_server"
@@ -74,20 +76,35 @@ def differences(urls: Sequence[str], api_key: str | None = None) -> list[str]:
     found = []
     for url in others:
         for name in (*SAME_MODEL, *SAME_SETTINGS):
-            ours, its = told[first].get(name), told[url].get(name)
-            if ours == its:
+            if (said := _difference(name, first, told[first].get(name), url, told[url].get(name))) is None:
                 continue
-            said = f"{name} is {ours!r} at {first}, and {its!r} at {url}"
             if name in SAME_MODEL:
                 raise ConfigurationError(f"engines behind one gateway must serve one model: {said}")
             found.append(said)
+        ours, its = _options_of(told[first]), _options_of(told[url])
+        said_of_options = (
+            _difference(name, first, ours.get(name), url, its.get(name)) for name in dict.fromkeys((*ours, *its))
+        )
+        found += [said for said in said_of_options if said is not None]
     return found
 
 
+def _difference(name: str, first: str, ours: Any, url: str, its: Any) -> str | None:
+    return None if ours == its else f"{name} is {ours!r} at {first}, and {its!r} at {url}"
+
+
+def _options_of(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what an engine says of our own options; a stock server has none."""
+    record = told.get(RECORD_KEY)
+    if record is None:
+        return {"engine": "SGLang's own"}
+    config = {f"prefill {name}": value for name, value in record["config"].items()}
+    return {"engine": f"sgl_prefill {record['version']}", **config}
+
+
 def _told(url: str, api_key: str | None) -> dict[str, Any]:
-    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
     try:
-        reply = requests.get(f"{url}/server_info", headers=headers, timeout=TIMEOUT_S)
+        reply = requests.get(f"{url}/server_info", headers=headers_of(api_key), timeout=TIMEOUT_S)
         reply.raise_for_status()
         return dict(reply.json())
     except (requests.RequestException, ValueError) as error:

@@ -48,8 +48,15 @@ def check_installed() -> None:
         )
 
 
-def command(urls: Sequence[str], routing: str, host: str, port: int, metrics_port: int, grace_s: float) -> list[str]:
-    """Returns how the gateway is started; grace_s: how long requests under way are waited for when it is asked to end."""
+def command(
+    urls: Sequence[str], routing: str, host: str, port: int, metrics_port: int, grace_s: float, api_key: str | None
+) -> list[str]:
+    """Returns how the gateway is started.
+
+    Args:
+        grace_s: how long requests under way are waited for when it is asked to end.
+        api_key: of the engines; the gateway asks its clients for it too.
+    """
     policy = ROUTINGS[routing]
     return [
         *(sys.executable, "-m", PACKAGE, "launch", "--host", host, "--port", str(port)),
@@ -57,13 +64,18 @@ def command(urls: Sequence[str], routing: str, host: str, port: int, metrics_por
         *(word for words, _ in SETTINGS for word in words),
         *("--shutdown-grace-period-secs", str(max(1, round(grace_s)))),
         *("--prometheus-host", host, "--prometheus-port", str(metrics_port)),
+        *(() if api_key is None else ("--api-key", api_key)),
     ]
 
 
-def n_ready(url: str) -> int:
+def headers_of(api_key: str | None) -> dict[str, str]:
+    return {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+
+
+def n_ready(url: str, api_key: str | None = None) -> int:
     """Returns how many engines the gateway at this address sends requests to; 0 where it does not answer yet."""
     try:
-        workers = requests.get(f"{url}/workers", timeout=5).json()["workers"]
+        workers = requests.get(f"{url}/workers", headers=headers_of(api_key), timeout=5).json()["workers"]
     except (requests.RequestException, ValueError, KeyError):
         return 0
     return sum(bool(worker.get("is_healthy", worker.get("status") == "ready")) for worker in workers)

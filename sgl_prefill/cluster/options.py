@@ -30,6 +30,7 @@ class ClusterOptions:
     metrics_port: int
     log_dir: Path | None
     drain_s: float
+    api_key: str | None  # of every engine, and of the gateway
 
     @property
     def urls(self) -> list[str]:
@@ -69,6 +70,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--metrics-port", type=int, default=METRICS_PORT, help=f"of the gateway's metrics (default: {METRICS_PORT})"
     )
+    made.add_argument(
+        "--api-key",
+        help="what clients send as `Authorization: Bearer KEY`, to the gateway as to each engine (default: nothing)",
+    )
     made.add_argument("--log-dir", type=Path, help="one file a process (default: a new folder of the system's)")
     return made
 
@@ -105,7 +110,7 @@ def options_of(namespace: argparse.Namespace, engine_flags: list[str]) -> Cluste
     return ClusterOptions(
         n_engines=n_engines or 0,
         engine_urls=urls,
-        engine_flags=tuple(engine_flags),
+        engine_flags=(*engine_flags, *(("--api-key", namespace.api_key) if n_engines and namespace.api_key else ())),
         routing=namespace.routing,
         router_host=namespace.router_host,
         router_port=namespace.router_port,
@@ -113,4 +118,5 @@ def options_of(namespace: argparse.Namespace, engine_flags: list[str]) -> Cluste
         metrics_port=namespace.metrics_port,
         log_dir=namespace.log_dir,
         drain_s=30.0 if drain_s is None else float(drain_s),
+        api_key=namespace.api_key,
     )

@@ -1,6 +1,6 @@
-"""How a request says that it is of a background job: by an HTTP header, and from there in SGLang's `custom_params`.
+"""How a request says that it is of a background job: by an HTTP header or its body, and from there in SGLang's `custom_params`.
 
-A header, since bodies of all routes have fields of their own, and servers that know no background jobs pass over it.
+A header, since servers that know no background jobs pass over it; a field of the body, since gateways do so too.
 """
 
 from __future__ import annotations
@@ -10,16 +10,11 @@ from typing import TYPE_CHECKING, Any
 from sgl_prefill.port import custom_params
 
 if TYPE_CHECKING:
-    import fastapi
     from sglang.srt.managers.schedule_batch import Req
 
 HEADER = "x-prefill-background"
+FIELD = "prefill_background"
 PARAMETER = "background"
-
-
-def is_asked_for(request: fastapi.Request | None) -> bool:
-    """Says whether a request came with the header."""
-    return request is not None and request.headers.get(HEADER) == "1"
 
 
 def mark(params: dict[str, Any]) -> dict[str, Any]:

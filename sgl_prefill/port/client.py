@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.port import custom_params
+from sgl_prefill.port import background, custom_params
 
 if TYPE_CHECKING:
     import fastapi
@@ -39,12 +39,14 @@ class Caller:
     refused_for: str | None = None  # in a word, for metrics
     retry_after_s: int | None = None
     turn: Turn | None = None  # at the event loop
+    is_background: bool = False  # the request is of a job that takes what others leave
 
     @classmethod
     def of_headers(cls, headers: Mapping[bytes, bytes]) -> Caller:
         """Reads what HTTP tells; headers: by lower-case name."""
         user = headers.get(HEADER.encode(), b"").decode("latin-1")
-        return cls(key_of(headers.get(b"authorization", b"").decode("latin-1")), user)
+        is_background = headers.get(background.HEADER.encode()) == b"1"
+        return cls(key_of(headers.get(b"authorization", b"").decode("latin-1")), user, is_background=is_background)
 
     def name(self, by: str) -> str:
         """Returns the client, NOBODY where none is named. by: "user", "key" or "none"."""
@@ -61,6 +63,9 @@ class Caller:
         metadata = body.get("metadata") if body.get("user") is None else None  # of Anthropic's messages
         user = _text(metadata, "user_id") if isinstance(metadata, dict) else _text(body, "user")
         self.user = self.user or user
+        if (said := body.get(background.FIELD)) is not None and not isinstance(said, bool):
+            raise BadRequestError(f"{background.FIELD} is {said!r}: it must be true or false")
+        self.is_background = self.is_background or said is True
         self.salt = "".join(_text(body, name) for name in SALTS if not isinstance(body.get(name), list))
 
 

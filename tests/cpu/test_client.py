@@ -43,6 +43,16 @@ def test_a_header_goes_before_the_user_of_a_body() -> None:
     assert caller(body, x_user_id="ann").name("none") == ""
 
 
+def test_a_background_job_says_so_by_a_header_or_where_a_gateway_drops_it_in_the_body() -> None:
+    """It was lost on the way through SGLang's gateway, and the job took turns with everybody."""
+    assert caller(x_prefill_background="1").is_background
+    assert caller({"prefill_background": True}).is_background
+    for nobody in (caller(), caller({"prefill_background": False}), caller(x_prefill_background="0")):
+        assert not nobody.is_background
+    with pytest.raises(BadRequestError, match="prefill_background is 1: it must be true or false"):
+        caller({"prefill_background": 1})
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[1]", b'"user"', {"user": None}, {"metadata": "x"}])
 def test_a_body_that_names_nobody_is_nobodys(body: Any) -> None:
     """What is wrong with it is for its route to say."""

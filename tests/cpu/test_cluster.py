@@ -133,17 +133,30 @@ def test_engines_that_differ_are_seen() -> None:
         assert engines.differences([one, other_settings]) == [
             f"dtype is 'float32' at {one}, and 'bfloat16' at {other_settings}"
         ]
+        with engine_that_says({**first, "sgl_prefill": {"version": "1", "config": {"scheduling": "fifo"}}}) as ours:
+            assert engines.differences([one, ours]) == [
+                f"engine is \"SGLang's own\" at {one}, and 'sgl_prefill 1' at {ours}",
+                f"prefill scheduling is None at {one}, and 'fifo' at {ours}",
+            ]
         with pytest.raises(ConfigurationError, match="must serve one model: model_path is '/m'"):
             engines.differences([one, alike, other_model])
     with pytest.raises(ConfigurationError, match=f"{one} does not say what it serves"):
         engines.differences([one, alike])
 
 
+def test_a_key_is_given_to_the_engines_that_start_here_and_to_the_gateway() -> None:
+    """Engines elsewhere have it already: it is no flag of theirs then."""
+    assert parsed("--engines", "1", "--api-key", "k").engine_flags == ("--api-key", "k")
+    elsewhere = parsed("--engine-urls", "http://a:1", "--api-key", "k")
+    assert (elsewhere.engine_flags, elsewhere.api_key) == ((), "k")
+    assert gateway.command(["http://a:1"], "user", "127.0.0.1", 1, 2, 30, "k")[-2:] == ["--api-key", "k"]
+
+
 def test_the_page_names_every_setting_of_the_gateway_and_why() -> None:
     for words, why in gateway.SETTINGS:
         shown = " ".join(words).replace(gateway.NEVER_S, "31536000")
         assert f"| `{shown}` | {why} |" in README, words
-    command = gateway.command(["http://a:1"], "user", "127.0.0.1", 1, 2, 30)
+    command = gateway.command(["http://a:1"], "user", "127.0.0.1", 1, 2, 30, None)
     assert " ".join(command[command.index("--policy") :]).startswith(
         "--policy manual --assignment-mode min_group --routing-key-headers x-user-id"
     )

@@ -113,7 +113,7 @@ PASSES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": [PROMPT, "Is it late? Answer:"], **LABELS, "deadline_ms": 60_000, "logprobs": 2}),
     ("/v1/completions", {"prompt": [[504, 4832], [504]], "allowed_token_ids": [9805, 787]}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}], "allowed_tokens": ["yes", "no"]}),
-    ("/generate", {"text": PROMPT, **LABELS, "cache_salt": "a", "rid": "mine"}),
+    ("/generate", {"text": PROMPT, **LABELS, "cache_salt": "a", "rid": "mine", "prefill_background": True}),
     ("/v1/completions", {"prompt": PROMPT, **LABELS, "stream": True}),
 ]
 
