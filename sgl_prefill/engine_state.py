@@ -45,10 +45,12 @@ class EngineState:
     n_ranks: int = 1  # of tensor parallelism
     n_steps_when_memory_was_released: int = 0
 
-    @property
-    def n_sums_a_pass(self) -> int | None:
-        """Counts the sums over ranks of a chunk of the body; None where SGLang's own layers serve."""
-        return None if self.hybrid is None else self.hybrid.split.count_of(SUM_OVER_RANKS)
+    def _exchanges(self) -> dict[str, int]:
+        """Counts how often ranks wait for each other in a pass over one chunk; nothing where SGLang's layers serve."""
+        if self.hybrid is None:
+            return {}
+        split = self.hybrid.split
+        return {"sums_a_chunk": split.count_of(SUM_OVER_RANKS), "gathers_a_chunk": split.n_reads(self.hybrid.shared)}
 
     def record(self) -> dict[str, Any]:
         """Makes the activation record, as /server_info shows it: which version with which options and hooks runs here, and what
@@ -60,7 +62,7 @@ class EngineState:
             "memory": None if self.memory_plan is None else memory_plan.shown(self.memory_plan),
             "parity_gate": self.parity_differences,
             "jct_model": None if self.jct_ms is None else self.jct_ms._asdict(),
-            "ranks": None if self.n_ranks == 1 else {"count": self.n_ranks, "sums_a_pass": self.n_sums_a_pass},
+            "ranks": None if self.n_ranks == 1 else {"count": self.n_ranks, **self._exchanges()},
             "step_size": None if self.step_size is None else self.step_size._asdict(),
         }
         return {

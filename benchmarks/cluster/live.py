@@ -144,7 +144,9 @@ def routing(engines: Engines, quick: bool) -> Part:
         {"arrivals": arrivals, "routing": name, "ceiling": ceiling, "turns": of_turns, **medians(of_turns)}
         for (arrivals, name), of_turns in found.items()
     ]
-    of: dict[tuple[str, str], dict[str, Any]] = {(row["arrivals"], row["routing"]): row for row in rows}
+    of: dict[tuple[str, str], dict[str, Any]] = {
+        (arrivals, name): row for (arrivals, name), row in zip(found, rows, strict=True)
+    }
     by_user, in_turn = of["at once", "user"], of["at once", "round_robin"]
     targets = [
         report.Target.at_least(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol, TypeGuard
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import torch
 
 from sgl_prefill.cpu.fused import Linear
-from sgl_prefill.hybrid.split import Argument, Attention, Piece, SplitBody
+from sgl_prefill.hybrid.shared_rows import Exchange, SharedRows
+from sgl_prefill.hybrid.split import Argument, Attention, BufferSpec, Piece, SplitBody
+
+Value: TypeAlias = torch.Tensor | SharedRows  # of a buffer
 
 
 class LayerIO(Protocol):
@@ -39,13 +42,21 @@ class HybridBody:
         # computed, in buffers that are all written once. All other layers do the same in the same buffers, so that a
         # pass over any length costs next to nothing and takes the memory of a whole one.
         self.only_what_decides_memory = False
+        # With several ranks: the buffers that they hold together, and how (`shared_rows`).
+        self.shared: frozenset[int] = frozenset()
+        self.exchange: Exchange | None = None
+        self.on_written: Callable[[int, torch.Tensor], None] | None = None  # hears of each chunk of each buffer
 
     @property
     def retained_bytes_per_token(self) -> int:
         """Returns the bytes of a token in the full-length buffers; K and V of one layer and the batch's own indices come on
         top.
         """
-        return sum(spec.row_bytes for spec in self.split.buffers)
+        n_ranks = 1 if self.exchange is None else self.exchange.count
+        return sum(
+            spec.row_bytes // (n_ranks if buffer in self.shared else 1)
+            for buffer, spec in enumerate(self.split.buffers)
+        )
 
     def run(
         self, token_rows: dict[str, torch.Tensor], io: LayerIO, last_rows: torch.Tensor | None = None
@@ -58,7 +69,7 @@ class HybridBody:
         """
         n_tokens = token_rows["input_ids"].shape[0]
         is_one_chunk = n_tokens <= self.chunk_tokens and not self.only_what_decides_memory
-        values: list[torch.Tensor | None] = [None] * len(self.split.buffers)
+        values: list[Value | None] = [None] * len(self.split.buffers)
         if not is_one_chunk:
             values = self._buffers(n_tokens, token_rows)
         n_whole = len(self.split.pieces) - (last_rows is not None)
@@ -73,29 +84,36 @@ class HybridBody:
                 self._run_in_chunks(piece, attention, values, token_rows, io)
             if attention is not None and not (last_rows is not None and index == n_whole - 1):
                 query = values[attention.query]
-                assert query is not None
+                assert isinstance(query, torch.Tensor)
                 if is_one_chunk:
                     values[attention.output] = torch.empty(query.shape, dtype=query.dtype, device=query.device)
                 output = values[attention.output]
-                assert output is not None
+                assert isinstance(output, torch.Tensor)
                 io.attend(attention.layer_id, query, output)
         if last_rows is None:
             result = values[self.split.result]
             assert result is not None
-            return result
+            return result.whole() if isinstance(result, SharedRows) else result
         return self._only_last_rows(values, token_rows, io, last_rows)
 
-    def _buffers(self, n_tokens: int, token_rows: dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
+    def _buffers(self, n_tokens: int, token_rows: dict[str, torch.Tensor]) -> list[Value | None]:
         """Allocates the buffers of full length, in which what crosses a cut lives."""
         device = token_rows["input_ids"].device
         make = torch.zeros if self.only_what_decides_memory else torch.empty
-        return [make((n_tokens, *spec.row_shape), dtype=spec.dtype, device=device) for spec in self.split.buffers]
+
+        def made(buffer: int, spec: BufferSpec) -> Value:
+            if buffer not in self.shared:
+                return make((n_tokens, *spec.row_shape), dtype=spec.dtype, device=device)
+            assert self.exchange is not None
+            return SharedRows(spec, n_tokens, self.chunk_tokens, self.exchange, make, device)
+
+        return [made(buffer, spec) for buffer, spec in enumerate(self.split.buffers)]
 
     def _run_at_once(
         self,
         piece: Piece,
         attention: Attention | None,
-        values: list[torch.Tensor | None],
+        values: list[Value | None],
         token_rows: dict[str, torch.Tensor],
         io: LayerIO,
     ) -> None:
@@ -110,17 +128,21 @@ class HybridBody:
         self,
         piece: Piece,
         attention: Attention | None,
-        buffers: list[torch.Tensor],
+        buffers: list[Value],
         token_rows: dict[str, torch.Tensor],
         io: LayerIO,
     ) -> None:
         for start, end in self._chunks(token_rows["input_ids"].shape[0]):
             results = self._run_chunk(piece, attention, buffers, token_rows, start, end, io)
+            if self.on_written is not None:
+                for buffer, result in zip(piece.outputs, results, strict=True):
+                    if buffer is not None:
+                        self.on_written(buffer, result)
             self._store(piece, results, buffers, start, end)
 
     def _only_last_rows(
         self,
-        values: list[torch.Tensor | None],
+        values: list[Value | None],
         token_rows: dict[str, torch.Tensor],
         io: LayerIO,
         last_rows: torch.Tensor,
@@ -129,7 +151,7 @@ class HybridBody:
         attention, piece = self.split.attentions[-1], self.split.pieces[-1]
         read = {argument.buffer for argument in piece.arguments if argument.buffer is not None} | {attention.query}
         rows = [
-            value.index_select(0, last_rows) if value is not None and buffer in read else None
+            _select(value, last_rows) if value is not None and buffer in read else None
             for buffer, value in enumerate(values)
         ]
         query = rows[attention.query]
@@ -142,7 +164,11 @@ class HybridBody:
         scored = results[piece.outputs.index(self.split.result)]
         hidden = values[self.split.result]  # what it held has been read
         n_tokens = token_rows["input_ids"].shape[0]
-        if hidden is None or hidden.shape != (n_tokens, *scored.shape[1:]) or not hidden.is_contiguous():
+        if (
+            not isinstance(hidden, torch.Tensor)
+            or hidden.shape != (n_tokens, *scored.shape[1:])
+            or not hidden.is_contiguous()
+        ):
             hidden = torch.empty((n_tokens, *scored.shape[1:]), dtype=scored.dtype, device=scored.device)
         return hidden.index_copy_(0, last_rows, scored)
 
@@ -155,7 +181,7 @@ class HybridBody:
     def _run_chunk(
         piece: Piece,
         attention: Attention | None,
-        buffers: Sequence[torch.Tensor | None],
+        buffers: Sequence[Value | None],
         token_rows: dict[str, torch.Tensor],
         start: int,
         end: int,
@@ -165,12 +191,14 @@ class HybridBody:
         is_whole = end - start == token_rows["input_ids"].shape[0]
 
         def value_of(argument: Argument) -> Any:
-            rows: torch.Tensor | None = None
+            rows: Value | None = None
             if argument.buffer is not None:
                 rows = buffers[argument.buffer]
                 assert rows is not None
             elif argument.token_rows is not None:
                 rows = token_rows[argument.token_rows]
+            if isinstance(rows, SharedRows):
+                return rows.read(start, end)
             if rows is not None:
                 return rows if is_whole else rows[start:end]
             return end - start if argument.is_chunk_length else argument.constant
@@ -181,20 +209,23 @@ class HybridBody:
         return results
 
     @staticmethod
-    def _store(
-        piece: Piece, results: Sequence[torch.Tensor], buffers: list[torch.Tensor], start: int, end: int
-    ) -> None:
+    def _store(piece: Piece, results: Sequence[torch.Tensor], buffers: list[Value], start: int, end: int) -> None:
         """Copy a chunk's results to their buffers.
 
         A result may be a view of rows that another copy overwrites (a piece may pass an input on): it is copied first.
         A kernel that works in place leaves its result where it belongs already.
         """
-        targets = {buffers[buffer].untyped_storage().data_ptr() for buffer in piece.outputs if buffer is not None}
+        written = [buffers[buffer] for buffer in piece.outputs if buffer is not None]
+        targets = {rows.untyped_storage().data_ptr() for rows in written if isinstance(rows, torch.Tensor)}
         pairs = []
         for buffer, result in zip(piece.outputs, results, strict=True):
             if buffer is None:
                 continue
-            rows = buffers[buffer][start:end]
+            target = buffers[buffer]
+            if isinstance(target, SharedRows):
+                target.write(start, result)
+                continue
+            rows = target[start:end]
             if result.data_ptr() == rows.data_ptr() and result.stride() == rows.stride():
                 continue
             is_view_of_target = result.untyped_storage().data_ptr() in targets
@@ -203,5 +234,9 @@ class HybridBody:
             rows.copy_(result)
 
 
-def _all_there(values: list[torch.Tensor | None]) -> TypeGuard[list[torch.Tensor]]:
+def _select(value: Value, rows: torch.Tensor) -> torch.Tensor:
+    return value.select(rows) if isinstance(value, SharedRows) else value.index_select(0, rows)
+
+
+def _all_there(values: list[Value | None]) -> TypeGuard[list[Value]]:
     return all(value is not None for value in values)

@@ -74,6 +74,10 @@ class SplitBody(NamedTuple):
         """Counts the calls of an operation, `namespace.name`, in all pieces together."""
         return sum(op_name(node) == operation for piece in self.pieces for node in piece.module.graph.nodes)
 
+    def n_reads(self, buffers: frozenset[int]) -> int:
+        """Counts how often pieces read a chunk of one of these."""
+        return sum(argument.buffer in buffers for piece in self.pieces for argument in piece.arguments)
+
 
 def split_body(traced: TracedBody, *, attention_in_place: bool) -> SplitBody:
     """Cut the graph. Raises UntraceableModelError where something other than rows of tokens crosses a cut.

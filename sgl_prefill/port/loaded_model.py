@@ -22,13 +22,14 @@ from sgl_prefill.engine_state import EngineState
 from sgl_prefill.port import request_state
 from sgl_prefill.port.hybrid import ExpertContext, body_of, prefill_backend
 from sgl_prefill.port.kv_allocator import SuffixKVAllocator
-from sgl_prefill.port.ranks import these_ranks
+from sgl_prefill.port.ranks import tensor_exchange, these_ranks
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from sgl_prefill.hybrid.body import HybridBody
+    from sgl_prefill.hybrid.shared_rows import Exchange
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class SglangModel:
         self._state = state
         self.device = device_of(runner.device)
         self.ranks = these_ranks()
+        self.exchange: Exchange | None = tensor_exchange() if self.ranks.count > 1 else None
         self.dtype: torch.dtype = runner.dtype
         self.page_size: int = runner.page_size
         self.context_tokens: int = runner.model_config.context_len

@@ -32,6 +32,29 @@ class GlooRanks:
         return found
 
 
+class TensorExchange:
+    """`hybrid.shared_rows.Exchange` over the ranks of tensor parallelism."""
+
+    def __init__(self, group: GroupCoordinator) -> None:
+        self._group = group
+        self.index: int = group.rank_in_group
+        self.count: int = group.world_size
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        gathered: torch.Tensor = self._group.all_gather(part.contiguous(), dim=0)
+        return gathered
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = self._group.all_reduce(tensor)
+        return total
+
+
+def tensor_exchange() -> TensorExchange:
+    from sglang.srt.distributed.parallel_state import get_tp_group
+
+    return TensorExchange(get_tp_group())
+
+
 def these_ranks() -> Ranks:
     """Returns the ranks of the engine that this scheduler process belongs to."""
     from sglang.srt.distributed.parallel_state import get_world_group

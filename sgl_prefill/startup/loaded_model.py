@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from sgl_prefill.core.ranks import Ranks
     from sgl_prefill.device import Device
     from sgl_prefill.hybrid.body import HybridBody
+    from sgl_prefill.hybrid.shared_rows import Exchange
 
 
 class MadeUpStep(Protocol):
@@ -37,6 +38,7 @@ class LoadedModel(Protocol):
     """A model with its KV pool, before the first request: nobody holds a slot."""
 
     device: Device
+    exchange: Exchange | None  # between the ranks; None where there is one
     ranks: Ranks  # that hold a part of it each; all take the same steps of the start together
     dtype: torch.dtype
     page_size: int

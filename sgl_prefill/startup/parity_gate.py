@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from sgl_prefill.errors import ParityError
+from sgl_prefill.hybrid.shared_rows import share_equal_buffers
 from sgl_prefill.startup.loaded_model import LoadedModel, MadeUpStep
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,20 @@ def reference(model: LoadedModel) -> torch.Tensor:
     """Asks SGLang's own layers, for `run`."""
     with _plain_path(model):
         return answer(model)
+
+
+def share_rows(model: LoadedModel) -> None:
+    """Lets the ranks hold together what is the same on all of them, by what the gate's prompt leaves in chunks."""
+    if model.exchange is None or model.hybrid is None:
+        return
+    with _chunks_of(model, GATE_CHUNK_TOKENS), _room_for_two(model, GATE_TOKENS):
+        share_equal_buffers(model.hybrid, lambda: _run_made_up(model), model.ranks, model.exchange)
+
+
+def _run_made_up(model: LoadedModel) -> None:
+    step = model.step([_token_ids(model)])
+    step.run()
+    step.release()
 
 
 def answer(model: LoadedModel) -> torch.Tensor:

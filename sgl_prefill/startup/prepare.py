@@ -39,6 +39,7 @@ def prepare(state: EngineState, model: LoadedModel) -> None:
     state.cpu_kernel, state.packed_weights = model.pack_weights()
     if model.hybrid is not None:
         choose_chunk_tokens(model, config.hybrid_chunk_tokens)
+    parity_gate.share_rows(model)
     assert state.memory_beyond_weights_bytes is not None
     plan = _agreed(_plan(model, config, state.memory_beyond_weights_bytes), model)
     model.apply(plan)

@@ -82,11 +82,12 @@ def test_answers_are_those_of_one_process(two_ranks: Server, model: Path) -> Non
 
 
 def test_the_record_counts_ranks_and_what_they_sum(two_ranks: Server) -> None:
-    """Of a chunk: the embedding, and each layer's attention and MLP."""
+    """Of a chunk: the embedding, and each layer's attention and MLP; a rank holds half of the residual stream, and each piece
+    but the first reads it."""
     import requests
 
     record = requests.get(f"{two_ranks.url}/server_info", timeout=30).json()["sgl_prefill"]
-    assert record["ranks"] == {"count": 2, "sums_a_pass": 1 + 2 * N_LAYERS}
+    assert record["ranks"] == {"count": 2, "sums_a_chunk": 1 + 2 * N_LAYERS, "gathers_a_chunk": N_LAYERS}
     assert set(record["parity_gate"]) == {
         "native kernels and plain",
         "hybrid and plain",
