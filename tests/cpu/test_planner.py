@@ -170,6 +170,17 @@ def test_the_command_prints_a_row_for_each_setting(tmp_path: Path, capsys: pytes
             ["--max-queue-s", "-1"],
             "--max-queue-s",
         ),
+        (
+            '{"arrival_s": 1, "prefix_id": "a", "prefix_tokens": 1, "tail_tokens": 1}',
+            ["--engines", "0"],
+            "--engines is 0",
+        ),
+        (
+            '{"arrival_s": 1, "prefix_id": "a", "prefix_tokens": 1, "tail_tokens": 1}',
+            ["--routing", "user,best"],
+            "'best'",
+        ),
+        ("[1]", [], "line 1"),
     ],
 )
 def test_nonsense_is_refused_with_its_place(
@@ -179,6 +190,35 @@ def test_nonsense_is_refused_with_its_place(
     trace.write_text(line)
     assert plan.main(["--trace", str(trace), "--durable-tokens", "100", *options]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_the_command_compares_routings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By user each prefix is computed once; one after the other, at both engines. Which user a request is of, a trace may say."""
+    trace, numbers = tmp_path / "t.jsonl", tmp_path / "n.json"
+    workloads.write(trace, [Arrival(0.0, "p", 80, 20)] * 4)
+    options = [
+        "--durable-tokens",
+        "160",
+        "--page-tokens",
+        "10",
+        "--lambda",
+        "0",
+        "--json",
+        str(numbers),
+        "--engines",
+        "2",
+    ]
+
+    def hit_rates(*more: str) -> list[float]:
+        assert plan.main(["--trace", str(trace), *options, *more]) == 0
+        settings = json.loads(numbers.read_text())["settings"]
+        return [one["hit_rate"] for one in settings if "calibrated-srjf, lambda 0" in one["name"]]
+
+    assert hit_rates() == [0.75]
+    assert hit_rates("--routing", "user,round_robin") == [0.75, 0.5]
+    assert "round_robin: fifo" in capsys.readouterr().out
+    workloads.write(trace, [Arrival(0.0, "p", 80, 20, f"user-{number % 2}") for number in range(4)])
+    assert hit_rates() == [0.5]
 
 
 def test_percentiles() -> None:
