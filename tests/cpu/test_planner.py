@@ -109,6 +109,25 @@ def test_the_policy_of_ten_lines_that_the_page_shows_is_replayed() -> None:
     assert [one.n_tokens for one in served] == [100, 30, 20, 10]
 
 
+@pytest.mark.parametrize(
+    ("arrivals", "seed", "config", "finish_s", "n_cached_tokens"),
+    [
+        ("single", 0, PrefillConfig(), 15194870.395909702, 6660366400),
+        ("single", 0, PrefillConfig(paper=True), 14979238.660891587, 6773533650),
+        ("burst", 1, PrefillConfig(max_queue_s=3.0), 9694497.14494716, 7164045000),
+        ("at-once", 0, PrefillConfig(scheduling="srjf"), 9022069.142275685, 7233808750),
+    ],
+)
+def test_one_engine_serves_as_before_there_were_several(
+    arrivals: Any, seed: int, config: PrefillConfig, finish_s: float, n_cached_tokens: int
+) -> None:
+    """Sums over WL1 at 40 requests/s, each term times its place in the order, of the replay that knew one engine only."""
+    trace = workloads.post_recommendation(random.Random(seed), 40.0, arrivals=arrivals)
+    served = list(replay(trace, config, plan.EXAMPLE_PROFILE, 2 * 17_150))
+    assert sum(place * one.finish_s for place, one in enumerate(served)) == pytest.approx(finish_s, rel=1e-12)
+    assert sum(place * one.n_cached_tokens for place, one in enumerate(served)) == n_cached_tokens
+
+
 def test_a_bound_on_waiting_holds() -> None:
     """One long request under a stream of short ones that alone fill the machine."""
     arrivals = [Arrival(0.0, "long", 0, 5000), *(Arrival(0.009 * n, f"s{n}", 0, 10) for n in range(2000))]
