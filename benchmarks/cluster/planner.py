@@ -2,7 +2,7 @@
 
     python benchmarks/cluster/planner.py [--quick] [--json PATH]
 
-A part of ./run.py, to be run alone too: 5 minutes on 2 cores. Every engine is the one of ../planner: the default settings, its
+A part of ./run.py, to be run alone too: 5 to 8 minutes on 2 cores. Every engine is the one of ../planner: the default settings, its
 example machine, and a cache for the profiles of two users. x is what one engine serves of WL1 with all submitted at once; a
 load is given in x an engine.
 
@@ -11,9 +11,9 @@ load is given in x an engine.
   all engines would find. `per_engine`: requests/s an engine, of what one engine alone serves at the same load.
 * `scale`: 1,000 users an engine, by user, all submitted at once. Users do not move, so that engines do not concern each other
   once users are placed: the router itself places all of them (a million), and each engine's 50,000 requests are replayed apart;
-  beyond four engines only of the two engines with the most work and of one other. `even`: users come while all before them wait, and
-  are counted. `chance`: each comes while nobody waits, and chance places it, the worst that the gateway does. Throughput is
-  all requests / the time of the last answer.
+  beyond four engines only of the two engines with the most work and of one other. `even`: users come while all before them
+  wait, and are counted. `chance`: each comes while nobody waits, and chance places it, the worst that the gateway does.
+  Throughput is all requests / the time of the last answer.
 * `offered`: 10 users an engine in bursts at 0.9x, all engines and the router on one clock.
 * `heavy`: four engines in bursts at 0.9x; half of all requests are one user's, of as many profiles as all others have, or of
   one. By user it has one name or several (a profile stays with a name); names get fair shares, as in an engine by default.
