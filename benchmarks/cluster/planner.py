@@ -2,7 +2,7 @@
 
     python benchmarks/cluster/planner.py [--quick] [--json PATH]
 
-A part of ./run.py, to be run alone too: 5 to 8 minutes on 2 cores. Every engine is the one of ../planner: the default settings, its
+Part of ./run.py, and runs alone: 5 to 8 minutes on 2 cores. Every engine is the one of ../planner: the default settings, its
 example machine, and a cache for the profiles of two users. x is what one engine serves of WL1 with all submitted at once; a
 load is given in x an engine.
 
