@@ -2,9 +2,11 @@
 
     python -m sgl_prefill.plan --workload post-recommendation --rate 20 --durable-tokens 28300 --lambda 0,100,500,2000
     python -m sgl_prefill.plan --trace T.jsonl --profile P.json --durable-tokens 200000 --plot latency.png
+    python -m sgl_prefill.plan --trace T.jsonl --durable-tokens 28300 --engines 4 --routing user,cache_aware
 
 `--profile` is a JSON object with the coefficients of a fitted JCT model, as /server_info shows it under
-`sgl_prefill.jct_model`. A trace has one JSON object a line: arrival_s, prefix_id, prefix_tokens, tail_tokens.
+`sgl_prefill.jct_model`. A trace has one JSON object a line: arrival_s, prefix_id, prefix_tokens, tail_tokens, and `user`
+where a prefix is not a user's. `--engines` puts a router before so many engines, with `--durable-tokens` each.
 """
 
 from __future__ import annotations
@@ -30,6 +32,17 @@ from sgl_prefill.errors import ConfigurationError
 EXAMPLE_PROFILE = FittedJct(step_ms=5.0, miss_token_ms=0.05, pair_ms=5e-7, cached_token_ms=1e-4)
 # Of the engine's own options these can be given here too, with the same defaults.
 ENGINE_OPTIONS = ("sharers", "max_queue_s", "pack_step_tokens")
+
+
+class Cluster(NamedTuple):
+    """How many engines, and what stands before them."""
+
+    n_engines: int = 1
+    routing: str = "user"
+    seed: int = 0  # of a router that leaves something to chance
+
+
+ALONE = Cluster()
 
 
 class Summary(NamedTuple):
@@ -61,6 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         profile = _profile(arguments.profile)
         lambdas = _lambdas(arguments.fairness_lambda)
+        routings = _routings(arguments.engines, arguments.routing)
         from sgl_prefill.planner import workloads
 
         arrivals = _arrivals(arguments)
@@ -79,7 +93,8 @@ def main(argv: list[str] | None = None) -> int:
     print(
         f"{len(arrivals)} requests; an unlimited cache would save {100 * workloads.ceiling_of_saving(arrivals):.2f} %"
     )
-    summaries = [summarize(arrivals, one, profile, arguments) for one in configs]
+    clusters = [Cluster(arguments.engines, routing, arguments.seed) for routing in routings]
+    summaries = [summarize(arrivals, one, profile, arguments, cluster) for cluster in clusters for one in configs]
     rows = [HEADER, *(summary.row() for summary in summaries)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     for row in rows:
@@ -92,20 +107,37 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def summarize(arrivals: list[Any], config: PrefillConfig, profile: FittedJct, arguments: argparse.Namespace) -> Summary:
-    """Replay under these options, with progress on stderr."""
-    from sgl_prefill.planner.simulate import name_of, replay
+def summarize(
+    arrivals: list[Any],
+    config: PrefillConfig,
+    profile: FittedJct,
+    arguments: argparse.Namespace,
+    cluster: Cluster = ALONE,
+    *,
+    is_fair: bool = False,
+) -> Summary:
+    """Replay under these options, with progress on stderr.
 
-    name = name_of(config)
+    Args:
+        arguments: `durable_tokens` of each engine, and `page_tokens`.
+        is_fair: users get fair shares of an engine.
+    """
+    from sgl_prefill.planner.routing import ROUTERS
+    from sgl_prefill.planner.simulate import SimulatedEngine, name_of, replay_cluster
+
+    name = name_of(config) if cluster.n_engines == 1 else f"{cluster.routing}: {name_of(config)}"
     started = time.monotonic()
 
     def show(n_served: int) -> None:
         left_s = (time.monotonic() - started) / n_served * (len(arrivals) - n_served)
         print(f"\r{name}: {n_served} of {len(arrivals)}, {left_s:.0f} s left   ", end="", file=sys.stderr)
 
-    served = list(
-        replay(arrivals, config, profile, arguments.durable_tokens, page_tokens=arguments.page_tokens, on_progress=show)
-    )
+    engines = [
+        SimulatedEngine(config, profile, arguments.durable_tokens, page_tokens=arguments.page_tokens, is_fair=is_fair)
+        for _ in range(cluster.n_engines)
+    ]
+    router = ROUTERS[cluster.routing](random.Random(cluster.seed))
+    served = [one for _, one in replay_cluster(arrivals, engines, router, on_progress=show)]
     print("\r" + 79 * " " + "\r", end="", file=sys.stderr)
     latencies_s = sorted(one.latency_s for one in served)
     return Summary(
@@ -113,7 +145,7 @@ def summarize(arrivals: list[Any], config: PrefillConfig, profile: FittedJct, ar
         n_requests=len(served),
         token_saving=sum(one.n_cached_tokens for one in served) / sum(one.n_tokens for one in served),
         hit_rate=sum(2 * one.n_cached_tokens >= one.n_tokens for one in served) / len(served),
-        requests_per_s=len(served) / max(served[-1].finish_s - served[0].arrival_s, 1e-9),
+        requests_per_s=len(served) / max(max(one.finish_s for one in served) - served[0].arrival_s, 1e-9),
         mean_s=sum(latencies_s) / len(latencies_s),
         p50_s=percentile(latencies_s, 50),
         p99_s=percentile(latencies_s, 99),
@@ -162,6 +194,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name in ENGINE_OPTIONS:
         PrefillConfig.add_cli_argument(parser, name)
+    parser.add_argument("--engines", type=int, default=1, help="engines behind a router (default: 1)")
+    parser.add_argument(
+        "--routing",
+        default="user",
+        help="values of `python -m sgl_prefill.cluster --routing` to compare (default: user)",
+    )
     parser.add_argument(
         "--page-tokens", type=int, default=50, help="tokens that the replay counts as one (default: 50)"
     )
@@ -194,6 +232,19 @@ def _lambdas(text: str) -> list[float]:
     if not all(0 <= value < math.inf for value in values):
         raise ValueError(f"--lambda is {text}: it must be numbers >= 0 with commas between them")
     return values
+
+
+def _routings(n_engines: int, text: str) -> list[str]:
+    from sgl_prefill.planner.routing import ROUTERS
+
+    if n_engines < 1:
+        raise ValueError(f"--engines is {n_engines}: it must be at least 1")
+    names = text.split(",")
+    if unknown := [name for name in names if name not in ROUTERS]:
+        raise ValueError(
+            f"--routing is {text}: {unknown[0]!r} is none of {', '.join(ROUTERS)} (with commas between them)"
+        )
+    return names if n_engines > 1 else names[:1]
 
 
 def _arrivals(arguments: argparse.Namespace) -> list[Any]:

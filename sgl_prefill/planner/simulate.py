@@ -6,10 +6,12 @@ pages, as in an engine with pages of that size.
 
 from __future__ import annotations
 
+import heapq
 import itertools
+import math
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from sgl_prefill import preflight
@@ -18,8 +20,9 @@ from sgl_prefill.core.calibration import Calibration
 from sgl_prefill.core.jct import FittedJct
 from sgl_prefill.core.job import Job
 from sgl_prefill.core.packing import StepSize
-from sgl_prefill.core.policies import POLICIES
+from sgl_prefill.core.policies import make
 from sgl_prefill.core.policy import PolicySettings
+from sgl_prefill.planner.routing import RoundRobin, Router
 from sgl_prefill.planner.workloads import Arrival
 from sgl_prefill.port.simulated_cache import SimulatedCache
 
@@ -49,6 +52,102 @@ class Served(NamedTuple):
         return self.finish_s - self.arrival_s
 
 
+class SimulatedEngine:
+    """One engine on a simulated clock: its policy, calibration and prefix cache.
+
+    Whoever owns the clock tells it of each arrival (`add`), lets it choose a step while none runs (`run_step`), and says when
+    the time of that step's end has come (`answered`).
+
+    Args:
+        config: the options of the engine.
+        jct_ms: how long a forward pass takes.
+        durable_tokens: KV slots of the prefix cache.
+        is_fair: users get fair shares of it, as in an engine whose requests name them.
+    """
+
+    def __init__(
+        self,
+        config: PrefillConfig,
+        jct_ms: FittedJct,
+        durable_tokens: int,
+        *,
+        page_tokens: int = 50,
+        is_fair: bool = False,
+    ) -> None:
+        self._jct_ms = jct_ms
+        self._page_tokens = page_tokens
+        self._cache = SimulatedCache(durable_tokens // page_tokens)
+        self._policy = make(config.scheduling, settings_of(config, jct_ms, page_tokens), is_fair=is_fair)
+        self._calibration = Calibration(self._cache.tree, self._policy)
+        self._cache.connect(self._calibration, self._calibration.advisor)
+        self._symbols = _Symbols(page_tokens)
+        self._arrived: list[Arrival] = []  # since the last step was chosen
+        self._waiting: dict[Job, Arrival] = {}
+        self._running: list[Arrival] = []
+        self._n_unanswered_of: dict[str, int] = {}  # by user
+
+    @property
+    def is_computing(self) -> bool:
+        return bool(self._running)
+
+    @property
+    def n_unanswered(self) -> int:
+        """Returns how many requests wait or run."""
+        return len(self._arrived) + len(self._waiting) + len(self._running)
+
+    @property
+    def n_users(self) -> int:
+        """Returns of how many users requests wait or run."""
+        return len(self._n_unanswered_of)
+
+    def add(self, arrival: Arrival) -> None:
+        self._arrived.append(arrival)
+        self._n_unanswered_of[arrival.of_user] = self._n_unanswered_of.get(arrival.of_user, 0) + 1
+
+    def run_step(self, now_s: float) -> list[Served]:
+        """Returns the requests of the step that begins now, all with one finish; none where the policy lets nobody run."""
+        assert not self.is_computing
+        for arrival in self._arrived:
+            pages = self._symbols.of(arrival)
+            job = Job(pages, arrival.arrival_s, most_cached_tokens=len(pages) - 1, client=arrival.of_user)
+            self._waiting[job] = arrival
+            self._calibration.add(job)
+        self._arrived.clear()
+        run, refuse = self._policy.decide(now_s)
+        for job in refuse:  # by a policy of one's own: arrivals of a trace have no deadline
+            self._calibration.remove(job)
+            self._forget(self._waiting.pop(job))
+        if not run:
+            return []
+        plans = self._cache.begin(run)
+        self._policy.started(run)
+        for job in run:
+            self._calibration.remove(job)
+        served = self._running = [self._waiting.pop(job) for job in run]
+        cached = [
+            min(plan.n_cached * self._page_tokens, arrival.n_tokens - 1)
+            for plan, arrival in zip(plans, served, strict=True)
+        ]
+        work = self._jct_ms.of_step([(arrival.n_tokens, n) for arrival, n in zip(served, cached, strict=True)])
+        finish_s = now_s + sum(work) / 1000
+        self._cache.end(run, plans)
+        return [
+            Served(arrival.arrival_s, now_s, finish_s, arrival.n_tokens, n)
+            for arrival, n in zip(served, cached, strict=True)
+        ]
+
+    def answered(self) -> None:
+        """Ends the step that runs."""
+        for arrival in self._running:
+            self._forget(arrival)
+        self._running = []
+
+    def _forget(self, arrival: Arrival) -> None:
+        self._n_unanswered_of[arrival.of_user] -= 1
+        if not self._n_unanswered_of[arrival.of_user]:
+            del self._n_unanswered_of[arrival.of_user]
+
+
 def replay(
     arrivals: Iterable[Arrival],
     config: PrefillConfig,
@@ -58,7 +157,7 @@ def replay(
     page_tokens: int = 50,
     on_progress: Callable[[int], None] | None = None,
 ) -> Iterator[Served]:
-    """Yields requests in the order in which they are served.
+    """Yields requests in the order in which one engine serves them.
 
     Args:
         arrivals: in time order.
@@ -66,48 +165,53 @@ def replay(
         jct_ms: how long a forward pass takes.
         durable_tokens: KV slots of the prefix cache.
     """
-    cache = SimulatedCache(durable_tokens // page_tokens)
-    policy = POLICIES[config.scheduling](settings_of(config, jct_ms, page_tokens))
-    calibration = Calibration(cache.tree, policy)
-    cache.connect(calibration, calibration.advisor)
-    symbols = _Symbols(page_tokens)
+    engine = SimulatedEngine(config, jct_ms, durable_tokens, page_tokens=page_tokens)
+    for _, served in replay_cluster(arrivals, [engine], RoundRobin(), on_progress=on_progress):
+        yield served
+
+
+def replay_cluster(
+    arrivals: Iterable[Arrival],
+    engines: Sequence[SimulatedEngine],
+    router: Router,
+    *,
+    on_progress: Callable[[int], None] | None = None,
+) -> Iterator[tuple[int, Served]]:
+    """Yields requests of several engines on one clock, with the engine of each, in the order in which their steps begin.
+
+    At one moment first the steps that end are answered, then the router sends those that come, then engines that do not compute
+    choose their next steps.
+
+    Args:
+        arrivals: in time order.
+    """
     coming = iter(arrivals)
     next_one = next(coming, None)
-    arrival_of: dict[Job, Arrival] = {}
-    now_s, n_served = 0.0, 0
-    while next_one is not None or arrival_of:
+    ends: list[tuple[float, int]] = []  # a heap of the steps that run: when, and which engine
+    n_served = 0
+    while next_one is not None or ends:
+        now_s = min(next_one.arrival_s if next_one is not None else math.inf, ends[0][0] if ends else math.inf)
+        told: dict[int, None] = {}  # engines of which something has changed, in the order in which it did
+        while ends and ends[0][0] <= now_s:
+            index = heapq.heappop(ends)[1]
+            engines[index].answered()
+            told[index] = None
         while next_one is not None and next_one.arrival_s <= now_s:
-            pages = symbols.of(next_one)
-            job = Job(pages, next_one.arrival_s, most_cached_tokens=len(pages) - 1)
-            arrival_of[job] = next_one
-            calibration.add(job)
+            index = router.engine_of(next_one, engines)
+            engines[index].add(next_one)
+            told[index] = None
             next_one = next(coming, None)
-        run, refuse = policy.decide(now_s)
-        for job in refuse:  # by a policy of one's own: arrivals of a trace have no deadline
-            calibration.remove(job)
-            del arrival_of[job]
-        if not run:
-            if next_one is None:
-                break
-            now_s = next_one.arrival_s
-            continue
-        plans = cache.begin(run)
-        policy.started(run)
-        for job in run:
-            calibration.remove(job)
-        served = [arrival_of.pop(job) for job in run]
-        cached = [
-            min(plan.n_cached * page_tokens, arrival.n_tokens - 1) for plan, arrival in zip(plans, served, strict=True)
-        ]
-        start_s = now_s
-        work = jct_ms.of_step([(arrival.n_tokens, n) for arrival, n in zip(served, cached, strict=True)])
-        now_s += sum(work) / 1000
-        cache.end(run, plans)
-        for arrival, n_cached in zip(served, cached, strict=True):
-            yield Served(arrival.arrival_s, start_s, now_s, arrival.n_tokens, n_cached)
-            n_served += 1
-            if on_progress is not None and n_served % 1000 == 0:
-                on_progress(n_served)
+        for index in told:
+            if engines[index].is_computing or not engines[index].n_unanswered:
+                continue
+            step = engines[index].run_step(now_s)
+            if step:
+                heapq.heappush(ends, (step[0].finish_s, index))
+            for served in step:
+                yield index, served
+                n_served += 1
+                if on_progress is not None and n_served % 1000 == 0:
+                    on_progress(n_served)
 
 
 def settings_of(config: PrefillConfig, jct_ms: FittedJct, page_tokens: int) -> PolicySettings:

@@ -20,6 +20,11 @@ class Arrival(NamedTuple):
     prefix_id: str
     prefix_tokens: int
     tail_tokens: int  # at least 1
+    user: str = ""  # whom its header names; empty: each prefix is a user's
+
+    @property
+    def of_user(self) -> str:
+        return self.user or self.prefix_id
 
     @property
     def n_tokens(self) -> int:
@@ -88,8 +93,9 @@ def read(path: Path) -> list[Arrival]:
                 str(fields["prefix_id"]),
                 int(fields["prefix_tokens"]),
                 int(fields["tail_tokens"]),
+                str(fields.get("user", "")),
             )
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
                 f"{path}, line {number}: {error!r}; a line is"
                 ' {"arrival_s": 0.5, "prefix_id": "user-1", "prefix_tokens": 14000, "tail_tokens": 150}'

@@ -109,6 +109,25 @@ def test_the_policy_of_ten_lines_that_the_page_shows_is_replayed() -> None:
     assert [one.n_tokens for one in served] == [100, 30, 20, 10]
 
 
+@pytest.mark.parametrize(
+    ("arrivals", "seed", "config", "finish_s", "n_cached_tokens"),
+    [
+        ("single", 0, PrefillConfig(), 15194870.395909702, 6660366400),
+        ("single", 0, PrefillConfig(paper=True), 14979238.660891587, 6773533650),
+        ("burst", 1, PrefillConfig(max_queue_s=3.0), 9694497.14494716, 7164045000),
+        ("at-once", 0, PrefillConfig(scheduling="srjf"), 9022069.142275685, 7233808750),
+    ],
+)
+def test_one_engine_serves_as_before_there_were_several(
+    arrivals: Any, seed: int, config: PrefillConfig, finish_s: float, n_cached_tokens: int
+) -> None:
+    """Sums over WL1 at 40 requests/s, each term times its place in the order, of the replay that knew one engine only."""
+    trace = workloads.post_recommendation(random.Random(seed), 40.0, arrivals=arrivals)
+    served = list(replay(trace, config, plan.EXAMPLE_PROFILE, 2 * 17_150))
+    assert sum(place * one.finish_s for place, one in enumerate(served)) == pytest.approx(finish_s, rel=1e-12)
+    assert sum(place * one.n_cached_tokens for place, one in enumerate(served)) == n_cached_tokens
+
+
 def test_a_bound_on_waiting_holds() -> None:
     """One long request under a stream of short ones that alone fill the machine."""
     arrivals = [Arrival(0.0, "long", 0, 5000), *(Arrival(0.009 * n, f"s{n}", 0, 10) for n in range(2000))]
@@ -170,6 +189,17 @@ def test_the_command_prints_a_row_for_each_setting(tmp_path: Path, capsys: pytes
             ["--max-queue-s", "-1"],
             "--max-queue-s",
         ),
+        (
+            '{"arrival_s": 1, "prefix_id": "a", "prefix_tokens": 1, "tail_tokens": 1}',
+            ["--engines", "0"],
+            "--engines is 0",
+        ),
+        (
+            '{"arrival_s": 1, "prefix_id": "a", "prefix_tokens": 1, "tail_tokens": 1}',
+            ["--routing", "user,best"],
+            "'best'",
+        ),
+        ("[1]", [], "line 1"),
     ],
 )
 def test_nonsense_is_refused_with_its_place(
@@ -179,6 +209,35 @@ def test_nonsense_is_refused_with_its_place(
     trace.write_text(line)
     assert plan.main(["--trace", str(trace), "--durable-tokens", "100", *options]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_the_command_compares_routings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By user each prefix is computed once; one after the other, at both engines. Which user a request is of, a trace may say."""
+    trace, numbers = tmp_path / "t.jsonl", tmp_path / "n.json"
+    workloads.write(trace, [Arrival(0.0, "p", 80, 20)] * 4)
+    options = [
+        "--durable-tokens",
+        "160",
+        "--page-tokens",
+        "10",
+        "--lambda",
+        "0",
+        "--json",
+        str(numbers),
+        "--engines",
+        "2",
+    ]
+
+    def hit_rates(*more: str) -> list[float]:
+        assert plan.main(["--trace", str(trace), *options, *more]) == 0
+        settings = json.loads(numbers.read_text())["settings"]
+        return [one["hit_rate"] for one in settings if "calibrated-srjf, lambda 0" in one["name"]]
+
+    assert hit_rates() == [0.75]
+    assert hit_rates("--routing", "user,round_robin") == [0.75, 0.5]
+    assert "round_robin: fifo" in capsys.readouterr().out
+    workloads.write(trace, [Arrival(0.0, "p", 80, 20, f"user-{number % 2}") for number in range(4)])
+    assert hit_rates() == [0.5]
 
 
 def test_percentiles() -> None:
