@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -49,29 +49,34 @@ LEFT_AFTER_S = 2
 class Part(NamedTuple):
     """What one part has found."""
 
-    rows: list[dict[str, Any]]
+    rows: Any  # JSON
     targets: list[report.Target]
 
 
 class Engines:
-    """The engines, which stay up, and gateways before them. A context manager."""
+    """The engines, which start when they are asked for and stay up, and gateways before them. A context manager."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._stack = folder, ExitStack()
-        self.running: list[local_server.LocalServer] = []
+        self._folder = folder
+        self._flags: list[str] = []
+        self._running: list[local_server.LocalServer] = []
         self.commands: dict[str, str] = {}
 
     def __enter__(self) -> Self:
-        flags = [*WL1.model_flags(self._folder), *WL1.flags(OURS)]
-        self._stack.callback(self._stop)
-        for index in range(N_ENGINES):
-            self.running.append(self.start(flags, index, None))
-            self.commands[f"engine {index}"] = report.portable(self.running[-1].command)
-        self._flags = flags
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        for server in self._running:
+            server.stop()
+
+    @property
+    def running(self) -> list[local_server.LocalServer]:
+        if not self._running:
+            self._flags = [*WL1.model_flags(self._folder), *WL1.flags(OURS)]
+        for index in range(len(self._running), N_ENGINES):
+            self._running.append(self.start(self._flags, index, None))
+            self.commands[f"engine {index}"] = report.portable(self._running[-1].command)
+        return self._running
 
     def start(self, flags: Sequence[str], index: int, port: int | None) -> local_server.LocalServer:
         environment = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"], "PYTHONPATH": str(report.REPOSITORY), **QUIET}
@@ -107,10 +112,6 @@ class Engines:
         finally:
             process.terminate()
             process.wait()
-
-    def _stop(self) -> None:
-        for server in self.running:
-            server.stop()
 
 
 def await_ready(url: str, n_engines: int) -> None:

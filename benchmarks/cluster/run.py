@@ -21,34 +21,42 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import report
-from benchmarks.cluster import live
+from benchmarks.cluster import live, planner
 
-LIVE: dict[str, Callable[[live.Engines, bool], live.Part]] = {
+PARTS: dict[str, Callable[[live.Engines, bool], live.Part]] = {
     "routing": live.routing,
     "heavy_user": live.heavy_user,
     "gateway": live.gateway_cost,
     "kills": live.kills,
+    "planner": lambda _, quick: planned(quick),
 }
 
 
 def main() -> int:
     arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
-    asked = os.environ.get("BENCH_PARTS", "").split() or list(LIVE)
+    asked = os.environ.get("BENCH_PARTS", "").split() or list(PARTS)
     conditions = report.conditions()
     conditions["commit_of"] = {}
     parts: dict[str, Any] = {}
     if os.environ.get("BENCH_PARTS") and arguments.json is not None and arguments.json.exists():
         kept = json.loads(arguments.json.read_text())
         parts, conditions["commit_of"] = kept["parts"], kept["conditions"]["commit_of"]
+        conditions["commands"] = kept["conditions"].get("commands", {})
     with tempfile.TemporaryDirectory() as name, live.Engines(Path(name)) as engines:
-        conditions["commands"] = engines.commands
         for part in asked:
             print(f"== {part}", file=sys.stderr)
-            found = LIVE[part](engines, arguments.quick)
+            found = PARTS[part](engines, arguments.quick)
             parts[part] = {"rows": found.rows, "targets": [target._asdict() for target in found.targets]}
             conditions["commit_of"][part] = conditions["commit"]
-            write(parts, conditions, arguments.json)
+            conditions["commands"] = {**conditions.get("commands", {}), **engines.commands}
+            write({one: parts[one] for one in PARTS if one in parts}, conditions, arguments.json)
     return 0
+
+
+def planned(quick: bool) -> live.Part:
+    """What the planner says, of routings and of a thousand engines; it needs no engine."""
+    found = planner.measure(quick)
+    return live.Part(found, planner.targets_of(found))
 
 
 def write(parts: dict[str, Any], conditions: dict[str, Any], path: Path | None) -> None:
