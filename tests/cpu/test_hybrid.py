@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import fx
 
 from sgl_prefill.errors import UntraceableModelError
 from sgl_prefill.hybrid.body import HybridBody
+from sgl_prefill.hybrid.shared_rows import SharedRows
 from sgl_prefill.hybrid.split import Argument, BufferSpec, Piece, SplitBody, split_body
 from sgl_prefill.hybrid.trace import TracedBody, trace_body
 from sgl_prefill.port.hybrid import opaque_ops, sglang_traces
@@ -91,13 +94,35 @@ class RunningMean:
         self.pool.fill_(torch.nan)
 
 
+class Thread:
+    """`Exchange` between threads: each puts its tensor down, waits for the others, and takes all."""
+
+    def __init__(self, index: int, table: list[torch.Tensor], barrier: threading.Barrier) -> None:
+        self.index, self.count = index, len(table)
+        self._table, self._barrier = table, barrier
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        self._table[self.index] = part
+        self._barrier.wait(timeout=60)
+        together = torch.cat(self._table)
+        self._barrier.wait(timeout=60)
+        return together
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.gather(tensor[None]).sum(0)
+
+
 def run(
     split: SplitBody, chunk_tokens: int, input_ids: torch.Tensor, last_rows: torch.Tensor | None = None
 ) -> torch.Tensor:
+    return run_body(HybridBody(split, chunk_tokens), input_ids, last_rows)
+
+
+def run_body(body: HybridBody, input_ids: torch.Tensor, last_rows: torch.Tensor | None = None) -> torch.Tensor:
     positions = torch.arange(len(input_ids))
     token_rows = {"input_ids": input_ids, "positions": positions, "out_cache_loc": positions}
     with torch.no_grad():
-        return HybridBody(split, chunk_tokens).run(token_rows, RunningMean(len(input_ids)), last_rows)
+        return body.run(token_rows, RunningMean(len(input_ids)), last_rows)
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -118,6 +143,49 @@ def test_the_last_layer_of_scored_rows_alone_gives_those_rows(chunk_tokens: int)
     input_ids = torch.randint(0, VOCABULARY, (131,), generator=torch.Generator().manual_seed(1))
     last = run(split, chunk_tokens, input_ids, torch.tensor([130]))
     torch.testing.assert_close(last[130], run(split, chunk_tokens, input_ids)[130], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3])
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 24, 130])
+def test_ranks_that_hold_the_residual_stream_together_compute_what_one_does(n_ranks: int, chunk_tokens: int) -> None:
+    """Whole, and of scored rows alone; each holds a part of every chunk, and what attention reads whole."""
+    splits = [split_body(trace(Body()), attention_in_place=True) for _ in range(n_ranks)]
+    input_ids = torch.randint(0, VOCABULARY, (131,), generator=torch.Generator().manual_seed(1))
+    table, barrier = [torch.empty(0)] * n_ranks, threading.Barrier(n_ranks)
+    attended = {buffer for one in splits[0].attentions for buffer in (one.query, one.output)}
+
+    def rank(index: int, last_rows: torch.Tensor | None) -> torch.Tensor:
+        body = HybridBody(splits[index], chunk_tokens)
+        alone_bytes = body.retained_bytes_per_token
+        body.shared, body.exchange = frozenset(range(len(splits[0].buffers))) - attended, Thread(index, table, barrier)
+        assert body.shared
+        assert body.retained_bytes_per_token < alone_bytes
+        return run_body(body, input_ids, last_rows)
+
+    for last_rows in (None, torch.tensor([130])):
+        expected = run(splits[0], 200, input_ids)
+        rows = torch.arange(131) if last_rows is None else last_rows
+        with ThreadPoolExecutor(n_ranks) as threads:
+            for found in threads.map(rank, range(n_ranks), [last_rows] * n_ranks):
+                torch.testing.assert_close(found[rows], expected[rows], rtol=0, atol=1e-5)
+
+
+def test_rows_of_any_chunk_are_found_where_they_are_kept() -> None:
+    spec, n_tokens = BufferSpec((3,), torch.float32), 23
+    value = torch.arange(n_tokens * 3, dtype=torch.float32).view(n_tokens, 3)
+    wanted = torch.tensor([0, 6, 7, 13, 22, 3])
+    table, barrier = [torch.empty(0)] * 2, threading.Barrier(2)
+
+    def rank(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        held = SharedRows(spec, n_tokens, 7, Thread(index, table, barrier), torch.empty, torch.device("cpu"))
+        for start in range(0, n_tokens, 7):
+            held.write(start, value[start : start + 7])
+        return held.select(wanted), held.whole()
+
+    with ThreadPoolExecutor(2) as threads:
+        for selected, whole in threads.map(rank, range(2)):
+            assert torch.equal(selected, value[wanted])
+            assert torch.equal(whole, value)
 
 
 def test_buffers_are_reused_between_layers_and_k_and_v_have_none() -> None:
