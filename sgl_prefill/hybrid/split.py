@@ -192,12 +192,17 @@ def _is_symbol(size: Any, symbols: frozenset[Any]) -> bool:
 
 
 class _BufferUse:
-    """A buffer for every crossing value, reused when its value is dead (a linear scan over the steps)."""
+    """A buffer for every crossing value, reused when its value is dead (a linear scan over the steps).
+
+    What attention reads or writes has buffers of its own: only of the others may ranks hold a part each (`shared_rows`).
+    """
 
     def __init__(self, cut: _Cut, attention_in_place: bool) -> None:
         self.specs: list[BufferSpec] = []
         self.of: dict[fx.Node, int] = {}
         free: list[int] = []
+        attended = {*cut.attentions, *map(cut.query, cut.attentions)}
+        is_of_attended: list[bool] = []
         made_at: dict[int, list[fx.Node]] = {}
         for node in cut.readers:
             is_attention = node in cut.attentions
@@ -210,9 +215,11 @@ class _BufferUse:
                 free += [self.of[node] for node in dead]
             for node in made_at.get(step, []):
                 spec = cut.row_spec(node)
-                match = next((buffer for buffer in free if self.specs[buffer] == spec), None)
+                kind = spec, node in attended
+                match = next((one for one in free if (self.specs[one], is_of_attended[one]) == kind), None)
                 if match is None:
                     self.specs.append(spec)
+                    is_of_attended.append(node in attended)
                     match = len(self.specs) - 1
                 else:
                     free.remove(match)
