@@ -111,8 +111,8 @@ def shard(plan: JobPlan, lengths: IntArray, which: int, of: int) -> tuple[int, i
 
 
 def cheapest_cut(plan: JobPlan, computed: IntArray, wanted: float, around: float, first: int) -> int:
-    """Returns the place, from `first` on, that shares least with the one before it, of those before which about `wanted` tokens are
-    computed; of several the nearest. The number of places where there is none.
+    """Returns the place, from `first` on, that shares least with the one before it, of those before which about `wanted` tokens
+    are computed; of several the nearest. The number of places where there is none.
 
     Args:
         computed: tokens, up to and with each place.
