@@ -29,7 +29,7 @@ from ray.data import ActorPoolStrategy
 from benchmarks import report, shapes
 from benchmarks.batch_job.workloads import Micro
 from sgl_prefill.batch.options import INFLIGHT_OWN_ENGINE
-from sgl_prefill.ray import api, planned, prompts, resources, scorer
+from sgl_prefill.ray import api, planned, prompts, register, resources, scorer
 
 MODEL = "llama-small"
 KV_TOKENS = 4000
@@ -69,8 +69,8 @@ class Gate:
 class Timed(scorer.Scorer):
     """Says of each row when its unit was begun and ended."""
 
-    def __init__(self, arguments: scorer.Arguments, register: Any, gate: Any) -> None:
-        super().__init__(arguments, register)
+    def __init__(self, arguments: scorer.Arguments, known: Any, gate: Any) -> None:
+        super().__init__(arguments, known)
         ray.get(gate.came.remote())
         while not ray.get(gate.is_open.remote()):
             time.sleep(POLL_S)
@@ -127,8 +127,8 @@ class Jobs:
         units = planned.units(self._dataset(3), prompts.Prompt(column="prompt"), n_actors)
         plan_s = time.monotonic() - began_s
         gate = ray.remote(num_cpus=0)(Gate).remote(n_actors)
-        register = ray.remote(num_cpus=0)(scorer.Register).remote()
-        scored = self._answered(units, n_actors, None, (gate, register))
+        known = ray.remote(num_cpus=0)(register.Register).remote()
+        scored = self._answered(units, n_actors, None, (gate, known))
         found: Rows = []
         kills = 0
         for batch in scored.iter_batches(batch_size=None, batch_format="pyarrow"):
@@ -144,20 +144,20 @@ class Jobs:
             prompts.Prompt(column="prompt"), batch_format="pyarrow"
         )
         gate = ray.remote(num_cpus=0)(Gate).remote(n_actors)
-        register = ray.remote(num_cpus=0)(scorer.Register).remote()
-        scored = self._answered(with_prompts, n_actors, n_rows, (gate, register))
+        known = ray.remote(num_cpus=0)(register.Register).remote()
+        scored = self._answered(with_prompts, n_actors, n_rows, (gate, known))
         return self._checked(scored.take_all(), 0.0, f"plain, {n_actors} actors, batches of {n_rows}", 0)
 
     def _dataset(self, n_blocks: int) -> Any:
         return ray.data.from_items(self._rows, override_num_blocks=n_blocks)
 
     def _answered(self, dataset: Any, n_actors: int, n_rows: int | None, actors: tuple[Any, Any]) -> Any:
-        gate, register = actors
+        gate, known = actors
         share = resources.Share(n_actors, 1)
         told = scorer.Arguments(LABELS, self._engine, (), INFLIGHT_OWN_ENGINE, share, True)
         return dataset.map_batches(
             Timed,
-            fn_constructor_args=(told, register, gate),
+            fn_constructor_args=(told, known, gate),
             batch_size=n_rows,
             batch_format="pyarrow",
             compute=ActorPoolStrategy(size=n_actors, max_tasks_in_flight_per_actor=1, enable_true_multi_threading=True),

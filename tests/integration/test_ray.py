@@ -98,14 +98,14 @@ def _title_of(process: psutil.Process) -> list[str]:
 
 
 def test_an_actor_that_is_killed_costs_no_row_and_prefixes_are_computed_once(demo_folder: Path, tokenizer: Any) -> None:
-    rows = rows_of(40, 15)
-    rows += [{"id": 600, "prefix": "word " * 3000, "own": TOO_LONG}]
+    rows = rows_of(40, 10)
+    rows += [{"id": 400, "prefix": "word " * 3000, "own": TOO_LONG}]
     scored = score(
         dataset_of(rows),
         prompt=PROMPT,
         labels=LABELS,
         concurrency=2,
-        engine={"model_path": str(demo_folder), "max_input_length": 2000},
+        engine={"model_path": str(demo_folder), "max_input_length": 2000, "skip_parity_gate": True},
         usage=True,
     )
     found: list[dict[str, Any]] = []
@@ -119,7 +119,7 @@ def test_an_actor_that_is_killed_costs_no_row_and_prefixes_are_computed_once(dem
         found += batch.to_pylist()
     assert len(before) == 2
     assert seen - before, "no actor began in the place of the one that was killed"
-    assert sorted(row["id"] for row in found) == list(range(601))
+    assert sorted(row["id"] for row in found) == list(range(401))
     (refused,) = [row for row in found if row["error"] is not None]
     assert refused["own"] == TOO_LONG
     assert "tokens" in refused["error"]
@@ -214,7 +214,8 @@ def test_rows_that_cannot_be_answered_are_rows_and_one_that_kills_its_actor_is_t
     rows[3]["own"], rows[4]["own"], rows[5]["own"] = stub_server.REFUSED, POISON, None
 
     def prompt(row: dict[str, Any]) -> str:
-        return "Is it so? " + row["own"]
+        own: str = row["own"]
+        return "Is it so? " + own
 
     with mock.patch.object(scorer, "Scorer", Poisoned):
         scored = score(dataset_of(rows), prompt=prompt, labels=LABELS, base_urls=[one.url for one in servers])
