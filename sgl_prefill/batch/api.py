@@ -13,7 +13,7 @@ import orjson
 
 from sgl_prefill.answer import Answer
 from sgl_prefill.batch import answer_lines
-from sgl_prefill.batch.backends import Backend, OwnEngine, RunningServers
+from sgl_prefill.batch.backends import Backend, OwnEngine, RunningServers, tokens_of
 from sgl_prefill.batch.options import INFLIGHT_OWN_ENGINE, SCHEDULING
 from sgl_prefill.batch.prompts import FoundPrompt, Prompts
 from sgl_prefill.core.batch.plan import JobPlan, depth_first
@@ -27,6 +27,8 @@ class RowScore(NamedTuple):
     probabilities: dict[str, float] | None  # by label, in their order; None where there is an error
     label_mass: float | None  # what the labels hold of the whole vocabulary's probability
     error: str | None  # what went wrong with this row
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # those of them that the prefix cache held
 
 
 class RowGroup(NamedTuple):
@@ -146,7 +148,9 @@ def _row_score(row: int, answer: Answer, labels: Sequence[str]) -> RowScore:
         return RowScore(row, None, None, answer_lines.message_of(answer.body))
     scores = orjson.loads(answer.body)["choices"][0]["label_scores"]
     probabilities = [one["probability"] for one in scores["labels"]]
-    return RowScore(row, dict(zip(labels, probabilities, strict=True)), scores["label_mass"], None)
+    return RowScore(
+        row, dict(zip(labels, probabilities, strict=True)), scores["label_mass"], None, *tokens_of(answer.body)
+    )
 
 
 def _urls(given: Any) -> list[str]:

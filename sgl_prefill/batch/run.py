@@ -77,6 +77,11 @@ async def answers(
             if done:
                 answered, done[:] = list(done), []
                 yield answered
+        # The last ones may have ended while the caller looked at those before them.
+        if failed:
+            raise failed[0]
+        if done:
+            yield done
     finally:
         for task in running:
             task.cancel()

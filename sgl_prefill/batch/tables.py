@@ -33,12 +33,12 @@ class Template:
     def __init__(self, options: JobOptions) -> None:
         self._text = options.template
         self.columns = (
-            [options.prompt_column] if options.prompt_column is not None else _columns_of(options.template or "")
+            [options.prompt_column] if options.prompt_column is not None else columns_of(options.template or "")
         )
 
     def prompt(self, row: Mapping[str, Any], order: Sequence[int] | None = None) -> str:
         """Returns the prompt of a row. order: of the lines in `movable`; None: as they stand."""
-        values = {name: _shown(row[name]) for name in self.columns}
+        values = {name: shown(row[name]) for name in self.columns}
         if self._text is None:
             return values[self.columns[0]]
         if order is None:
@@ -74,7 +74,8 @@ class Template:
         )
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Returns what a value of a column looks like in a prompt."""
     return "" if value is None else str(value)
 
 
@@ -82,15 +83,16 @@ def _places_of(template: str) -> list[str]:
     return [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
 
 
-def _columns_of(template: str) -> list[str]:
+def columns_of(template: str, called: str = "--template") -> list[str]:
+    """Returns the columns that a template names. Raises BatchJobError where it is malformed or names none."""
     try:
         found = _places_of(template)
     except ValueError as error:
-        raise BatchJobError(f"--template: {error}: write {{column}}, and {{{{ or }}}} for a brace itself") from error
+        raise BatchJobError(f"{called}: {error}: write {{column}}, and {{{{ or }}}} for a brace itself") from error
     if not found:
-        raise BatchJobError("--template names no column: write {column} where a column's text belongs")
+        raise BatchJobError(f"{called} names no column: write {{column}} where a column's text belongs")
     if strange := [name for name in found if not name or set(name) & set(".[]!:")]:
-        raise BatchJobError(f"--template: {strange[0]!r} is not the name of a column")
+        raise BatchJobError(f"{called}: {strange[0]!r} is not the name of a column")
     return list(dict.fromkeys(found))
 
 
@@ -130,7 +132,7 @@ def _column_orders(template: Template, rows: Iterable[Mapping[str, Any]]) -> Int
     lengths: list[list[int]] = [[] for _ in columns]
     table = []
     for row in rows:
-        texts = [_shown(row[column]) for column in columns]
+        texts = [shown(row[column]) for column in columns]
         table.append([seen.setdefault(hash(text), len(seen)) for seen, text in zip(numbers, texts, strict=True)])
         for text, line, number, known in zip(texts, lines, table[-1], lengths, strict=True):
             if number == len(known):

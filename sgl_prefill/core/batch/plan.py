@@ -105,16 +105,27 @@ def shard(plan: JobPlan, lengths: IntArray, which: int, of: int) -> tuple[int, i
     computed = np.cumsum(lengths[plan.rows] - plan.reused_tokens)
     cuts = [0]
     for number in range(1, of):
-        around = np.searchsorted(computed, [computed[-1] * (number + shift) / of for shift in (-0.1, 0.0, 0.1)])
-        low, even, high = (int(place) for place in np.maximum(around, cuts[-1]))
-        candidates = np.arange(low, high + 1)[: max(len(plan) - low, 0)]
-        if len(candidates) == 0:
-            cuts.append(len(plan))
-            continue
-        least = candidates[plan.reused_tokens[candidates] == plan.reused_tokens[candidates].min()]
-        cuts.append(int(least[np.abs(least - even).argmin()]))
+        cuts.append(cheapest_cut(plan, computed, computed[-1] * number / of, computed[-1] * 0.1 / of, cuts[-1]))
     cuts.append(len(plan))
     return cuts[which - 1], cuts[which]
+
+
+def cheapest_cut(plan: JobPlan, computed: IntArray, wanted: float, around: float, first: int) -> int:
+    """Returns the place, from `first` on, that shares least with the one before it, of those before which about `wanted` tokens
+    are computed; of several the nearest. The number of places where there is none.
+
+    Args:
+        computed: tokens, up to and with each place.
+        around: so many tokens earlier or later will do.
+    """
+    low, even, high = (
+        int(place) for place in np.maximum(np.searchsorted(computed, [wanted - around, wanted, wanted + around]), first)
+    )
+    candidates = np.arange(low, high + 1)[: max(len(plan) - low, 0)]
+    if len(candidates) == 0:
+        return len(plan)
+    least = candidates[plan.reused_tokens[candidates] == plan.reused_tokens[candidates].min()]
+    return int(least[np.abs(least - even).argmin()])
 
 
 def _planned(rows: IntArray, reused_tokens: IntArray) -> JobPlan:
