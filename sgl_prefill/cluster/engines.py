@@ -35,20 +35,26 @@ def shares(options: ClusterOptions) -> list[Share]:
     from sgl_prefill.device import this_device
 
     n, flags = options.n_engines, list(options.engine_flags)
+    n_ranks = int(preflight.value_of(flags, "--tp-size", "--tp", "--tensor-parallel-size") or 1)
     ports = range(options.engine_port, options.engine_port + n)
     if this_device().is_host:
+        if n > 1 and n_ranks > 1:
+            raise ConfigurationError(
+                f"--engines {n} of {n_ranks} ranks each (--tp-size): ranks are bound to cores here, those of all engines to the"
+                " same: start one such engine, or engines of one rank"
+            )
         budget_gb = _budget_gb(n, flags)
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // max(n, 1)))
         given = () if preflight.value_of(flags, "--memory-budget-gb") else ("--memory-budget-gb", f"{budget_gb:.3f}")
         return [Share(port, (*flags, *given), {"OMP_NUM_THREADS": threads}) for port in ports]
     import torch
 
-    per_engine, n_devices = int(preflight.value_of(flags, "--tp-size", "--tp") or 1), torch.cuda.device_count()
-    if n * per_engine > n_devices:
+    n_devices = torch.cuda.device_count()
+    if n * n_ranks > n_devices:
         raise ConfigurationError(
-            f"--engines {n} of {per_engine} devices each need {n * per_engine}, and this machine has {n_devices}: start fewer"
+            f"--engines {n} of {n_ranks} devices each need {n * n_ranks}, and this machine has {n_devices}: start fewer"
         )
-    return [Share(port, (*flags, "--base-gpu-id", str(index * per_engine)), {}) for index, port in enumerate(ports)]
+    return [Share(port, (*flags, "--base-gpu-id", str(index * n_ranks)), {}) for index, port in enumerate(ports)]
 
 
 def _budget_gb(n_engines: int, flags: list[str]) -> float:

@@ -83,10 +83,11 @@ def test_engines_share_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
             ["--engines", "3", "--memory-budget-gb", "3"],
             "3 of --memory-budget-gb 3 need 9 GiB, and 8.0 GiB are free: start at most 2",
         ),
+        (["--engines", "2", "--tp-size", "2"], "2 of 2 ranks each"),
         (["--engines", "40"], "would get 0.10 GiB each of 8.0 GiB"),
     ],
 )
-def test_more_engines_than_memory_are_refused_with_the_numbers(argv: list[str], told: str) -> None:
+def test_more_engines_than_the_machine_holds_are_refused_with_the_numbers(argv: list[str], told: str) -> None:
     with pytest.raises(ConfigurationError, match=told):
         engines.shares(parsed(*argv))
 
