@@ -64,9 +64,15 @@ def main() -> int:
             with serving(folder, ranks, 4096, conditions) as (url, _):
                 weights_mib[ranks] = weights_of(url)
         for ranks in RANKS:
-            with serving(folder, ranks, ranks * (BUDGET_MIB + weights_mib[ranks]), conditions) as (url, pid):
+            budget_mib = ranks * (BUDGET_MIB + weights_mib[ranks])
+            with serving(folder, ranks, budget_mib, conditions) as (
+                url,
+                _,
+            ):  # a second, how long an input they leave room for
                 rows.append({"ranks": ranks, **memory_of(url), "weights_mib_a_rank": weights_mib[ranks]})
-                n_tokens = 1000 if arguments.quick else rows[-1]["longest_input_tokens"]
+            n_tokens = 1000 if arguments.quick else rows[-1]["longest_input_tokens"]
+            flags = ["--max-input-length", str(n_tokens)]
+            with serving(folder, ranks, budget_mib, conditions, *flags, name=", longest input") as (url, pid):
                 rows[-1] |= {"served_tokens": n_tokens, **serve(url, pid, n_tokens)}
             print(rows[-1], file=sys.stderr)
         compared = compare(folder, conditions, quick=arguments.quick)
