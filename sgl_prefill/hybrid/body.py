@@ -83,18 +83,22 @@ class HybridBody:
                 assert _all_there(values)
                 self._run_in_chunks(piece, attention, values, token_rows, io)
             if attention is not None and not (last_rows is not None and index == n_whole - 1):
-                query = values[attention.query]
-                assert isinstance(query, torch.Tensor)
-                if is_one_chunk:
-                    values[attention.output] = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-                output = values[attention.output]
-                assert isinstance(output, torch.Tensor)
-                io.attend(attention.layer_id, query, output)
+                self._attend(attention, values, io, is_one_chunk=is_one_chunk)
         if last_rows is None:
             result = values[self.split.result]
             assert result is not None
             return result.whole() if isinstance(result, SharedRows) else result
         return self._only_last_rows(values, token_rows, io, last_rows)
+
+    @staticmethod
+    def _attend(attention: Attention, values: list[Value | None], io: LayerIO, *, is_one_chunk: bool) -> None:
+        query = values[attention.query]
+        assert isinstance(query, torch.Tensor)
+        if is_one_chunk:
+            values[attention.output] = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        output = values[attention.output]
+        assert isinstance(output, torch.Tensor)
+        io.attend(attention.layer_id, query, output)
 
     def _buffers(self, n_tokens: int, token_rows: dict[str, torch.Tensor]) -> list[Value | None]:
         """Allocates the buffers of full length, in which what crosses a cut lives."""
@@ -162,15 +166,13 @@ class HybridBody:
         inputs = {name: value.index_select(0, last_rows) for name, value in token_rows.items()}
         results = self._run_chunk(piece, None, rows, inputs, 0, len(last_rows), io)
         scored = results[piece.outputs.index(self.split.result)]
-        hidden = values[self.split.result]  # what it held has been read
-        n_tokens = token_rows["input_ids"].shape[0]
-        if (
-            not isinstance(hidden, torch.Tensor)
-            or hidden.shape != (n_tokens, *scored.shape[1:])
-            or not hidden.is_contiguous()
-        ):
-            hidden = torch.empty((n_tokens, *scored.shape[1:]), dtype=scored.dtype, device=scored.device)
-        return hidden.index_copy_(0, last_rows, scored)
+        shape = (token_rows["input_ids"].shape[0], *scored.shape[1:])
+        held = values[self.split.result]  # what it held has been read
+        if isinstance(held, torch.Tensor) and held.shape == shape and held.is_contiguous():
+            return held.index_copy_(0, last_rows, scored)
+        values.clear()
+        del held  # ranks hold it together: their parts make room for the whole
+        return torch.empty(shape, dtype=scored.dtype, device=scored.device).index_copy_(0, last_rows, scored)
 
     def _chunks(self, n_tokens: int) -> list[tuple[int, int]]:
         starts = range(0, n_tokens, self.chunk_tokens)
