@@ -17,7 +17,7 @@ from sgl_prefill.core.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 7
+FORMAT = 8
 
 
 def load_for_all(
