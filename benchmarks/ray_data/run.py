@@ -34,7 +34,7 @@ from sgl_prefill.ray import api, planned, prompts, register, resources, scorer
 MODEL = "llama-small"
 KV_TOKENS = 4000
 LABELS = (" t5", " t6", " t7")
-N_ROWS, TURNS, KILLS = 5_000, 2, 3
+N_ROWS, TURNS, KILLS = 5_000, 3, 3
 PLAIN_ROWS = 256  # of a batch of a plain `map_batches`
 POLL_S = 0.05
 # In bfloat16 steps of other rows move probabilities so much.
