@@ -8,32 +8,23 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "RANKS_CHILD_FOLDER"  # a variable: where they write
-FAILING = "RANKS_CHILD_FAILING"  # another: the rank whose parity gate fails
 
 
 def run_scheduler_process(*arguments: Any, **options: Any) -> None:
     """Runs one rank. Its file gets the ids of the requests in the order in which they run."""
     from sgl_prefill.core.job import Job
-    from sgl_prefill.errors import ParityError
     from sgl_prefill.port import processes
     from sgl_prefill.port.scheduler import SchedulerPort
-    from sgl_prefill.startup import parity_gate
 
     _, environment, _, _, _, rank, *_ = arguments  # (config, environment, server_args, port_args, gpu_id, tp_rank, ...)
-    variables = environment._variables
-    file = Path(variables[FOLDER], f"rank-{rank}").open("w", buffering=1)  # noqa: SIM115
+    file = Path(environment._variables[FOLDER], f"rank-{rank}").open("w", buffering=1)  # noqa: SIM115
     started = SchedulerPort.started
 
     def write_down(port: SchedulerPort, job: Job) -> None:
         file.write(f"{port.reqs_of([job])[0].rid}\n")
         started(port, job)
 
-    def fail(*_: Any) -> None:
-        raise ParityError(f"rank {rank} has found itself to be wrong")
-
     SchedulerPort.started = write_down  # type: ignore[method-assign, assignment]
-    if variables.get(FAILING) == str(rank):
-        vars(parity_gate)["run"] = fail
     processes.run_scheduler_process(*arguments, **options)
 
 

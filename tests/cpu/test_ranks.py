@@ -1,0 +1,53 @@
+"""Ranks on a host: whose cores are whose, and who says why a start has failed."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from sgl_prefill.config import PrefillConfig
+from sgl_prefill.cpu import ranks
+from sgl_prefill.engine_state import EngineState
+from sgl_prefill.errors import ParityError
+from sgl_prefill.port import processes
+from sgl_prefill.port.prefork import Launcher
+
+
+@pytest.mark.parametrize(("text", "cores"), [("0", [0]), ("0-3,8", [0, 1, 2, 3, 8]), ("5,7", [5, 7])])
+def test_cores_are_read_as_sglang_writes_them(text: str, cores: list[int]) -> None:
+    assert ranks.cores_of(text) == cores
+
+
+def test_each_rank_gets_as_many_cores_unless_the_user_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 5, 8, 9})
+    monkeypatch.delenv(ranks.BIND_VARIABLE, raising=False)
+    ranks.share_cores(1)
+    assert ranks.BIND_VARIABLE not in os.environ
+    ranks.share_cores(2)
+    assert os.environ[ranks.BIND_VARIABLE] == "2,3|5,8"
+    monkeypatch.setenv(ranks.BIND_VARIABLE, "0|1")
+    ranks.share_cores(2)
+    assert os.environ[ranks.BIND_VARIABLE] == "0|1"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_start_lets_rank_0_speak_first_and_then_ends_all(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Most often all ranks fail alike, and one message is enough; where one fails alone, the others would wait for it."""
+    done: list[Any] = []
+    monkeypatch.setattr(processes.time, "sleep", lambda s: done.append((s, capsys.readouterr().err)))
+    monkeypatch.setattr(Launcher, "report_failure", lambda _: done.append("reported"))
+    monkeypatch.setattr(processes.os, "_exit", lambda status: done.append(status))
+
+    def fails(*_: Any) -> None:
+        raise ParityError("the paths disagree")
+
+    state = EngineState(PrefillConfig(), launcher=Launcher(1, 1))
+    scheduler: Any = object()
+    processes.around_scheduler_init(state, fails, scheduler, None, None, 0, rank)
+    said = "sgl_prefill: cannot start\nthe paths disagree\n"
+    waited = [] if rank == 0 else [(processes.OTHER_RANKS_WAIT_S, "")]
+    assert done == [*waited, "reported", (processes.END_TIMEOUT_S, said), 1]
