@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import pytest
@@ -38,9 +39,9 @@ def test_a_rank_that_cannot_start_lets_rank_0_speak_first_and_then_ends_all(
 ) -> None:
     """Most often all ranks fail alike, and one message is enough; where one fails alone, the others would wait for it."""
     done: list[Any] = []
-    monkeypatch.setattr(processes.time, "sleep", lambda s: done.append((s, capsys.readouterr().err)))
+    monkeypatch.setattr(time, "sleep", lambda s: done.append((s, capsys.readouterr().err)))
     monkeypatch.setattr(Launcher, "report_failure", lambda _: done.append("reported"))
-    monkeypatch.setattr(processes.os, "_exit", lambda status: done.append(status))
+    monkeypatch.setattr(os, "_exit", lambda status: done.append(status))
 
     def fails(*_: Any) -> None:
         raise ParityError("the paths disagree")
