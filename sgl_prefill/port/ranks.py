@@ -56,7 +56,9 @@ def tensor_exchange() -> TensorExchange:
 
 
 def these_ranks() -> Ranks:
-    """Returns the ranks of the engine that this scheduler process belongs to."""
+    """Returns the ranks of the engine that this scheduler process belongs to; alone where there are no groups of processes."""
+    if not torch.distributed.is_initialized():
+        return ALONE
     from sglang.srt.distributed.parallel_state import get_world_group
 
     group = get_world_group()
