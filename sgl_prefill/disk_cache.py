@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,15 @@ FORMAT = 8
 
 
 def load_for_all(
-    ranks: Ranks, kind: str, depends_on: Mapping[str, Any], fields: Mapping[str, type]
+    ranks: Ranks,
+    kind: str,
+    depends_on: Mapping[str, Any],
+    fields: Mapping[str, type],
+    is_enough: Callable[[dict[str, Any]], bool] = lambda found: True,
 ) -> dict[str, Any] | None:
-    """Returns what `load` does, and None where another rank has found nothing: they measure together or not at all."""
+    """Returns what `load` does, and None where a rank has found nothing or not enough: they measure together or not at all."""
     found = load(kind, depends_on, fields)
-    return found if all(ranks.of_all(found is not None)) else None
+    return found if all(ranks.of_all(found is not None and is_enough(found))) else None
 
 
 def load(kind: str, depends_on: Mapping[str, Any], fields: Mapping[str, type]) -> dict[str, Any] | None:

@@ -166,19 +166,20 @@ def routing(engines: Engines, quick: bool) -> Part:
 
 def ceiling_of(dues: Sequence[client.Due]) -> float:
     """The share of all tokens that one unlimited cache would save."""
-    tails = len(dues[0].input_ids) and POST_TOKENS
-    return ceiling_of_saving([Arrival(due.at_s, due.user, len(due.input_ids) - tails, tails) for due in dues])
+    return ceiling_of_saving(
+        [Arrival(due.at_s, due.user, len(due.input_ids) - POST_TOKENS, POST_TOKENS) for due in dues]
+    )
 
 
 def asked(engines: Engines, routing: str, dues: Sequence[client.Due], name: str) -> dict[str, Any]:
     """One run through a fresh gateway."""
     with engines.behind(routing) as url:
         outcomes = client.run(url, dues, name)
-        cached = [n_cached_of(server.url) for server in engines.running]
-    return {**client.figures(outcomes)._asdict(), "requests_of_engines": cached}
+        answered = [n_answered_of(server.url) for server in engines.running]
+    return {**client.figures(outcomes)._asdict(), "requests_of_engines": answered}
 
 
-def n_cached_of(url: str) -> float:
+def n_answered_of(url: str) -> float:
     """Requests that an engine has answered since it started."""
     text = requests.get(f"{url}/metrics", timeout=30).text
     name = "sglang:num_requests_total"

@@ -59,9 +59,10 @@ def measure_activations(model: LoadedModel, config: PrefillConfig, limit_tokens:
     if extrapolates:
         longest = min(limit_tokens, HOST_PLAIN_PATH_TOKENS if hybrid is None else HOST_LONGEST_TOKENS)
     fields = {"fixed_bytes": int, "bytes_per_token": float, "longest_tokens": int}
-    stored = disk_cache.load("memory profile", depends_on, fields)
-    has_it = stored is not None and stored["longest_tokens"] >= longest
-    if all(model.ranks.of_all(has_it)) and stored is not None:
+    stored = disk_cache.load_for_all(
+        model.ranks, "memory profile", depends_on, fields, lambda found: bool(found["longest_tokens"] >= longest)
+    )
+    if stored is not None:
         return Activations(stored["fixed_bytes"], stored["bytes_per_token"])
     if not extrapolates:
         activations = _measure_on_device(model, config.max_input_length, limit_tokens, budget_bytes)
