@@ -164,6 +164,12 @@ class PrefillConfig:
     max_labels: int = _option(
         50_000, "allowed answers of one HTTP request, of all its prompts together; more get a 400"
     )
+    calibrations: str | None = _option(
+        None,
+        "the folder of the calibrations that clients make (/v1/calibrations)",
+        type=str,
+        none="below the user's cache directory",
+    )
     max_body_mb: float = _option(32.0, "largest HTTP request body, in MiB; a larger one is answered with 413")
     header_timeout_s: float = _option(
         30.0, "a connection on which no whole request head has come for so many seconds is closed"

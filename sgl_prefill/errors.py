@@ -13,11 +13,15 @@
     +-- ServerStartError        a server that we started for a demo, test or benchmark did not become healthy
     +-- BatchJobError           a batch job cannot start or go on
     +-- BadRequestError         HTTP 400: the request is wrong; also a ValueError, which SGLang's routes answer with 400
+        +-- NotFoundError       HTTP 404: it names what is not there
+        +-- ConflictError       HTTP 409: what it names is not fit for it
 
 Our own bugs are assertions, not errors of this tree.
 """
 
 from __future__ import annotations
+
+from http import HTTPStatus
 
 
 class SglPrefillError(Exception):
@@ -70,3 +74,17 @@ class BatchJobError(SglPrefillError):
 
 class BadRequestError(SglPrefillError, ValueError):
     """A request that can never be answered as it stands."""
+
+    status = HTTPStatus.BAD_REQUEST
+
+
+class NotFoundError(BadRequestError):
+    """The request names something that is not there; the message lists what is."""
+
+    status = HTTPStatus.NOT_FOUND
+
+
+class ConflictError(BadRequestError):
+    """What the request names belongs to another model, or is there already."""
+
+    status = HTTPStatus.CONFLICT

@@ -14,7 +14,7 @@ def completion_choice(index: int, scored: ScoredPrompt, logprobs: int | None) ->
         texts = [label.text for label in scored.labels]
         shown = {
             "tokens": [scored.best.text],
-            "token_logprobs": [scored.distribution.logprobs[scored.distribution.best]],
+            "token_logprobs": [scored.distribution.logprobs[scored.best_index]],
             "top_logprobs": [dict(zip(texts, scored.distribution.logprobs, strict=True))],
             "text_offset": [0],
         }
@@ -33,7 +33,7 @@ def chat_choice(index: int, scored: ScoredPrompt, logprobs: bool, message_field:
         {"token": label.text, "logprob": logprob, "bytes": list(label.text.encode())}
         for label, logprob in zip(scored.labels, scored.distribution.logprobs, strict=True)
     ]
-    shown = {"content": [{**entries[scored.distribution.best], "top_logprobs": entries}]} if logprobs else None
+    shown = {"content": [{**entries[scored.best_index], "top_logprobs": entries}]} if logprobs else None
     return {
         "index": index,
         message_field: {"role": "assistant", "content": scored.best.text},

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import fastapi
 
+from sgl_prefill.api.answer_options import AnswerOptions
 from sgl_prefill.api.request_checks import check_has_logprobs, check_ids_in_vocabulary
 from sgl_prefill.core.labels import (
     CONTEXT_CHARACTERS,
@@ -39,6 +40,7 @@ MOST_RESOLUTIONS = 30_000
 SLICE = 500
 MOST_LABEL_CHARACTERS = 1_000
 
+PLAIN = AnswerOptions()
 ANYWHERE = ""  # the end of a prompt after which labels are tokens already
 
 T = TypeVar("T")
@@ -53,16 +55,62 @@ class AllowedAnswers(NamedTuple):
     token_ids: list[int] | None  # as ids, the same after every prompt
 
 
+class Alternative(NamedTuple):
+    """One of the likeliest tokens after a prompt."""
+
+    token_id: int
+    text: str
+    logprob: float  # over the whole vocabulary
+    is_label: bool
+
+
 class ScoredPrompt(NamedTuple):
     """The answer to one prompt."""
 
     labels: list[Label]  # in the order of the request
     distribution: LabelDistribution
     meta_info: dict[str, Any]  # SGLang's, of this prompt
+    options: AnswerOptions = PLAIN
+    calibrated: list[float] | None = None  # P(label) by the calibration that was asked for
+    alternatives: list[Alternative] | None = None  # the likeliest first
+
+    @property
+    def best_index(self) -> int:
+        """Says which label is the answer: of the calibrated distribution where there is one; the first one of equals."""
+        if self.calibrated is None:
+            return self.distribution.best
+        return max(range(len(self.calibrated)), key=self.calibrated.__getitem__)
 
     @property
     def best(self) -> Label:
-        return self.labels[self.distribution.best]
+        return self.labels[self.best_index]
+
+    def labels_json(self) -> list[dict[str, Any]]:
+        """Returns the entry of each label in `label_scores`."""
+        probabilities, logprobs, calibrated = (
+            self.distribution.probabilities,
+            self.distribution.logprobs,
+            self.calibrated,
+        )
+        entries: list[dict[str, Any]] = []
+        for index, label in enumerate(self.labels):
+            entry: dict[str, Any] = {"label": label.text, "token_id": label.token_id}
+            if not self.options.raw_scores:
+                entry["probability"] = probabilities[index]
+            if calibrated is not None:
+                entry["calibrated_probability"] = calibrated[index]
+            entry["raw_score" if self.options.raw_scores else "logprob"] = logprobs[index]
+            entries.append(entry)
+        return entries
+
+    def extras_json(self) -> dict[str, Any]:
+        """Returns what else `label_scores` holds where it was asked for."""
+        extras: dict[str, Any] = {}
+        if self.options.calibration is not None:
+            extras["calibration"] = self.options.calibration.name
+        if self.alternatives is not None:
+            extras["top_alternatives"] = [one._asdict() for one in self.alternatives]
+        return extras
 
     def to_json(self) -> dict[str, Any]:
         """Returns the reply's `label_scores` object."""
@@ -70,13 +118,9 @@ class ScoredPrompt(NamedTuple):
         actual_s = meta["prefill_finished_time"] - meta["forward_entry_time"]
         queue_s = meta["forward_entry_time"] - meta["api_server_dispatch_finish_ts"]
         return {
-            "labels": [
-                {"label": label.text, "token_id": label.token_id, "probability": probability, "logprob": logprob}
-                for label, probability, logprob in zip(
-                    self.labels, self.distribution.probabilities, self.distribution.logprobs, strict=True
-                )
-            ],
+            "labels": self.labels_json(),
             "label_mass": self.distribution.label_mass,
+            **self.extras_json(),
             "prompt_tokens": meta["prompt_tokens"],
             "cached_tokens": meta["cached_tokens"],
             "kept_tokens": meta.get("kept_tokens", meta["prompt_tokens"]),
@@ -110,6 +154,7 @@ class LabelScorer:
         answers: AllowedAnswers,
         raw_request: fastapi.Request | None = None,
         deadline_ms: float | None = None,
+        options: AnswerOptions = PLAIN,
     ) -> list[ScoredPrompt]:
         """Returns one result a prompt, in order. `obj` names the prompts (and adapter, priority, images) and is changed.
 
@@ -120,16 +165,47 @@ class LabelScorer:
         prompts = _prompts_of(obj)
         caller = await self._manager.caller_of(raw_request)
         labels = await self._resolve(answers, prompts, self._manager.tenant_of(caller))
+        self._check_options(options, labels, obj)
         ids = [[label.token_id for label in of_prompt] for of_prompt in labels]
         is_batch = isinstance(obj.text, list) or (obj.input_ids is not None and isinstance(obj.input_ids[0], list))
         parameters = deadlines.custom_params(deadline_ms)
         obj.sampling_params = {"max_new_tokens": 0, "temperature": 0.0, "custom_params": parameters}
-        obj.return_logprob, obj.logprob_start_len, obj.top_logprobs_num = True, -1, 0
+        obj.return_logprob, obj.logprob_start_len, obj.top_logprobs_num = True, -1, options.top_alternatives
         obj.token_ids_logprob = ids if is_batch else ids[0]
         obj.return_text_in_logprobs = obj.stream = False
         outputs = await self._manager.generate_request(obj, raw_request).__anext__()
         outputs = outputs if isinstance(outputs, list) else [outputs]
-        return [_scored(of_prompt, output) for of_prompt, output in zip(labels, outputs, strict=True)]
+        scored = [_scored(of_prompt, output) for of_prompt, output in zip(labels, outputs, strict=True)]
+        return scored if options == PLAIN else await self._with_options(scored, options)
+
+    async def label_texts(
+        self, obj: GenerateReqInput, answers: AllowedAnswers, raw_request: fastapi.Request | None = None
+    ) -> list[str]:
+        """Returns what the labels are called in answers to these prompts, without asking the model."""
+        tenant = self._manager.tenant_of(await self._manager.caller_of(raw_request))
+        labels = await self._resolve(answers, _prompts_of(obj)[:1], tenant)
+        return [label.text for label in labels[0]]
+
+    def _check_options(self, options: AnswerOptions, labels: list[list[Label]], obj: GenerateReqInput) -> None:
+        """Raises BadRequestError where the options do not fit the labels, before anything is computed."""
+        n_alternatives, most = len(labels) * options.top_alternatives, self._manager.prefill_config.max_labels
+        if n_alternatives and (n := n_alternatives + sum(map(len, labels))) > most:
+            raise BadRequestError(
+                f"top_alternatives {options.top_alternatives} after {len(labels)} prompts makes, with the labels, {n}"
+                f" probabilities, and --max-labels {most} is the limit of one request: send fewer prompts in each"
+            )
+        if options.calibration is not None:
+            paths = obj.lora_path if isinstance(obj.lora_path, list) else [obj.lora_path]
+            for of_prompt in {id(of_prompt): of_prompt for of_prompt in labels}.values():  # prompts share them
+                options.calibration.check([label.text for label in of_prompt], set(paths))
+
+    async def _with_options(self, scored: list[ScoredPrompt], options: AnswerOptions) -> list[ScoredPrompt]:
+        """Returns the answers with what the options ask for."""
+        texts: dict[int, str] = {}
+        if options.top_alternatives:
+            ids = list({token_id for one in scored for _, token_id, _ in one.meta_info["output_top_logprobs"][0]})
+            texts = {label.token_id: label.text for label in await self._in_slices(self._labels_of, ids)}
+        return [_with_options(one, options, texts) for one in scored]
 
     async def _resolve(
         self, answers: AllowedAnswers, prompts: list[str] | list[list[int]], tenant: str = ""
@@ -262,3 +338,18 @@ def _scored(labels: list[Label], output: dict[str, Any]) -> ScoredPrompt:
     check_has_logprobs(meta_info)
     by_id = {token_id: logprob for logprob, token_id, _ in meta_info["output_token_ids_logprobs"][0]}
     return ScoredPrompt(labels, restrict([by_id[label.token_id] for label in labels]), meta_info)
+
+
+def _with_options(scored: ScoredPrompt, options: AnswerOptions, texts: dict[int, str]) -> ScoredPrompt:
+    """texts: of all tokens that are alternatives."""
+    calibrated = alternatives = None
+    if options.calibration is not None:
+        names = [label.text for label in scored.labels]
+        calibrated = options.calibration.probabilities(names, scored.distribution.probabilities)
+    if options.top_alternatives:
+        label_ids = {label.token_id for label in scored.labels}
+        alternatives = [
+            Alternative(token_id, texts[token_id], logprob, token_id in label_ids)
+            for logprob, token_id, _ in scored.meta_info["output_top_logprobs"][0]
+        ]
+    return scored._replace(options=options, calibrated=calibrated, alternatives=alternatives)

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, StrictInt, field_validator, model_validator
+from pydantic import BaseModel, StrictBool, StrictInt, field_validator, model_validator
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -33,6 +33,9 @@ class LabelCompletionRequest(CompletionRequest):  # type: ignore[misc]
     allowed_tokens: list[str] | None = None
     allowed_token_ids: list[StrictInt] | None = None
     deadline_ms: float | None = None
+    calibration: str | None = None
+    raw_scores: StrictBool = False
+    top_alternatives: StrictInt | None = None
 
     @field_validator("max_tokens")
     @classmethod
@@ -49,6 +52,9 @@ class LabelChatCompletionRequest(ChatCompletionRequest):  # type: ignore[misc]
     allowed_tokens: list[str] | None = None
     allowed_token_ids: list[StrictInt] | None = None
     deadline_ms: float | None = None
+    calibration: str | None = None
+    raw_scores: StrictBool = False
+    top_alternatives: StrictInt | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -79,6 +85,9 @@ class LabelGenerateReqInput(GenerateReqInput):  # type: ignore[misc]
     allowed_tokens: list[str] | None = dataclasses.field(default=None, kw_only=True)
     allowed_token_ids: list[StrictInt] | None = dataclasses.field(default=None, kw_only=True)
     deadline_ms: float | None = dataclasses.field(default=None, kw_only=True)
+    calibration: str | None = dataclasses.field(default=None, kw_only=True)
+    raw_scores: StrictBool = dataclasses.field(default=False, kw_only=True)
+    top_alternatives: StrictInt | None = dataclasses.field(default=None, kw_only=True)
     cache_salt: str | None = dataclasses.field(default=None, kw_only=True)
     is_single = True  # until SGLang has looked: one that is refused before is asked too
 

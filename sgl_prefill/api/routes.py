@@ -26,8 +26,10 @@ from sglang.srt.entrypoints.openai.protocol import (
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from starlette.routing import BaseRoute, Route
 
-from sgl_prefill.api import conversations, rerank, route_list
+from sgl_prefill.api import answer_options, calibrations, conversations, rerank, route_list
+from sgl_prefill.api.answer_options import AnswerOptions
 from sgl_prefill.api.answers import chat_choice, completion_choice, usage
+from sgl_prefill.api.calibrations import Calibrations
 from sgl_prefill.api.label_scoring import LabelScorer, ScoredPrompt
 from sgl_prefill.api.protocol import (
     LabelChatCompletionRequest,
@@ -54,6 +56,8 @@ from sgl_prefill.port.ending import Ending
 from sgl_prefill.port.hooks import ROUTES
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
     from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
 
 # What they do concerns everyone; SGLang lets each client in.
@@ -77,6 +81,7 @@ class PrefillRoutes:
             route.path: pkgutil.resolve_name(route.stock_endpoint) for route in ROUTES
         }
         self._scorer: LabelScorer | None = None
+        self._calibrations: Calibrations | None = None
 
     def stock_endpoint(self, path: str) -> Callable[..., Awaitable[Any]]:
         """Returns SGLang's endpoint, in whose place ours is."""
@@ -92,6 +97,12 @@ class PrefillRoutes:
             self._scorer = LabelScorer(self._manager)
         return self._scorer
 
+    @property
+    def calibrations(self) -> Calibrations:
+        if self._calibrations is None:
+            self._calibrations = Calibrations(self._manager, self.scorer, self._prompt_of)
+        return self._calibrations
+
     def _default_max_tokens(self, stock_default: int | None) -> int | None:
         return stock_default if self._config.allow_generation else 1
 
@@ -99,6 +110,7 @@ class PrefillRoutes:
         """Serves /v1/completions."""
         check_keys(request)
         answers = allowed_answers(request)
+        options = await self._answer_options(request, answers, raw_request)
         if answers is None:
             if request.max_tokens is None:
                 request.max_tokens = self._default_max_tokens(CompletionRequest.model_fields["max_tokens"].default)
@@ -109,7 +121,7 @@ class PrefillRoutes:
             return await self._stock["/v1/completions"](request, raw_request)
         check_label_request(request, request.max_tokens)
         request.max_tokens = 1
-        scored = await self._score(self._app.state.openai_serving_completion, request, answers, raw_request)
+        scored = await self._score(self._app.state.openai_serving_completion, request, answers, raw_request, options)
         choices = [completion_choice(index, one, request.logprobs) for index, one in enumerate(scored)]
         return _openai_reply("cmpl-", "text_completion", request, choices, scored)
 
@@ -120,6 +132,7 @@ class PrefillRoutes:
         for text in conversations.texts_of(request):
             self._manager.check_text(text, "a message")  # before a template is filled with it
         answers = allowed_answers(request)
+        options = await self._answer_options(request, answers, raw_request)
         max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
         if answers is None:
             if max_tokens is None:
@@ -131,7 +144,7 @@ class PrefillRoutes:
         check_label_request(request, max_tokens)
         request.max_tokens, request.max_completion_tokens = None, 1
         await conversations.fill_beside(serving, request, raw_request)
-        scored = await self._score(serving, request, answers, raw_request)
+        scored = await self._score(serving, request, answers, raw_request, options)
         name = "delta" if request.stream else "message"
         choices = [chat_choice(index, one, request.logprobs, name) for index, one in enumerate(scored)]
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
@@ -141,6 +154,7 @@ class PrefillRoutes:
         """Serves /generate."""
         pass_salt(obj)
         answers = allowed_answers(obj)
+        options = await self._answer_options(obj, answers, request)
         if answers is None:
             check_generate_penalties(obj)
             pass_generate_deadline(obj)
@@ -149,7 +163,7 @@ class PrefillRoutes:
         check_generate_label_request(obj)
         is_batch, streams = not isinstance(obj.text, str) and not _is_one_prompt_of_ids(obj.input_ids), obj.stream
         with _value_errors_are_bad_requests():
-            scored = await self.scorer.score(obj, answers, request, obj.deadline_ms)
+            scored = await self.scorer.score(obj, answers, request, obj.deadline_ms, options)
         outputs: list[dict[str, Any]] = [
             {
                 "text": one.best.text,
@@ -228,11 +242,34 @@ class PrefillRoutes:
         ids = prompt if isinstance(prompt, list) else self._manager.tokenizer.encode(prompt)
         return ORJSONResponse({"input_tokens": len(ids)})
 
-    async def _score(self, serving: Any, request: Any, answers: Any, raw_request: Request) -> list[ScoredPrompt]:
+    async def _score(
+        self, serving: Any, request: Any, answers: Any, raw_request: Request, options: AnswerOptions
+    ) -> list[ScoredPrompt]:
         _check_with(serving, request)
         with _value_errors_are_bad_requests():
             obj, _ = serving._convert_to_internal_request(request, raw_request)
-            return await self.scorer.score(obj, answers, raw_request, request.deadline_ms)
+            return await self.scorer.score(obj, answers, raw_request, request.deadline_ms, options)
+
+    async def _prompt_of(self, request: Any, raw_request: Request) -> GenerateReqInput:
+        """Returns what SGLang makes of a body of /v1/completions or /v1/chat/completions."""
+        serving = self._app.state.openai_serving_completion
+        if isinstance(request, LabelChatCompletionRequest):
+            serving = self._app.state.openai_serving_chat
+            for text in conversations.texts_of(request):
+                self._manager.check_text(text, "a message")
+            await conversations.fill_beside(serving, request, raw_request)
+        _check_with(serving, request)
+        with _value_errors_are_bad_requests():
+            return serving._convert_to_internal_request(request, raw_request)[0]
+
+    async def _answer_options(self, request: Any, answers: Any, raw_request: Request) -> AnswerOptions:
+        answer_options.check(request, answers is not None)
+        if answers is None:
+            return AnswerOptions()
+        calibration = None
+        if request.calibration is not None:
+            calibration = await self.calibrations.of_request(request.calibration, raw_request)
+        return AnswerOptions(calibration, request.raw_scores, request.top_alternatives or 0)
 
 
 def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
@@ -258,6 +295,7 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
         app.post(f"{prefix}/detokenize", dependencies=only_json)(ours.detokenize)
     app.api_route("/generate", methods=["POST", "PUT"])(ours.generate)
     app.api_route("/v1/rerank", methods=["POST", "PUT"], dependencies=only_json)(ours.rerank)
+    calibrations.add_routes(app, lambda: ours.calibrations)
     # First, since each request is compared with one route after the other, and once more for the metrics.
     app.router.routes[:] = [*app.router.routes[n_stock:], *app.router.routes[:n_stock]]
     app.add_exception_handler(BadRequestError, answer_bad_request)
@@ -278,7 +316,7 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
 
 def check_body(path: str, body: bytes) -> None:
     """Raises BadRequestError for a body that need not be parsed."""
-    if path in OUR_PATHS | CHATS:
+    if path in OUR_PATHS | CHATS | {calibrations.PATH}:
         manager = http_server._global_state.tokenizer_manager
         if path in CHATS:
             conversations.check_size(body, manager.longest_input_tokens)
@@ -320,7 +358,8 @@ def _serves(route: BaseRoute, path: str, endpoint: Callable[..., Any]) -> bool:
 
 
 async def answer_bad_request(request: Request, error: Exception) -> Response:
-    return ORJSONResponse(Refusal(HTTPStatus.BAD_REQUEST, "BadRequestError", str(error)).flat, HTTPStatus.BAD_REQUEST)
+    status = error.status if isinstance(error, BadRequestError) else HTTPStatus.BAD_REQUEST
+    return ORJSONResponse(Refusal(status, "BadRequestError", str(error)).flat, status)
 
 
 @contextmanager
@@ -330,6 +369,8 @@ def _value_errors_are_bad_requests() -> Iterator[None]:
     """
     try:
         yield
+    except BadRequestError:
+        raise
     except ValueError as error:
         raise BadRequestError(str(error)) from error
 

@@ -12,6 +12,9 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.plugins import load_plugins
 
 from sgl_prefill import preflight
+from sgl_prefill.api.answer_options import AnswerOptions, check_alternatives
+from sgl_prefill.api.calibration_store import CalibrationStore
+from sgl_prefill.api.calibrations import store_of
 from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer, ScoredPrompt
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import SeamError
@@ -41,19 +44,34 @@ class Engine(StockEngine):  # type: ignore[misc]
         *,
         allowed_tokens: list[str] | None = None,
         allowed_token_ids: list[int] | None = None,
+        calibration: str | None = None,
+        top_alternatives: int = 0,
     ) -> list[ScoredPrompt]:
         """Returns the distribution over the allowed answers after each prompt, in the order of the prompts.
 
+        Args:
+            calibration: one that a server with this model and this folder of calibrations has made; `calibrated` holds what it
+                makes of each distribution, and `best` follows it.
+            top_alternatives: so many of the likeliest tokens of the whole vocabulary are in `alternatives`; 0: none.
+
         Raises BadRequestError or LabelError for what can never be answered.
         """
+        if top_alternatives:
+            check_alternatives(top_alternatives)
+        found = None if calibration is None else self._calibrations.get("", calibration)
+        options = AnswerOptions(found, top_alternatives=top_alternatives)
         is_text = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], str))
         obj = GenerateReqInput(text=prompts) if is_text else GenerateReqInput(input_ids=prompts)
         answers = AllowedAnswers(allowed_tokens, allowed_token_ids)
-        return self.loop.run_until_complete(self._label_scorer.score(obj, answers))  # type: ignore[no-any-return]
+        return self.loop.run_until_complete(self._label_scorer.score(obj, answers, options=options))  # type: ignore[no-any-return]
 
     @functools.cached_property
     def _label_scorer(self) -> LabelScorer:
         return LabelScorer(self.tokenizer_manager)
+
+    @functools.cached_property
+    def _calibrations(self) -> CalibrationStore:
+        return store_of(self.tokenizer_manager)
 
 
 def arguments_of(options: dict[str, Any]) -> tuple[PrefillConfig, Any]:
