@@ -11,8 +11,9 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sgl_prefill import demo_model, model_fingerprint
 from sgl_prefill.core.label_calibration import (
     HIGHEST_SCALE,
     LOWEST_SCALE,
@@ -25,11 +26,16 @@ from sgl_prefill.core.label_calibration import (
 )
 from sgl_prefill.errors import BadRequestError, ConflictError, NotFoundError
 
+if TYPE_CHECKING:
+    from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
+
 FORMAT = 1
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 OF_ALL = "all"  # the folder where there are no tenants; theirs are hexadecimal
 MOST_OF_A_TENANT = 1_000
 MOST_SHOWN = 20  # names or labels in a message
+
+_Stamp = tuple[int, int, int]  # of a file: another one where it was written anew
 
 
 class Measured(NamedTuple):
@@ -118,21 +124,35 @@ class StoredCalibration(NamedTuple):
 
 
 class CalibrationStore:
-    """The calibrations of one folder, which several servers may share. Nothing is kept in memory."""
+    """The calibrations of one folder, which several servers may share: what another has written is seen at once."""
 
     def __init__(self, folder: Path, fingerprint: Callable[[], str]) -> None:
         self._folder = folder
         self._fingerprint = fingerprint  # of the model that is served
+        self._recent: dict[Path, tuple[_Stamp, StoredCalibration]] = {}  # those that were applied
 
     def get(self, tenant: str, name: str) -> StoredCalibration:
         """Returns a calibration that may be applied. Raises NotFoundError, or ConflictError where it is another model's."""
+        path = self._path(tenant, name)
+        stamp = _stamp(path)
         found = self.look_at(tenant, name)
         if found.model.fingerprint != (served := self._fingerprint()):
             raise ConflictError(
                 f"calibration {name!r} was made for the model {found.model.name!r} ({found.model.fingerprint}), and this server"
                 f" serves another one ({served}): make it again here, under another name or with replace"
             )
+        if stamp is not None:
+            if len(self._recent) >= MOST_OF_A_TENANT:
+                self._recent.clear()
+            self._recent[path] = stamp, found
         return found
+
+    def recent(self, tenant: str, name: str) -> StoredCalibration | None:
+        """Returns what `get` has returned before, if its file and the model are still the same: one look at the file."""
+        path = self._path(tenant, name)
+        stamp, found = self._recent.get(path, (None, None))
+        is_same = found is not None and stamp == _stamp(path) and found.model.fingerprint == self._fingerprint()
+        return found if is_same else None
 
     def look_at(self, tenant: str, name: str) -> StoredCalibration:
         """Returns a calibration, whichever model it is for. Raises NotFoundError, which lists those that exist."""
@@ -200,6 +220,41 @@ class CalibrationStore:
     def _path(self, tenant: str, name: str) -> Path:
         check_name(name)
         return self._of(tenant) / f"{name}.json"
+
+
+def store_of(manager: PrefillTokenizerManager) -> CalibrationStore:
+    given = manager.prefill_config.calibrations
+    folder = demo_model.cache_root() / "calibrations" if given is None else Path(given)
+    return CalibrationStore(folder, lambda: fingerprint_of(manager))
+
+
+_fingerprints: dict[str, str] = {}
+
+
+def fingerprint_of(manager: PrefillTokenizerManager) -> str:
+    """Says which model is served; its files are read once, also where weights are loaded anew from another folder."""
+    args = manager.server_args
+    if args.model_path not in _fingerprints:
+        settings = {
+            name: getattr(args, name)
+            for name in (
+                "quantization",
+                "chat_template",
+                "completion_template",
+                "load_format",
+                "json_model_override_args",
+            )
+        }
+        _fingerprints[args.model_path] = model_fingerprint.fingerprint(args.model_path, settings, args.revision)
+    return _fingerprints[args.model_path]
+
+
+def _stamp(path: Path) -> _Stamp | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def check_name(name: str) -> None:

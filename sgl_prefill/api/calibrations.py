@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fastapi
@@ -16,14 +15,14 @@ from fastapi.responses import ORJSONResponse, Response
 from sglang.srt.entrypoints.http_server import validate_json_request
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sgl_prefill import demo_model, model_fingerprint
 from sgl_prefill.api.calibration_requests import CalibrationRequest, Example, Prompt, check_labels, check_request
 from sgl_prefill.api.calibration_store import (
-    CalibrationStore,
     Measured,
     ModelName,
     StoredCalibration,
+    fingerprint_of,
     logs_of,
+    store_of,
 )
 from sgl_prefill.api.label_scoring import LabelScorer, ScoredPrompt
 from sgl_prefill.api.protocol import LabelChatCompletionRequest, LabelCompletionRequest, allowed_answers
@@ -56,7 +55,8 @@ class Calibrations:
     async def of_request(self, name: str, raw_request: Request | None) -> StoredCalibration:
         """Returns the caller's calibration of this name. Raises NotFoundError or ConflictError."""
         tenant = await self._tenant(raw_request)
-        return await asyncio.to_thread(self.store.get, tenant, name)
+        found = self.store.recent(tenant, name)
+        return await asyncio.to_thread(self.store.get, tenant, name) if found is None else found
 
     async def make(self, request: CalibrationRequest, raw_request: Request) -> Response:
         """Serves POST."""
@@ -200,33 +200,6 @@ def add_routes(app: FastAPI, calibrations: Callable[[], Calibrations]) -> None:
     @app.delete(PATH + "/{name}")
     async def delete_calibration(name: str, raw_request: fastapi.Request) -> Response:
         return await calibrations().delete(name, raw_request)
-
-
-def store_of(manager: PrefillTokenizerManager) -> CalibrationStore:
-    given = manager.prefill_config.calibrations
-    folder = demo_model.cache_root() / "calibrations" if given is None else Path(given)
-    return CalibrationStore(folder, lambda: fingerprint_of(manager))
-
-
-_fingerprints: dict[str, str] = {}
-
-
-def fingerprint_of(manager: PrefillTokenizerManager) -> str:
-    """Says which model is served; its files are read once, also where weights are loaded anew from another folder."""
-    args = manager.server_args
-    if args.model_path not in _fingerprints:
-        settings = {
-            name: getattr(args, name)
-            for name in (
-                "quantization",
-                "chat_template",
-                "completion_template",
-                "load_format",
-                "json_model_override_args",
-            )
-        }
-        _fingerprints[args.model_path] = model_fingerprint.fingerprint(args.model_path, settings, args.revision)
-    return _fingerprints[args.model_path]
 
 
 def _fitted(

@@ -13,8 +13,7 @@ from sglang.srt.plugins import load_plugins
 
 from sgl_prefill import preflight
 from sgl_prefill.api.answer_options import AnswerOptions, check_alternatives
-from sgl_prefill.api.calibration_store import CalibrationStore
-from sgl_prefill.api.calibrations import store_of
+from sgl_prefill.api.calibration_store import CalibrationStore, store_of
 from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer, ScoredPrompt
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import SeamError

@@ -23,6 +23,11 @@ class Server(NamedTuple):
     process: subprocess.Popen[bytes]
     log: Path
 
+    @property
+    def calibrations(self) -> Path:
+        """Where it keeps them, if it was told so."""
+        return self.log.parent / "calibrations"
+
     def post(self, path: str, body: Any, **options: Any) -> requests.Response:
         return requests.post(self.url + path, json=body, timeout=300, **options)
 
@@ -55,7 +60,9 @@ def demo_folder() -> Path:
 def server(tmp_path_factory: pytest.TempPathFactory, demo_folder: Path) -> Iterator[Server]:
     """Our server with the demo model, all features on."""
     log = tmp_path_factory.mktemp("ours") / "log.txt"
-    with running("sgl_prefill.launch_server", log, "--model-path", str(demo_folder), "--memory-budget-gb", "3") as ours:
+    flags = ["--model-path", str(demo_folder), "--memory-budget-gb", "3"]
+    flags += ["--calibrations", str(log.parent / "calibrations")]
+    with running("sgl_prefill.launch_server", log, *flags) as ours:
         yield ours
 
 

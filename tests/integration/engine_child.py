@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from sgl_prefill import Engine, demo_model
+from sgl_prefill.api.calibration_store import CalibrationStore, ModelName, StoredCalibration
+from sgl_prefill.core.label_calibration import Calibration
 from sgl_prefill.core.labels import LabelError
 from sgl_prefill.errors import BadRequestError, SglPrefillError
 from tests.integration.prompts import CANDIDATES, PROMPTS
@@ -31,6 +35,7 @@ def float32() -> dict[str, Any]:
         result["reused"] = [one.meta_info["cached_tokens"] - one.meta_info["prompt_tokens"] for one in scored]
         (one,) = engine.score_labels("The capital of France is", allowed_tokens=[" Paris", " Rome"])
         result["best"] = one.best.text
+        result["calibrated"] = _calibrated(engine)
         try:
             engine.generate("The capital of France is", {"max_new_tokens": 5})
         except BadRequestError as error:
@@ -41,6 +46,22 @@ def float32() -> dict[str, Any]:
             result["refused"]["duplicate"] = str(error)
         result["hooks"] = engine.get_server_info()["sgl_prefill"]["hooks"]
     return result
+
+
+def _calibrated(engine: Engine) -> dict[str, Any]:
+    """What a calibration on disk makes of two labels, beside the likeliest tokens."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = CalibrationStore(Path(folder), lambda: "this model")
+        model, calibration = ModelName("demo", "this model", None), Calibration([2.0, 2.0], [0.0, 0.0])
+        store.put(
+            "",
+            StoredCalibration("sure", "temperature", model, [" Rome", " Paris"], calibration, 20, 0, None),
+            replace=False,
+        )
+        vars(engine)["_calibrations"] = store
+        asked: dict[str, Any] = {"allowed_tokens": [" Paris", " Rome"], "calibration": "sure", "top_alternatives": 2}
+        (one,) = engine.score_labels("The capital of France is", **asked)
+    return {"raw": one.distribution.probabilities, "calibrated": one.calibrated, "alternatives": one.alternatives}
 
 
 def features_off() -> dict[str, Any]:

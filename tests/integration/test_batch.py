@@ -95,7 +95,9 @@ def numbers_of(body: Any, path: str = "") -> Iterator[tuple[str, float]]:
     """Probabilities and scores of an answer of any shape."""
     if isinstance(body, dict):
         for name, value in body.items():
-            if name in ("probability", "score", "label_mass") or (name == "scores" and isinstance(value, list)):
+            if name in ("probability", "calibrated_probability", "logprob", "score", "label_mass") or (
+                name == "scores" and isinstance(value, list)
+            ):
                 yield from _flat(f"{path}/{name}", value)
             else:
                 yield from numbers_of(value, f"{path}/{name}")
@@ -126,9 +128,18 @@ def engine_flags(demo_folder: Path) -> list[str]:
 def test_a_job_that_is_killed_goes_on_and_is_answered_as_by_a_server(
     server: Server, demo_folder: Path, tmp_path: Path
 ) -> None:
-    rows = [*shared_prefixes(30, 20), *of_all_urls()]
+    """A calibration that the server has made is there for the job too, which is another process with the same model."""
+    made = {"name": "job", "method": "contextual", "content_free": ["N/A. Is it so? Answer:"], "allowed_tokens": LABELS}
+    assert server.post("/v1/calibrations", {**made, "replace": True}).status_code == 200
+    others = [
+        *of_all_urls(),
+        request("calibrated", "/v1/completions", prompt="Is it so?", allowed_tokens=LABELS, calibration="job"),
+        request("alternatives", "/generate", text="Is it so?", allowed_tokens=LABELS, top_alternatives=3),
+    ]
+    rows = [*shared_prefixes(30, 20), *others]
     output = tmp_path / "out.jsonl"
-    flags = ["-i", str(write(tmp_path / "in.jsonl", rows)), "-o", str(output), *engine_flags(demo_folder)]
+    flags = ["--calibrations", str(server.calibrations)]
+    flags += ["-i", str(write(tmp_path / "in.jsonl", rows)), "-o", str(output), *engine_flags(demo_folder)]
     first = forked_main("sgl_prefill.batch.__main__", flags, tmp_path / "first.log")
     while first.is_alive() and not (output.exists() and output.stat().st_size):
         time.sleep(0.01)
@@ -147,7 +158,7 @@ def test_a_job_that_is_killed_goes_on_and_is_answered_as_by_a_server(
     assert output.read_bytes().startswith(before)
     answers = answers_in(output)
     assert answers.keys() == {row["custom_id"] for row in rows}
-    for row in [*rows[:20], *of_all_urls()]:
+    for row in [*rows[:20], *others]:
         reply = server.post(row["url"], row["body"])
         assert reply.status_code == 200, reply.text
         assert_same(answers[row["custom_id"]], reply.json())

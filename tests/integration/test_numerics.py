@@ -73,6 +73,12 @@ def test_bfloat16_weights_agree_with_transformers_in_float32(
 def test_the_engine_has_the_labels_hooks_and_errors_of_the_server(float32_engine: dict[str, Any]) -> None:
     """The offline counterpart is the same engine; a contradiction is refused before anything starts."""
     assert float32_engine["best"] == " Paris"
+    calibrated = float32_engine["calibrated"]
+    raw = calibrated["raw"]
+    assert calibrated["calibrated"] == pytest.approx([p**2 / sum(q**2 for q in raw) for p in raw])
+    (_, text, logprob, is_label), second = calibrated["alternatives"]
+    assert (text, is_label) == (" Paris", True)
+    assert second[2] <= logprob
     refused = float32_engine["refused"]
     assert "--allow-generation" in refused["generation"]
     assert "more than once" in refused["duplicate"]
