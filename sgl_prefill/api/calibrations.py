@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 import fastapi
-from fastapi.responses import ORJSONResponse, Response
+from fastapi.responses import Response
 from sglang.srt.entrypoints.http_server import validate_json_request
 from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -58,7 +58,7 @@ class Calibrations:
         found = self.store.recent(tenant, name)
         return await asyncio.to_thread(self.store.get, tenant, name) if found is None else found
 
-    async def make(self, request: CalibrationRequest, raw_request: Request) -> Response:
+    async def make(self, request: CalibrationRequest, raw_request: Request) -> dict[str, Any]:
         """Serves POST."""
         check_request(request)
         tenant = await self._tenant(raw_request)
@@ -89,27 +89,27 @@ class Calibrations:
             request.name, request.method, model, labels, calibration, n_given, int(time.time()), measured
         )
         await asyncio.to_thread(self.store.put, tenant, stored, replace=request.replace)
-        return ORJSONResponse(await self._shown(stored))
+        return await self._shown(stored)
 
-    async def list_all(self, raw_request: Request) -> Response:
+    async def list_all(self, raw_request: Request) -> dict[str, Any]:
         """Serves GET."""
         tenant = await self._tenant(raw_request)
         found = await asyncio.to_thread(self._all, tenant)
-        return ORJSONResponse({"object": "list", "data": found})
+        return {"object": "list", "data": found}
 
-    async def show(self, name: str, raw_request: Request) -> Response:
+    async def show(self, name: str, raw_request: Request) -> dict[str, Any]:
         """Serves GET of one."""
-        return ORJSONResponse(await self._shown(await self._look_at(name, raw_request)))
+        return await self._shown(await self._look_at(name, raw_request))
 
     async def plot(self, name: str, raw_request: Request) -> Response:
         """Serves GET of its reliability plot."""
         found = await self._look_at(name, raw_request)
         return Response(await asyncio.to_thread(reliability_png, found), media_type="image/png")
 
-    async def delete(self, name: str, raw_request: Request) -> Response:
+    async def delete(self, name: str, raw_request: Request) -> dict[str, Any]:
         """Serves DELETE."""
         await asyncio.to_thread(self.store.delete, await self._tenant(raw_request), name)
-        return ORJSONResponse({"name": name, "deleted": True})
+        return {"name": name, "deleted": True}
 
     async def _tenant(self, raw_request: Request | None) -> str:
         return self._manager.tenant_of(await self._manager.caller_of(raw_request))
@@ -182,15 +182,15 @@ def add_routes(app: FastAPI, calibrations: Callable[[], Calibrations]) -> None:
     only_json = [fastapi.Depends(validate_json_request)]
 
     @app.post(PATH, dependencies=only_json)
-    async def make_calibration(request: CalibrationRequest, raw_request: fastapi.Request) -> Response:
+    async def make_calibration(request: CalibrationRequest, raw_request: fastapi.Request) -> dict[str, Any]:
         return await calibrations().make(request, raw_request)
 
     @app.get(PATH)
-    async def list_calibrations(raw_request: fastapi.Request) -> Response:
+    async def list_calibrations(raw_request: fastapi.Request) -> dict[str, Any]:
         return await calibrations().list_all(raw_request)
 
     @app.get(PATH + "/{name}")
-    async def show_calibration(name: str, raw_request: fastapi.Request) -> Response:
+    async def show_calibration(name: str, raw_request: fastapi.Request) -> dict[str, Any]:
         return await calibrations().show(name, raw_request)
 
     @app.get(PATH + "/{name}/plot")
@@ -198,7 +198,7 @@ def add_routes(app: FastAPI, calibrations: Callable[[], Calibrations]) -> None:
         return await calibrations().plot(name, raw_request)
 
     @app.delete(PATH + "/{name}")
-    async def delete_calibration(name: str, raw_request: fastapi.Request) -> Response:
+    async def delete_calibration(name: str, raw_request: fastapi.Request) -> dict[str, Any]:
         return await calibrations().delete(name, raw_request)
 
 

@@ -58,7 +58,7 @@ def _calibrated(engine: Engine) -> dict[str, Any]:
             StoredCalibration("sure", "temperature", model, [" Rome", " Paris"], calibration, 20, 0, None),
             replace=False,
         )
-        vars(engine)["_calibrations"] = store
+        engine._calibrations = store
         asked: dict[str, Any] = {"allowed_tokens": [" Paris", " Rome"], "calibration": "sure", "top_alternatives": 2}
         (one,) = engine.score_labels("The capital of France is", **asked)
     return {"raw": one.distribution.probabilities, "calibrated": one.calibrated, "alternatives": one.alternatives}
