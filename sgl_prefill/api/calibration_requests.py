@@ -41,6 +41,10 @@ class CalibrationRequest(BaseModel):
     model: str = "default"  # names an adapter, as on the other routes
     allowed_tokens: list[str] | None = None
     allowed_token_ids: list[StrictInt] | None = None
+    allowed_answers: Any = None
+    answer_end: Any = None
+    normalise: Any = None
+    baseline_prompt: Any = None
     examples: list[Example] | None = None
     content_free: list[str | Prompt] | None = None
     evaluate_on: list[Example] | None = None

@@ -9,7 +9,7 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -65,13 +65,20 @@ class StoredCalibration(NamedTuple):
     n_examples: int  # that it was fitted to, of labelled ones or of prompts without content
     created: int  # seconds since 1970
     measured: Measured | None
+    way: dict[str, Any]  # how the labels get their probabilities: `AllowedAnswers.way`
 
-    def check(self, labels: Sequence[str], adapters: set[str | None]) -> None:
-        """Raises BadRequestError where a request allows other labels, and ConflictError where it names another adapter."""
+    def check(self, labels: Sequence[str], way: Mapping[str, Any], adapters: set[str | None]) -> None:
+        """Raises BadRequestError where a request allows other labels, or computes them in another way, and ConflictError where
+        it names another adapter."""
         if Counter(labels) != Counter(self.labels):
             raise BadRequestError(
                 f"calibration {self.name!r} is for the labels {shown(self.labels)}, and this request allows {shown(labels)}:"
                 " allow the same ones, in any order, or make a calibration for these"
+            )
+        if way != self.way:
+            raise BadRequestError(
+                f"calibration {self.name!r} is for labels with {_way(self.way)}, and this request has {_way(way)}: ask for them"
+                " in the same way, or make a calibration for this one"
             )
         if others := adapters - {self.model.adapter}:
             raise ConflictError(
@@ -117,6 +124,7 @@ class StoredCalibration(NamedTuple):
         )
         scales, biases = made.calibration
         assert made.method in METHODS
+        assert isinstance(made.way, dict)
         assert len(scales) == len(biases) == len(set(made.labels)) == len(made.labels) > 1
         assert all(LOWEST_SCALE <= scale <= HIGHEST_SCALE for scale in scales)
         assert all(abs(bias) <= MOST_BIAS for bias in biases)
@@ -274,6 +282,13 @@ def shown(texts: Sequence[str]) -> str:
     """Writes names or labels for a message."""
     listed = ", ".join(map(repr, texts[:MOST_SHOWN]))
     return listed + (f" and {len(texts) - MOST_SHOWN} more" if len(texts) > MOST_SHOWN else "")
+
+
+def _way(way: Mapping[str, Any]) -> str:
+    return (
+        ", ".join(f"{name} {value!r}" for name, value in way.items())
+        or "neither answer_end, normalise nor other surface forms"
+    )
 
 
 def _adapter(name: str | None) -> str:

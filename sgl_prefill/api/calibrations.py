@@ -86,7 +86,7 @@ class Calibrations:
             objects[0].lora_path,
         )
         stored = StoredCalibration(
-            request.name, request.method, model, labels, calibration, n_given, int(time.time()), measured
+            request.name, request.method, model, labels, calibration, n_given, int(time.time()), measured, answers.way
         )
         await asyncio.to_thread(self.store.put, tenant, stored, replace=request.replace)
         return await self._shown(stored)

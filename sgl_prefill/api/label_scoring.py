@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import fastapi
 
-from sgl_prefill.api.answer_options import AnswerOptions
+from sgl_prefill.api.long_labels import TreeRequests
+from sgl_prefill.api.reply_options import ReplyOptions
 from sgl_prefill.api.request_checks import check_has_logprobs, check_ids_in_vocabulary
+from sgl_prefill.core.answer_tree import Tokens
 from sgl_prefill.core.labels import (
     CONTEXT_CHARACTERS,
     CONTEXT_TOKENS,
@@ -25,7 +28,17 @@ from sgl_prefill.core.labels import (
     check_distinct,
     resolve_in_context,
     restrict,
+    tokens_in_context,
 )
+from sgl_prefill.core.long_labels import (
+    END_TOKEN,
+    MOST_FORM_TOKENS,
+    AnswerOptions,
+    ScoredLabels,
+    check_tokens,
+    ways_to_end,
+)
+from sgl_prefill.core.long_labels import score as score_forms
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.port import client, deadlines
 
@@ -39,20 +52,39 @@ if TYPE_CHECKING:
 MOST_RESOLUTIONS = 30_000
 SLICE = 500
 MOST_LABEL_CHARACTERS = 1_000
+LEAST_LEFT_MS = 1e-3  # of a deadline, for the scheduler to refuse what comes too late
 
-PLAIN = AnswerOptions()
+PLAIN = ReplyOptions()
 ANYWHERE = ""  # the end of a prompt after which labels are tokens already
 
 T = TypeVar("T")
 _End = str | tuple[int, ...]  # of a prompt
-_Asked = tuple[str, tuple[str, ...] | tuple[int, ...]]  # by a tenant
+_Asked = tuple[str, tuple[str, ...] | tuple[int, ...], bool]  # by a tenant; whether labels may have several tokens
 
 
 class AllowedAnswers(NamedTuple):
-    """What a request asked for; exactly one of the two is set."""
+    """What a request asked for; exactly one of the three is set."""
 
     tokens: list[str] | None  # as text, resolved after each prompt
     token_ids: list[int] | None  # as ids, the same after every prompt
+    long: AnswerOptions | None = None  # as texts of any length, resolved after each prompt
+
+    @property
+    def field(self) -> str:
+        return "allowed_tokens" if self.long is None else "allowed_answers"
+
+    @property
+    def way(self) -> dict[str, Any]:
+        """Says how labels get their probabilities, where it is not the plain way; the same distribution only where this is."""
+        if self.long is None:
+            return {}
+        forms = {label.name: sorted(label.forms) for label in self.long.labels if label.forms != (label.name,)}
+        found = {
+            "normalise": self.long.normalise if self.long.normalise != "sum" else None,
+            "answer_end": END_TOKEN if self.long.ends_with_token else self.long.end_text,
+            "forms": forms,
+        }
+        return {name: value for name, value in found.items() if value}
 
 
 class Alternative(NamedTuple):
@@ -61,7 +93,7 @@ class Alternative(NamedTuple):
     token_id: int
     text: str
     logprob: float  # over the whole vocabulary
-    is_label: bool
+    is_label: bool  # by itself
 
 
 class ScoredPrompt(NamedTuple):
@@ -70,7 +102,9 @@ class ScoredPrompt(NamedTuple):
     labels: list[Label]  # in the order of the request
     distribution: LabelDistribution
     meta_info: dict[str, Any]  # SGLang's, of this prompt
-    options: AnswerOptions = PLAIN
+    long: ScoredLabels | None = None  # of labels of any length
+    n_answer_tokens: int = 0  # that were computed beside the prompt's
+    options: ReplyOptions = PLAIN
     calibrated: list[float] | None = None  # P(label) by the calibration that was asked for
     alternatives: list[Alternative] | None = None  # the likeliest first
 
@@ -85,32 +119,34 @@ class ScoredPrompt(NamedTuple):
     def best(self) -> Label:
         return self.labels[self.best_index]
 
-    def labels_json(self) -> list[dict[str, Any]]:
-        """Returns the entry of each label in `label_scores`."""
-        probabilities, logprobs, calibrated = (
-            self.distribution.probabilities,
-            self.distribution.logprobs,
-            self.calibrated,
-        )
-        entries: list[dict[str, Any]] = []
-        for index, label in enumerate(self.labels):
-            entry: dict[str, Any] = {"label": label.text, "token_id": label.token_id}
-            if not self.options.raw_scores:
-                entry["probability"] = probabilities[index]
-            if calibrated is not None:
-                entry["calibrated_probability"] = calibrated[index]
-            entry["raw_score" if self.options.raw_scores else "logprob"] = logprobs[index]
-            entries.append(entry)
-        return entries
+    def _said(self) -> list[dict[str, Any]]:
+        """Returns which tokens each label is, as the reply shows it."""
+        if self.long is None:
+            return [{"token_id": label.token_id} for label in self.labels]
+        return [
+            {"score": score, "forms": [form._asdict() for form in forms]}
+            for score, forms in zip(self.long.scores, self.long.forms, strict=True)
+        ]
 
-    def extras_json(self) -> dict[str, Any]:
-        """Returns what else `label_scores` holds where it was asked for."""
-        extras: dict[str, Any] = {}
+    def _valued(self) -> list[dict[str, float]]:
+        """Returns what each label is worth among the labels."""
+        values = [{"probability": probability} for probability in self.distribution.probabilities]
+        if self.options.raw_scores:
+            scores = self.distribution.logprobs if self.long is None else self.long.scores
+            values = [{"raw_score": score} for score in scores]
+        if self.calibrated is not None:
+            for value, calibrated in zip(values, self.calibrated, strict=True):
+                value["calibrated_probability"] = calibrated
+        return values
+
+    def _besides(self) -> dict[str, Any]:
+        """Returns what else was asked for."""
+        found: dict[str, Any] = {}
         if self.options.calibration is not None:
-            extras["calibration"] = self.options.calibration.name
+            found["calibration"] = self.options.calibration.name
         if self.alternatives is not None:
-            extras["top_alternatives"] = [one._asdict() for one in self.alternatives]
-        return extras
+            found["top_alternatives"] = [one._asdict() for one in self.alternatives]
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """Returns the reply's `label_scores` object."""
@@ -118,10 +154,16 @@ class ScoredPrompt(NamedTuple):
         actual_s = meta["prefill_finished_time"] - meta["forward_entry_time"]
         queue_s = meta["forward_entry_time"] - meta["api_server_dispatch_finish_ts"]
         return {
-            "labels": self.labels_json(),
+            "labels": [
+                {"label": label.text, **said, **valued, "logprob": logprob}
+                for label, said, valued, logprob in zip(
+                    self.labels, self._said(), self._valued(), self.distribution.logprobs, strict=True
+                )
+            ],
             "label_mass": self.distribution.label_mass,
-            **self.extras_json(),
+            **self._besides(),
             "prompt_tokens": meta["prompt_tokens"],
+            **({} if self.long is None else {"answer_tokens": self.n_answer_tokens}),
             "cached_tokens": meta["cached_tokens"],
             "kept_tokens": meta.get("kept_tokens", meta["prompt_tokens"]),
             "evicted_tokens": meta.get("evicted_tokens", 0),
@@ -154,7 +196,7 @@ class LabelScorer:
         answers: AllowedAnswers,
         raw_request: fastapi.Request | None = None,
         deadline_ms: float | None = None,
-        options: AnswerOptions = PLAIN,
+        reply: ReplyOptions = PLAIN,
     ) -> list[ScoredPrompt]:
         """Returns one result a prompt, in order. `obj` names the prompts (and adapter, priority, images) and is changed.
 
@@ -162,50 +204,137 @@ class LabelScorer:
 
         Raises BadRequestError (400) for labels that cannot be scored; what SGLang raises for the rest passes through.
         """
-        prompts = _prompts_of(obj)
-        caller = await self._manager.caller_of(raw_request)
-        labels = await self._resolve(answers, prompts, self._manager.tenant_of(caller))
-        self._check_options(options, labels, obj)
-        ids = [[label.token_id for label in of_prompt] for of_prompt in labels]
-        is_batch = isinstance(obj.text, list) or (obj.input_ids is not None and isinstance(obj.input_ids[0], list))
-        parameters = deadlines.custom_params(deadline_ms)
-        obj.sampling_params = {"max_new_tokens": 0, "temperature": 0.0, "custom_params": parameters}
-        obj.return_logprob, obj.logprob_start_len, obj.top_logprobs_num = True, -1, options.top_alternatives
-        obj.token_ids_logprob = ids if is_batch else ids[0]
-        obj.return_text_in_logprobs = obj.stream = False
-        outputs = await self._manager.generate_request(obj, raw_request).__anext__()
-        outputs = outputs if isinstance(outputs, list) else [outputs]
-        scored = [_scored(of_prompt, output) for of_prompt, output in zip(labels, outputs, strict=True)]
-        return scored if options == PLAIN else await self._with_options(scored, options)
+        if answers.long is not None:
+            self._check_reply(
+                reply, answers, [[label.name for label in answers.long.labels]] * len(_prompts_of(obj)), obj
+            )
+            scored = await self._score_long(obj, answers.long, raw_request, deadline_ms, reply)
+        else:
+            scored = await self._score_tokens(obj, answers, raw_request, deadline_ms, reply)
+        return scored if reply == PLAIN else await self._with_reply(scored, reply)
 
     async def label_texts(
         self, obj: GenerateReqInput, answers: AllowedAnswers, raw_request: fastapi.Request | None = None
     ) -> list[str]:
         """Returns what the labels are called in answers to these prompts, without asking the model."""
+        if answers.long is not None:
+            return [label.name for label in answers.long.labels]
         tenant = self._manager.tenant_of(await self._manager.caller_of(raw_request))
         labels = await self._resolve(answers, _prompts_of(obj)[:1], tenant)
         return [label.text for label in labels[0]]
 
-    def _check_options(self, options: AnswerOptions, labels: list[list[Label]], obj: GenerateReqInput) -> None:
-        """Raises BadRequestError where the options do not fit the labels, before anything is computed."""
-        n_alternatives, most = len(labels) * options.top_alternatives, self._manager.prefill_config.max_labels
-        if n_alternatives and (n := n_alternatives + sum(map(len, labels))) > most:
+    def _check_reply(
+        self, reply: ReplyOptions, answers: AllowedAnswers, names: list[list[str]], obj: GenerateReqInput
+    ) -> None:
+        """Raises BadRequestError where these options do not fit the labels, before anything is computed. names: of each prompt's
+        labels; prompts share them."""
+        n_alternatives, most = len(names) * reply.top_alternatives, self._manager.prefill_config.max_labels
+        if n_alternatives and (n := n_alternatives + sum(map(len, names))) > most:
             raise BadRequestError(
-                f"top_alternatives {options.top_alternatives} after {len(labels)} prompts makes, with the labels, {n}"
+                f"top_alternatives {reply.top_alternatives} after {len(names)} prompts makes, with the labels, {n}"
                 f" probabilities, and --max-labels {most} is the limit of one request: send fewer prompts in each"
             )
-        if options.calibration is not None:
+        if reply.calibration is not None:
             paths = obj.lora_path if isinstance(obj.lora_path, list) else [obj.lora_path]
-            for of_prompt in {id(of_prompt): of_prompt for of_prompt in labels}.values():  # prompts share them
-                options.calibration.check([label.text for label in of_prompt], set(paths))
+            for of_prompt in {id(of_prompt): of_prompt for of_prompt in names}.values():
+                reply.calibration.check(of_prompt, answers.way, set(paths))
 
-    async def _with_options(self, scored: list[ScoredPrompt], options: AnswerOptions) -> list[ScoredPrompt]:
-        """Returns the answers with what the options ask for."""
+    async def _with_reply(self, scored: list[ScoredPrompt], reply: ReplyOptions) -> list[ScoredPrompt]:
+        """Returns the answers with what else the reply shall hold."""
         texts: dict[int, str] = {}
-        if options.top_alternatives:
+        if reply.top_alternatives:
             ids = list({token_id for one in scored for _, token_id, _ in one.meta_info["output_top_logprobs"][0]})
             texts = {label.token_id: label.text for label in await self._in_slices(self._labels_of, ids)}
-        return [_with_options(one, options, texts) for one in scored]
+        return [_with_reply(one, reply, texts) for one in scored]
+
+    async def _score_tokens(
+        self,
+        obj: GenerateReqInput,
+        answers: AllowedAnswers,
+        raw_request: fastapi.Request | None,
+        deadline_ms: float | None,
+        reply: ReplyOptions,
+    ) -> list[ScoredPrompt]:
+        prompts = _prompts_of(obj)
+        caller = await self._manager.caller_of(raw_request)
+        labels = await self._resolve(answers, prompts, self._manager.tenant_of(caller))
+        if reply != PLAIN:
+            names = {id(of_prompt): [label.text for label in of_prompt] for of_prompt in labels}
+            self._check_reply(reply, answers, [names[id(of_prompt)] for of_prompt in labels], obj)
+        ids = [[label.token_id for label in of_prompt] for of_prompt in labels]
+        is_batch = isinstance(obj.text, list) or (obj.input_ids is not None and isinstance(obj.input_ids[0], list))
+        _ask_for_label(obj, deadline_ms, reply.top_alternatives)
+        obj.token_ids_logprob = ids if is_batch else ids[0]
+        outputs = await self._answered(obj, raw_request)
+        return [_scored(of_prompt, output) for of_prompt, output in zip(labels, outputs, strict=True)]
+
+    async def _answered(self, obj: GenerateReqInput, raw_request: fastapi.Request | None) -> list[dict[str, Any]]:
+        outputs = await self._manager.generate_request(obj, raw_request).__anext__()
+        return outputs if isinstance(outputs, list) else [outputs]
+
+    async def _score_long(
+        self,
+        obj: GenerateReqInput,
+        options: AnswerOptions,
+        raw_request: fastapi.Request | None,
+        deadline_ms: float | None,
+        reply: ReplyOptions,
+    ) -> list[ScoredPrompt]:
+        """Does the same for labels of any length: the tokens of all of them run in the step of their prompt."""
+        if (why_not := self._manager.no_long_answers) is not None:
+            raise BadRequestError(
+                f"allowed_answers holds labels of several tokens, which this engine cannot compute: {why_not}. Give"
+                " allowed_tokens"
+            )
+        prompts = _prompts_of(obj)
+        caller = await self._manager.caller_of(raw_request)
+        tenant = self._manager.tenant_of(caller)
+        end_ids = sorted(self._manager.end_token_ids) if options.ends_with_token else []
+        if options.ends_with_token and not end_ids:
+            raise BadRequestError(f"answer_end is {END_TOKEN!r}, and this model's configuration names no end token")
+        baseline = None if options.baseline is None else _beside(obj, options.baseline)
+        asked = [await self._trees(obj, prompts, options, end_ids, tenant)]
+        if baseline is not None:
+            asked.append(await self._trees(baseline, _prompts_of(baseline), options, end_ids, tenant))
+        started_s = time.monotonic()
+        outputs: list[list[dict[str, Any]]] = []
+        # One after the other: each finds what those before it have computed of its prompts.
+        for one in (one for _, trees in asked for one in trees.requests):
+            left_ms = (
+                None if deadline_ms is None else max(deadline_ms - 1e3 * (time.monotonic() - started_s), LEAST_LEFT_MS)
+            )
+            _ask_for_label(one, left_ms, 0 if outputs else reply.top_alternatives)
+            outputs.append(await self._answered(one, raw_request))
+        n_main = len(asked[0][1].requests)
+        (forms, trees), outputs_of_prompts = asked[0], outputs[:n_main]
+        logprobs = trees.logprobs(outputs_of_prompts)
+        without: tuple[Sequence[Tokens], dict[Tokens, float] | None] = ((), None)
+        if baseline is not None:
+            ((baseline_forms,), baseline_trees) = asked[1]
+            without = baseline_forms, baseline_trees.logprobs(outputs[n_main:])[0]
+        scored = [
+            score_forms(options, of_prompt, end_ids, found, *without)
+            for of_prompt, found in zip(forms, logprobs, strict=True)
+        ]
+        return [
+            ScoredPrompt(_labels_of(options, one), one.distribution, output["meta_info"], one, n_nodes)
+            for one, output, n_nodes in zip(scored, outputs_of_prompts[0], trees.n_nodes, strict=True)
+        ]
+
+    async def _trees(
+        self,
+        obj: GenerateReqInput,
+        prompts: list[str] | list[list[int]],
+        options: AnswerOptions,
+        end_ids: list[int],
+        tenant: str,
+    ) -> tuple[list[list[Tokens]], TreeRequests]:
+        """Returns the tokens of each form behind each prompt, and what to send for them."""
+        texts = options.texts
+        labels = await self._resolve(AllowedAnswers(texts, None, options), prompts, tenant)
+        forms = [[label.token_ids for label in of_prompt] for of_prompt in labels]
+        ways = [[way for answer in of_prompt for way in ways_to_end(answer, end_ids)] for of_prompt in forms]
+        return forms, TreeRequests(obj, prompts, ways)
 
     async def _resolve(
         self, answers: AllowedAnswers, prompts: list[str] | list[list[int]], tenant: str = ""
@@ -219,31 +348,38 @@ class LabelScorer:
             check_distinct(answers.token_ids, "allowed_token_ids")
             check_ids_in_vocabulary(answers.token_ids, vocab_size, "allowed_token_ids")
             ids = tuple(answers.token_ids)
-            same = self._known.get((tenant, ids), {}).get(ANYWHERE)
+            key: _Asked = (tenant, ids, False)
+            same = self._known.get(key, {}).get(ANYWHERE)
             if same is None:
                 same = await self._in_slices(self._labels_of, ids)
-                self._remember((tenant, ids), {ANYWHERE: same})
+                self._remember(key, {ANYWHERE: same})
             return [same] * len(prompts)
         assert answers.tokens is not None
-        check_distinct(answers.tokens, "allowed_tokens")
+        is_long = answers.long is not None
+        if not is_long:
+            check_distinct(answers.tokens, "allowed_tokens")
         texts = tuple(answers.tokens)
+        key = (tenant, texts, is_long)
         ends = [_end_of(prompt) for prompt in prompts]
         for index, end in enumerate(ends):
             if not isinstance(end, str):  # which is decoded here; the tokenizer manager looks at the whole prompt
                 check_ids_in_vocabulary(list(end), vocab_size, f"prompt {index}")
-        known = self._known.get((tenant, texts), {})
+        known = self._known.get(key, {})
         found = {end: known.get(end, []) for end in ends}
         missing = [end for end, labels in found.items() if not labels]
         if (n := len(missing) * len(texts)) > MOST_RESOLUTIONS:
             raise BadRequestError(
-                f"{len(texts)} allowed_tokens after {len(missing)} different ends of prompts are {n} labels to look up, and"
+                f"{len(texts)} {answers.field} after {len(missing)} different ends of prompts are {n} labels to look up, and"
                 f" {MOST_RESOLUTIONS} are the limit: give allowed_token_ids, or fewer prompts in one request"
             )
         client.end_turn()
         for end in missing:
-            found[end] = await self._in_slices(functools.partial(self._resolve_after, end), texts)
-            _check_distinct_tokens(found[end])
-        self._remember((tenant, texts), {end: found[end] for end in missing})
+            found[end] = await self._in_slices(functools.partial(self._resolve_after, end, is_long), texts)
+            if is_long:
+                check_tokens(texts, [label.token_ids for label in found[end]])
+            else:
+                _check_distinct_tokens(found[end])
+        self._remember(key, {end: found[end] for end in missing})
         return [found[end] for end in ends]
 
     async def _in_slices(self, look_up: Callable[[Sequence[T]], list[Label]], asked: Sequence[T]) -> list[Label]:
@@ -265,8 +401,11 @@ class LabelScorer:
     def _labels_of(self, token_ids: Sequence[int]) -> list[Label]:
         return [Label(self._decode([token_id]), token_id) for token_id in token_ids]
 
-    def _resolve_after(self, end: _End, texts: Sequence[str]) -> list[Label]:
+    def _resolve_after(self, end: _End, is_long: bool, texts: Sequence[str]) -> list[Label]:
         prompt_end = end if isinstance(end, str) else self._decode(list(end))
+        if is_long:
+            found = tokens_in_context(texts, prompt_end, self._encode, self._decode)
+            return [Label(text, tokens[0], tuple(tokens[1:])) for text, tokens in zip(texts, found, strict=True)]
         token_ids = resolve_in_context(texts, prompt_end, self._encode, self._decode)
         return [Label(text, token_id) for text, token_id in zip(texts, token_ids, strict=True)]
 
@@ -298,8 +437,8 @@ def _check_size(answers: AllowedAnswers, n_prompts: int, most: int) -> None:
         )
     if (longest := max(map(len, answers.tokens or [""]), default=0)) > MOST_LABEL_CHARACTERS:
         raise BadRequestError(
-            f"allowed_tokens holds a label of {longest} characters, and {MOST_LABEL_CHARACTERS} are the limit: a label is"
-            " one token"
+            f"{answers.field} holds a label of {longest} characters, and {MOST_LABEL_CHARACTERS} are the limit: a label is"
+            f" {'one token' if answers.long is None else f'at most {MOST_FORM_TOKENS} tokens'}"
         )
 
 
@@ -333,6 +472,34 @@ def _prompts_of(obj: GenerateReqInput) -> list[str] | list[list[int]]:
     return prompts  # type: ignore[no-any-return]
 
 
+def _ask_for_label(obj: GenerateReqInput, deadline_ms: float | None, n_alternatives: int) -> None:
+    """Makes a request one for log-probabilities behind its prompts, and nothing else."""
+    parameters = deadlines.custom_params(deadline_ms)
+    obj.sampling_params = {"max_new_tokens": 0, "temperature": 0.0, "custom_params": parameters}
+    obj.return_logprob, obj.logprob_start_len, obj.top_logprobs_num = True, -1, n_alternatives
+    obj.return_text_in_logprobs = obj.stream = False
+
+
+def _beside(obj: GenerateReqInput, prompt: str | tuple[int, ...]) -> GenerateReqInput:
+    """Returns a request for one more prompt, by the same client."""
+
+    def first(given: Any) -> Any:
+        return given[0] if isinstance(given, list) and given else given
+
+    kept = {name: first(getattr(obj, name)) for name in ("extra_key", "lora_path", "priority")}
+    text, ids = (prompt, None) if isinstance(prompt, str) else (None, list(prompt))
+    return type(obj)(text=text, input_ids=ids, **kept)
+
+
+def _labels_of(options: AnswerOptions, scored: ScoredLabels) -> list[Label]:
+    """Returns each label with the tokens of its likeliest form."""
+    found = []
+    for label, forms in zip(options.labels, scored.forms, strict=True):
+        best = max(forms, key=lambda form: form.logprob).token_ids
+        found.append(Label(label.name, best[0], best[1:]))
+    return found
+
+
 def _scored(labels: list[Label], output: dict[str, Any]) -> ScoredPrompt:
     meta_info = output["meta_info"]
     check_has_logprobs(meta_info)
@@ -340,16 +507,19 @@ def _scored(labels: list[Label], output: dict[str, Any]) -> ScoredPrompt:
     return ScoredPrompt(labels, restrict([by_id[label.token_id] for label in labels]), meta_info)
 
 
-def _with_options(scored: ScoredPrompt, options: AnswerOptions, texts: dict[int, str]) -> ScoredPrompt:
+def _with_reply(scored: ScoredPrompt, reply: ReplyOptions, texts: dict[int, str]) -> ScoredPrompt:
     """texts: of all tokens that are alternatives."""
     calibrated = alternatives = None
-    if options.calibration is not None:
+    if reply.calibration is not None:
         names = [label.text for label in scored.labels]
-        calibrated = options.calibration.probabilities(names, scored.distribution.probabilities)
-    if options.top_alternatives:
-        label_ids = {label.token_id for label in scored.labels}
+        calibrated = reply.calibration.probabilities(names, scored.distribution.probabilities)
+    if reply.top_alternatives:
+        forms = [label.token_ids for label in scored.labels]
+        if scored.long is not None:
+            forms = [form.token_ids for of_label in scored.long.forms for form in of_label]
+        alone = {tokens[0] for tokens in forms if len(tokens) == 1}
         alternatives = [
-            Alternative(token_id, texts[token_id], logprob, token_id in label_ids)
+            Alternative(token_id, texts[token_id], logprob, token_id in alone)
             for logprob, token_id, _ in scored.meta_info["output_top_logprobs"][0]
         ]
-    return scored._replace(options=options, calibrated=calibrated, alternatives=alternatives)
+    return scored._replace(options=reply, calibrated=calibrated, alternatives=alternatives)

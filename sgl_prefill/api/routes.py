@@ -26,8 +26,7 @@ from sglang.srt.entrypoints.openai.protocol import (
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from starlette.routing import BaseRoute, Route
 
-from sgl_prefill.api import answer_options, calibrations, conversations, rerank, route_list
-from sgl_prefill.api.answer_options import AnswerOptions
+from sgl_prefill.api import calibrations, conversations, reply_options, rerank, route_list
 from sgl_prefill.api.answers import chat_choice, completion_choice, usage
 from sgl_prefill.api.calibrations import Calibrations
 from sgl_prefill.api.label_scoring import LabelScorer, ScoredPrompt
@@ -46,6 +45,7 @@ from sgl_prefill.api.protocol import (
     pass_generate_deadline,
     pass_salt,
 )
+from sgl_prefill.api.reply_options import ReplyOptions
 from sgl_prefill.api.request_checks import check_ids_in_vocabulary, check_lists_against_prompts
 from sgl_prefill.api.shield import HttpShield, Refusal
 from sgl_prefill.api.text_limit import OFF_LOOP_CHARACTERS
@@ -110,7 +110,7 @@ class PrefillRoutes:
         """Serves /v1/completions."""
         check_keys(request)
         answers = allowed_answers(request)
-        options = await self._answer_options(request, answers, raw_request)
+        reply = await self._reply_options(request, answers, raw_request)
         if answers is None:
             if request.max_tokens is None:
                 request.max_tokens = self._default_max_tokens(CompletionRequest.model_fields["max_tokens"].default)
@@ -121,7 +121,7 @@ class PrefillRoutes:
             return await self._stock["/v1/completions"](request, raw_request)
         check_label_request(request, request.max_tokens)
         request.max_tokens = 1
-        scored = await self._score(self._app.state.openai_serving_completion, request, answers, raw_request, options)
+        scored = await self._score(self._app.state.openai_serving_completion, request, answers, raw_request, reply)
         choices = [completion_choice(index, one, request.logprobs) for index, one in enumerate(scored)]
         return _openai_reply("cmpl-", "text_completion", request, choices, scored)
 
@@ -132,7 +132,7 @@ class PrefillRoutes:
         for text in conversations.texts_of(request):
             self._manager.check_text(text, "a message")  # before a template is filled with it
         answers = allowed_answers(request)
-        options = await self._answer_options(request, answers, raw_request)
+        reply = await self._reply_options(request, answers, raw_request)
         max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
         if answers is None:
             if max_tokens is None:
@@ -144,7 +144,7 @@ class PrefillRoutes:
         check_label_request(request, max_tokens)
         request.max_tokens, request.max_completion_tokens = None, 1
         await conversations.fill_beside(serving, request, raw_request)
-        scored = await self._score(serving, request, answers, raw_request, options)
+        scored = await self._score(serving, request, answers, raw_request, reply)
         name = "delta" if request.stream else "message"
         choices = [chat_choice(index, one, request.logprobs, name) for index, one in enumerate(scored)]
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
@@ -154,7 +154,7 @@ class PrefillRoutes:
         """Serves /generate."""
         pass_salt(obj)
         answers = allowed_answers(obj)
-        options = await self._answer_options(obj, answers, request)
+        reply = await self._reply_options(obj, answers, request)
         if answers is None:
             check_generate_penalties(obj)
             pass_generate_deadline(obj)
@@ -163,12 +163,16 @@ class PrefillRoutes:
         check_generate_label_request(obj)
         is_batch, streams = not isinstance(obj.text, str) and not _is_one_prompt_of_ids(obj.input_ids), obj.stream
         with _value_errors_are_bad_requests():
-            scored = await self.scorer.score(obj, answers, request, obj.deadline_ms, options)
+            scored = await self.scorer.score(obj, answers, request, obj.deadline_ms, reply)
         outputs: list[dict[str, Any]] = [
             {
                 "text": one.best.text,
-                "output_ids": [one.best.token_id],
-                "meta_info": {**one.meta_info, "completion_tokens": 1, "label_scores": one.to_json()},
+                "output_ids": list(one.best.token_ids),
+                "meta_info": {
+                    **one.meta_info,
+                    "completion_tokens": len(one.best.token_ids),
+                    "label_scores": one.to_json(),
+                },
             }
             for one in scored
         ]
@@ -243,12 +247,12 @@ class PrefillRoutes:
         return ORJSONResponse({"input_tokens": len(ids)})
 
     async def _score(
-        self, serving: Any, request: Any, answers: Any, raw_request: Request, options: AnswerOptions
+        self, serving: Any, request: Any, answers: Any, raw_request: Request, reply: ReplyOptions
     ) -> list[ScoredPrompt]:
         _check_with(serving, request)
         with _value_errors_are_bad_requests():
             obj, _ = serving._convert_to_internal_request(request, raw_request)
-            return await self.scorer.score(obj, answers, raw_request, request.deadline_ms, options)
+            return await self.scorer.score(obj, answers, raw_request, request.deadline_ms, reply)
 
     async def _prompt_of(self, request: Any, raw_request: Request) -> GenerateReqInput:
         """Returns what SGLang makes of a body of /v1/completions or /v1/chat/completions."""
@@ -262,14 +266,14 @@ class PrefillRoutes:
         with _value_errors_are_bad_requests():
             return serving._convert_to_internal_request(request, raw_request)[0]
 
-    async def _answer_options(self, request: Any, answers: Any, raw_request: Request) -> AnswerOptions:
-        answer_options.check(request, answers is not None)
+    async def _reply_options(self, request: Any, answers: Any, raw_request: Request) -> ReplyOptions:
+        reply_options.check(request, answers is not None)
         if answers is None:
-            return AnswerOptions()
+            return ReplyOptions()
         calibration = None
         if request.calibration is not None:
             calibration = await self.calibrations.of_request(request.calibration, raw_request)
-        return AnswerOptions(calibration, request.raw_scores, request.top_alternatives or 0)
+        return ReplyOptions(calibration, request.raw_scores, request.top_alternatives or 0)
 
 
 def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:

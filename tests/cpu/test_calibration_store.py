@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sgl_prefill.api import answer_options
+from sgl_prefill.api import reply_options
 from sgl_prefill.api.calibration_store import (
     MOST_OF_A_TENANT,
     CalibrationStore,
@@ -37,6 +37,7 @@ STORED = StoredCalibration(
     24,
     1_700_000_000,
     MEASURED,
+    {},
 )
 
 
@@ -169,13 +170,15 @@ def test_labels_are_known_by_their_text_in_any_order() -> None:
     shares = restrict(logprobs).probabilities
     assert STORED.probabilities([" no", " yes"], shares) == pytest.approx(expected)
     assert STORED.probabilities([" yes", " no"], shares[::-1]) == pytest.approx(expected[::-1])
-    STORED.check([" yes", " no"], {None})
+    STORED.check([" yes", " no"], {}, {None})
     for wrong in ([" no"], [" no", " yes", " maybe"], ["no", " yes"], [" no", " no", " yes"]):
         with pytest.raises(BadRequestError, match="' no', ' yes', and this request allows") as caught:
-            STORED.check(wrong, {None})
+            STORED.check(wrong, {}, {None})
         assert repr(wrong[-1]) in str(caught.value)
     with pytest.raises(ConflictError, match="no adapter, and this request asks for the adapter 'german'"):
-        STORED.check([" yes", " no"], {None, "german"})
+        STORED.check([" yes", " no"], {}, {None, "german"})
+    with pytest.raises(BadRequestError, match="has normalise 'mean'"):
+        STORED.check([" yes", " no"], {"normalise": "mean"}, {None})
 
 
 def test_a_plot_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,15 +192,15 @@ def test_a_plot_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_options_without_labels_are_refused_and_left_out_ones_are_not() -> None:
     none = SimpleNamespace(calibration=None, raw_scores=False, top_alternatives=None)
-    answer_options.check(none, has_answers=False)
+    reply_options.check(none, has_answers=False)
     for name, value in (("calibration", "a"), ("raw_scores", True), ("top_alternatives", 3)):
         request = SimpleNamespace(**{**vars(none), name: value})
-        answer_options.check(request, has_answers=True)
+        reply_options.check(request, has_answers=True)
         with pytest.raises(BadRequestError, match=f"{name} without allowed answers"):
-            answer_options.check(request, has_answers=False)
+            reply_options.check(request, has_answers=False)
     for n in (-1, 0, 101):
         with pytest.raises(BadRequestError, match=f"top_alternatives is {n}: ask for 1 to 100"):
-            answer_options.check(SimpleNamespace(**{**vars(none), "top_alternatives": n}), has_answers=True)
+            reply_options.check(SimpleNamespace(**{**vars(none), "top_alternatives": n}), has_answers=True)
 
 
 def write_model(folder: Path, weights: bytes | bytearray) -> Path:

@@ -55,7 +55,7 @@ def _calibrated(engine: Engine) -> dict[str, Any]:
         model, calibration = ModelName("demo", "this model", None), Calibration([2.0, 2.0], [0.0, 0.0])
         store.put(
             "",
-            StoredCalibration("sure", "temperature", model, [" Rome", " Paris"], calibration, 20, 0, None),
+            StoredCalibration("sure", "temperature", model, [" Rome", " Paris"], calibration, 20, 0, None, {}),
             replace=False,
         )
         engine._calibrations = store

@@ -144,7 +144,7 @@ def test_raw_scores_and_alternatives_change_nothing_of_the_answer(server: Server
     (plain,) = server.scores(QUESTION, **LABELS)
     (asked,) = server.scores(QUESTION, **LABELS, raw_scores=True, top_alternatives=5)
     assert [entry["logprob"] for entry in plain["labels"]] == [entry["raw_score"] for entry in asked["labels"]]
-    assert [set(entry) for entry in asked["labels"]] == [{"label", "token_id", "raw_score"}] * 2
+    assert [set(entry) for entry in asked["labels"]] == [{"label", "token_id", "raw_score", "logprob"}] * 2
     alternatives = asked["top_alternatives"]
     assert [set(one) for one in alternatives] == [{"token_id", "text", "logprob", "is_label"}] * 5
     assert [one["logprob"] for one in alternatives] == sorted((one["logprob"] for one in alternatives), reverse=True)

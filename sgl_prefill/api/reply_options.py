@@ -10,7 +10,7 @@ from sgl_prefill.errors import BadRequestError
 MOST_ALTERNATIVES = 100
 
 
-class AnswerOptions(NamedTuple):
+class ReplyOptions(NamedTuple):
     """None of them changes what is computed for the labels."""
 
     calibration: StoredCalibration | None = None
