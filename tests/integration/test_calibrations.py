@@ -247,3 +247,21 @@ def test_a_name_that_is_taken_is_not_written_over_by_accident(server: Server) ->
     reply = server.post(PATH, bad(name="vector"))
     assert reply.status_code == 409
     assert "replace" in reply.json()["error"]["message"]
+
+
+def test_labels_of_several_tokens_are_calibrated_by_their_names(server: Server) -> None:
+    """Their raw score is what is normalised over the labels; a calibration of another way to compute them does not fit."""
+    labels = {"allowed_answers": {"good": [" very good indeed", " good"], "bad": [" not good at all"]}}
+    body = {"name": "forms", "method": "contextual", "content_free": [QUESTION], "replace": True, **labels}
+    made = server.post(PATH, body)
+    assert made.status_code == 200, made.text
+    (scores,) = server.scores(QUESTION, **labels, calibration="forms", raw_scores=True, top_alternatives=3)
+    assert [entry["label"] for entry in scores["labels"]] == ["good", "bad"]
+    assert [entry["calibrated_probability"] for entry in scores["labels"]] == pytest.approx([0.5, 0.5], abs=0.02)
+    assert all(entry["raw_score"] == entry["logprob"] < 0 for entry in scores["labels"])
+    assert len(scores["top_alternatives"]) == 3
+    for other in ({"normalise": "mean"}, {"answer_end": "end_token"}):
+        reply = server.post("/v1/completions", {**ANSWER, **labels, **other, "calibration": "forms"})
+        assert reply.status_code == 400
+        assert next(iter(other)) in reply.json()["error"]["message"]
+    requests.delete(f"{server.url}{PATH}/forms", timeout=60)
