@@ -198,19 +198,27 @@ class CalibrationStore:
     def put(self, tenant: str, stored: StoredCalibration, *, replace: bool) -> None:
         """Writes one, whole or not at all, also beside another server. Raises what `check_new` raises."""
         self.check_new(tenant, stored.name, replace=replace)
-        path = self._path(tenant, stored.name)
+        try:
+            self._write(self._path(tenant, stored.name), json.dumps(stored.to_json()), replace=replace)
+        except FileExistsError as error:  # somebody was faster
+            raise ConflictError(f"calibration {stored.name!r} exists already: take another name") from error
+        except OSError as error:
+            raise ConflictError(
+                f"this server cannot write calibrations ({error.strerror or error}): start it with --calibrations and a folder"
+                " that it may write to"
+            ) from error
+
+    def _write(self, path: Path, text: str, *, replace: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as part:
             try:
-                part.write(json.dumps(stored.to_json()))
+                part.write(text)
                 part.flush()
                 os.fsync(part.fileno())
                 if replace:
                     os.replace(part.name, path)
                 else:
                     os.link(part.name, path)
-            except FileExistsError as error:  # somebody was faster
-                raise ConflictError(f"calibration {stored.name!r} exists already: take another name") from error
             finally:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(part.name)

@@ -127,6 +127,24 @@ def test_what_is_there_is_replaced_only_where_that_is_asked_for(tmp_path: Path) 
     assert calibrations.get(NOBODY, "reviews").n_examples == 30
 
 
+def test_a_folder_that_cannot_be_written_is_told_with_the_option(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConflictError, match=r"cannot write calibrations.*--calibrations"):
+        store(tmp_path / "file" / "below").put(NOBODY, STORED, replace=False)
+
+
+def test_two_servers_that_make_the_same_name_at_once_do_not_write_over_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second finds the file only when it writes its own."""
+    store(tmp_path).put(NOBODY, STORED, replace=False)
+    monkeypatch.setattr(CalibrationStore, "check_new", lambda *_, **__: None)
+    with pytest.raises(ConflictError, match="exists already"):
+        store(tmp_path).put(NOBODY, STORED._replace(n_examples=30), replace=False)
+    assert store(tmp_path).get(NOBODY, "reviews").n_examples == 24
+    assert [path.name for path in (tmp_path / "all").iterdir()] == ["reviews.json"]
+
+
 def test_a_tenant_cannot_fill_the_disk(tmp_path: Path) -> None:
     folder = tmp_path / "a1"
     folder.mkdir()
