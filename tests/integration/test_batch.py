@@ -95,7 +95,7 @@ def numbers_of(body: Any, path: str = "") -> Iterator[tuple[str, float]]:
     """Probabilities and scores of an answer of any shape."""
     if isinstance(body, dict):
         for name, value in body.items():
-            if name in ("probability", "calibrated_probability", "logprob", "score", "label_mass") or (
+            if name in ("probability", "calibrated_probability", "score", "label_mass") or (
                 name == "scores" and isinstance(value, list)
             ):
                 yield from _flat(f"{path}/{name}", value)
