@@ -16,7 +16,7 @@ from sgl_prefill.api.calibration_store import CalibrationStore, ModelName, Store
 from sgl_prefill.core.label_calibration import Calibration
 from sgl_prefill.core.labels import LabelError
 from sgl_prefill.errors import BadRequestError, SglPrefillError
-from tests.integration.prompts import CANDIDATES, PROMPTS
+from tests.integration.prompts import CANDIDATES, LONG_LABELS, LONG_PROMPTS, PROMPTS
 
 
 def float32() -> dict[str, Any]:
@@ -33,6 +33,10 @@ def float32() -> dict[str, Any]:
             scored = engine.score_labels(PROMPTS, allowed_token_ids=ids)
             result[name] = [one.distribution.logprobs for one in scored]
         result["reused"] = [one.meta_info["cached_tokens"] - one.meta_info["prompt_tokens"] for one in scored]
+        for name in ("long_cold", "long_cached"):
+            scored = engine.score_labels(LONG_PROMPTS, allowed_answers=LONG_LABELS)
+            result[name] = [one.distribution.logprobs for one in scored]
+        result["long_tokens"] = [[label.token_ids for label in one.labels] for one in scored]
         (one,) = engine.score_labels("The capital of France is", allowed_tokens=[" Paris", " Rome"])
         result["best"] = one.best.text
         result["calibrated"] = _calibrated(engine)
