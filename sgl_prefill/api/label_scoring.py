@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import fastapi
 
+from sgl_prefill.api.prompt_parts import SHOWN
 from sgl_prefill.api.request_checks import check_has_logprobs, check_ids_in_vocabulary
 from sgl_prefill.core.labels import (
     CONTEXT_CHARACTERS,
@@ -84,6 +85,7 @@ class ScoredPrompt(NamedTuple):
             "queue_ms": round(max(queue_s, 0.0) * 1e3, 3),
             "predicted_jct_ms": meta.get("predicted_jct_ms"),
             "actual_ms": round(actual_s * 1e3, 3),
+            **({SHOWN: meta[SHOWN]} if SHOWN in meta else {}),
         }
 
 

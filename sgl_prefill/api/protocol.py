@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, StrictInt, field_validator, model_validator
@@ -12,11 +12,14 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, Comple
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_prefill.api.label_scoring import AllowedAnswers
+from sgl_prefill.api.marked_messages import Mark, marks_of
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.port import custom_params, deadlines
 
 # By what was generated before: of one token nothing. With the value that means none.
 PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+
+BOTH_GIVEN = "{} and prompt_parts are both given: give the prompt once"
 
 # Fields that change what is generated, or ask for more than one answer: together with labels they contradict.
 CONTRADICTING_FIELDS = (
@@ -33,6 +36,19 @@ class LabelCompletionRequest(CompletionRequest):  # type: ignore[misc]
     allowed_tokens: list[str] | None = None
     allowed_token_ids: list[StrictInt] | None = None
     deadline_ms: float | None = None
+    prompt_parts: Any = None
+    on_overflow: Any = None
+    max_prompt_tokens: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parts_are_a_prompt(cls, values: Any) -> Any:
+        """SGLang's field cannot be left out; `prompt_parts` becomes it once it is cut."""
+        if isinstance(values, dict) and values.get("prompt_parts") is not None:
+            if values.get("prompt") is not None:
+                raise ValueError(BOTH_GIVEN.format("prompt"))
+            return {**values, "prompt": ""}
+        return values
 
     @field_validator("max_tokens")
     @classmethod
@@ -49,6 +65,22 @@ class LabelChatCompletionRequest(ChatCompletionRequest):  # type: ignore[misc]
     allowed_tokens: list[str] | None = None
     allowed_token_ids: list[StrictInt] | None = None
     deadline_ms: float | None = None
+    prompt_parts: Any = None  # refused: there are messages
+    on_overflow: Any = None
+    max_prompt_tokens: Any = None
+    _marks: tuple[Mark, ...] = ()
+
+    @property
+    def marks(self) -> tuple[Mark, ...]:
+        """The parts of messages that say what is kept of them, which SGLang's type of a part does not know."""
+        return self._marks
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _remember_marks(cls, values: Any, handler: Callable[[Any], Any]) -> Any:
+        request = handler(values)
+        request._marks = marks_of(values)
+        return request
 
     @model_validator(mode="before")
     @classmethod
@@ -80,6 +112,9 @@ class LabelGenerateReqInput(GenerateReqInput):  # type: ignore[misc]
     allowed_token_ids: list[StrictInt] | None = dataclasses.field(default=None, kw_only=True)
     deadline_ms: float | None = dataclasses.field(default=None, kw_only=True)
     cache_salt: str | None = dataclasses.field(default=None, kw_only=True)
+    prompt_parts: Any = dataclasses.field(default=None, kw_only=True)
+    on_overflow: Any = dataclasses.field(default=None, kw_only=True)
+    max_prompt_tokens: Any = dataclasses.field(default=None, kw_only=True)
     is_single = True  # until SGLang has looked: one that is refused before is asked too
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pkgutil
 import time
 import uuid
@@ -28,7 +29,9 @@ from starlette.routing import BaseRoute, Route
 
 from sgl_prefill.api import conversations, rerank, route_list
 from sgl_prefill.api.answers import chat_choice, completion_choice, usage
+from sgl_prefill.api.cut_requests import CutRequests, PartsOfPrompts, with_parts
 from sgl_prefill.api.label_scoring import LabelScorer, ScoredPrompt
+from sgl_prefill.api.prompt_parts import note
 from sgl_prefill.api.protocol import (
     LabelChatCompletionRequest,
     LabelCompletionRequest,
@@ -92,12 +95,17 @@ class PrefillRoutes:
             self._scorer = LabelScorer(self._manager)
         return self._scorer
 
+    @functools.cached_property
+    def cuts(self) -> CutRequests:
+        return CutRequests(self._manager)
+
     def _default_max_tokens(self, stock_default: int | None) -> int | None:
         return stock_default if self._config.allow_generation else 1
 
     async def completions(self, request: LabelCompletionRequest, raw_request: Request) -> Any:
         """Serves /v1/completions."""
         check_keys(request)
+        serving = self._app.state.openai_serving_completion
         answers = allowed_answers(request)
         if answers is None:
             if request.max_tokens is None:
@@ -106,10 +114,12 @@ class PrefillRoutes:
             if request.echo and request.logprobs == 0:
                 request.logprobs = 1  # SGLang takes 0 for none of the prompt, and fails at it
             pass_deadline(request)
-            return await self._stock["/v1/completions"](request, raw_request)
+            parts = await self.cuts.of_completion(serving, request)
+            return with_parts(await self._stock["/v1/completions"](request, raw_request), request, parts)
         check_label_request(request, request.max_tokens)
         request.max_tokens = 1
-        scored = await self._score(self._app.state.openai_serving_completion, request, answers, raw_request)
+        parts = await self.cuts.of_completion(serving, request)
+        scored = await self._score(serving, request, answers, raw_request, parts)
         choices = [completion_choice(index, one, request.logprobs) for index, one in enumerate(scored)]
         return _openai_reply("cmpl-", "text_completion", request, choices, scored)
 
@@ -117,8 +127,7 @@ class PrefillRoutes:
         """Serves /v1/chat/completions, under Amazon's name too."""
         check_keys(request)
         serving = self._app.state.openai_serving_chat
-        for text in conversations.texts_of(request):
-            self._manager.check_text(text, "a message")  # before a template is filled with it
+        self.cuts.check_texts_of_chat(request)
         answers = allowed_answers(request)
         max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
         if answers is None:
@@ -126,12 +135,12 @@ class PrefillRoutes:
                 request.max_completion_tokens = max_tokens = self._default_max_tokens(None)
             check_penalties(request, max_tokens)
             pass_deadline(request)
-            await conversations.fill_beside(serving, request, raw_request)
-            return await self._stock["/v1/chat/completions"](request, raw_request)
+            parts = await self._fill(serving, request, raw_request)
+            return with_parts(await self._stock["/v1/chat/completions"](request, raw_request), request, parts)
         check_label_request(request, max_tokens)
         request.max_tokens, request.max_completion_tokens = None, 1
-        await conversations.fill_beside(serving, request, raw_request)
-        scored = await self._score(serving, request, answers, raw_request)
+        parts = await self._fill(serving, request, raw_request)
+        scored = await self._score(serving, request, answers, raw_request, parts)
         name = "delta" if request.stream else "message"
         choices = [chat_choice(index, one, request.logprobs, name) for index, one in enumerate(scored)]
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
@@ -141,6 +150,7 @@ class PrefillRoutes:
         """Serves /generate."""
         pass_salt(obj)
         answers = allowed_answers(obj)
+        note(obj, await self.cuts.of_generate(obj))
         if answers is None:
             check_generate_penalties(obj)
             pass_generate_deadline(obj)
@@ -228,10 +238,17 @@ class PrefillRoutes:
         ids = prompt if isinstance(prompt, list) else self._manager.tokenizer.encode(prompt)
         return ORJSONResponse({"input_tokens": len(ids)})
 
-    async def _score(self, serving: Any, request: Any, answers: Any, raw_request: Request) -> list[ScoredPrompt]:
+    async def _fill(self, serving: Any, request: LabelChatCompletionRequest, raw_request: Request) -> PartsOfPrompts:
+        with _value_errors_are_bad_requests():
+            return await self.cuts.of_chat(serving, request, raw_request)
+
+    async def _score(
+        self, serving: Any, request: Any, answers: Any, raw_request: Request, parts: PartsOfPrompts = None
+    ) -> list[ScoredPrompt]:
         _check_with(serving, request)
         with _value_errors_are_bad_requests():
             obj, _ = serving._convert_to_internal_request(request, raw_request)
+            note(obj, parts)
             return await self.scorer.score(obj, answers, raw_request, request.deadline_ms)
 
 

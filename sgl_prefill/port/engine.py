@@ -8,11 +8,13 @@ import signal
 from typing import Any
 
 from sglang.srt.entrypoints.engine import Engine as StockEngine
-from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.plugins import load_plugins
 
 from sgl_prefill import preflight
+from sgl_prefill.api.cut_requests import CutRequests
 from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer, ScoredPrompt
+from sgl_prefill.api.prompt_parts import note
+from sgl_prefill.api.protocol import LabelGenerateReqInput
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import SeamError
 from sgl_prefill.port import activation, fingerprints, prefork, processes
@@ -37,19 +39,40 @@ class Engine(StockEngine):  # type: ignore[misc]
 
     def score_labels(
         self,
-        prompts: str | list[str] | list[int] | list[list[int]],
+        prompts: str | list[str] | list[int] | list[list[int]] | None = None,
         *,
         allowed_tokens: list[str] | None = None,
         allowed_token_ids: list[int] | None = None,
+        prompt_parts: list[Any] | None = None,
+        on_overflow: str | None = None,
+        max_prompt_tokens: int | None = None,
     ) -> list[ScoredPrompt]:
         """Returns the distribution over the allowed answers after each prompt, in the order of the prompts.
 
+        prompt_parts: in the place of prompts, as on /v1/completions; so are the two options after it.
+
         Raises BadRequestError or LabelError for what can never be answered.
         """
-        is_text = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], str))
-        obj = GenerateReqInput(text=prompts) if is_text else GenerateReqInput(input_ids=prompts)
-        answers = AllowedAnswers(allowed_tokens, allowed_token_ids)
-        return self.loop.run_until_complete(self._label_scorer.score(obj, answers))  # type: ignore[no-any-return]
+        given: Any = prompts
+        is_text = isinstance(given, str) or bool(given and isinstance(given[0], str))
+        obj = LabelGenerateReqInput(
+            text=given if is_text else None,
+            input_ids=None if is_text else given,
+            prompt_parts=prompt_parts,
+            on_overflow=on_overflow,
+            max_prompt_tokens=max_prompt_tokens,
+        )
+        return self.loop.run_until_complete(  # type: ignore[no-any-return]
+            self._score(obj, AllowedAnswers(allowed_tokens, allowed_token_ids))
+        )
+
+    async def _score(self, obj: LabelGenerateReqInput, answers: AllowedAnswers) -> list[ScoredPrompt]:
+        note(obj, await self._cuts.of_generate(obj))
+        return await self._label_scorer.score(obj, answers)
+
+    @functools.cached_property
+    def _cuts(self) -> CutRequests:
+        return CutRequests(self.tokenizer_manager)
 
     @functools.cached_property
     def _label_scorer(self) -> LabelScorer:
