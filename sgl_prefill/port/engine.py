@@ -15,8 +15,9 @@ from sgl_prefill.api.cut_requests import CutRequests
 from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer, ScoredPrompt
 from sgl_prefill.api.prompt_parts import note
 from sgl_prefill.api.protocol import LabelGenerateReqInput
+from sgl_prefill.api.protocol import allowed_answers as asked_answers
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.errors import SeamError
+from sgl_prefill.errors import BadRequestError, SeamError
 from sgl_prefill.port import activation, fingerprints, prefork, processes
 
 
@@ -46,10 +47,15 @@ class Engine(StockEngine):  # type: ignore[misc]
         prompt_parts: list[Any] | None = None,
         on_overflow: str | None = None,
         max_prompt_tokens: int | None = None,
+        allowed_answers: list[Any] | dict[str, list[str]] | None = None,
+        answer_end: str | dict[str, str] | None = None,
+        normalise: str | None = None,
+        baseline_prompt: str | list[int] | None = None,
     ) -> list[ScoredPrompt]:
-        """Returns the distribution over the allowed answers after each prompt, in the order of the prompts.
+        """Returns the distribution over the allowed answers after each prompt, in the order of the prompts. The options are those
+        of /v1/completions.
 
-        prompt_parts: in the place of prompts, as on /v1/completions; so are the two options after it.
+        prompt_parts: in the place of prompts.
 
         Raises BadRequestError or LabelError for what can never be answered.
         """
@@ -58,13 +64,20 @@ class Engine(StockEngine):  # type: ignore[misc]
         obj = LabelGenerateReqInput(
             text=given if is_text else None,
             input_ids=None if is_text else given,
+            allowed_tokens=allowed_tokens,
+            allowed_token_ids=allowed_token_ids,
+            allowed_answers=allowed_answers,
+            answer_end=answer_end,
+            normalise=normalise,
+            baseline_prompt=baseline_prompt,
             prompt_parts=prompt_parts,
             on_overflow=on_overflow,
             max_prompt_tokens=max_prompt_tokens,
         )
-        return self.loop.run_until_complete(  # type: ignore[no-any-return]
-            self._score(obj, AllowedAnswers(allowed_tokens, allowed_token_ids))
-        )
+        answers = asked_answers(obj)
+        if answers is None:
+            raise BadRequestError("give allowed_tokens, allowed_token_ids or allowed_answers")
+        return self.loop.run_until_complete(self._score(obj, answers))  # type: ignore[no-any-return]
 
     async def _score(self, obj: LabelGenerateReqInput, answers: AllowedAnswers) -> list[ScoredPrompt]:
         note(obj, await self._cuts.of_generate(obj))

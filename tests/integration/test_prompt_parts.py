@@ -14,9 +14,7 @@ from sgl_prefill.core.prompt_parts import KEEPS, CannotCutError, Span, cut
 from tests.integration.conftest import Server
 
 LABELS = [" yes", " no"]
-INSTRUCTIONS = (
-    "You read letters, and you answer the question that stands behind each of them with one word, yes or no."
-)
+INSTRUCTIONS = "You read letters, and you answer the question that stands behind each of them with one word, yes or no."
 QUESTION = " Question: Is this letter about a refund? Answer:"
 LETTER = " We are sorry that your parcel came late, and shall give back what you paid for it."
 WORDS = [
