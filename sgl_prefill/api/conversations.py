@@ -81,6 +81,7 @@ async def fill_beside(
 ) -> None:
     """Fills the template of a long conversation and tokenises it in another thread, for the conversion by `serving` that
     comes next in this request."""
+    _filled.set(None)  # the task may have filled another before
     if work_characters(request) < OFF_LOOP_CHARACTERS:
         return
     manager: PrefillTokenizerManager = serving.tokenizer_manager
@@ -95,6 +96,27 @@ async def fill_beside(
             context.run(beside._convert_to_internal_request, request, raw_request)
 
     await manager.run_beside(convert)
+
+
+def fill_with(result: Any) -> None:
+    """Makes the conversion that comes next in this request take `result` for what fills its template."""
+    filled: Future[Any] = Future()
+    filled.set_result(result)
+    _filled.set(filled)
+
+
+def fill_in_thread(serving: Any, request: ChatCompletionRequest, raw_request: fastapi.Request | None) -> Any:
+    """Returns what SGLang makes of a conversation, for `fill_with`; in a thread beside the event loop, with a `serving` whose
+    tokenizer is this thread's. Raises what a template or SGLang refuses."""
+    filled = Future[Any]()
+    context = contextvars.copy_context()
+    context.run(_filled.set, filled)
+    try:
+        context.run(serving._convert_to_internal_request, request, raw_request)
+    except Exception:  # which the conversion that comes next meets too
+        if not filled.done():
+            raise
+    return filled.result()
 
 
 def work_characters(request: ChatCompletionRequest) -> int:

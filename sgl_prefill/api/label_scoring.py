@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import fastapi
 
 from sgl_prefill.api.long_labels import TreeRequests
+from sgl_prefill.api.prompt_parts import SHOWN
 from sgl_prefill.api.reply_options import ReplyOptions
 from sgl_prefill.api.request_checks import check_has_logprobs, check_ids_in_vocabulary
 from sgl_prefill.core.answer_tree import Tokens
@@ -170,6 +171,7 @@ class ScoredPrompt(NamedTuple):
             "queue_ms": round(max(queue_s, 0.0) * 1e3, 3),
             "predicted_jct_ms": meta.get("predicted_jct_ms"),
             "actual_ms": round(actual_s * 1e3, 3),
+            **({SHOWN: meta[SHOWN]} if SHOWN in meta else {}),
         }
 
 

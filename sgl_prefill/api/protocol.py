@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, StrictBool, StrictInt, field_validator, model_validator
@@ -12,6 +12,7 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, Comple
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_prefill.api.label_scoring import AllowedAnswers
+from sgl_prefill.api.marked_messages import Mark, marks_of
 from sgl_prefill.core import long_labels
 from sgl_prefill.core.labels import LabelError
 from sgl_prefill.errors import BadRequestError
@@ -45,6 +46,19 @@ class LabelCompletionRequest(CompletionRequest):  # type: ignore[misc]
     calibration: str | None = None
     raw_scores: StrictBool = False
     top_alternatives: StrictInt | None = None
+    prompt_parts: Any = None
+    on_overflow: Any = None
+    max_prompt_tokens: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parts_are_a_prompt(cls, values: Any) -> Any:
+        """SGLang's field cannot be left out; `prompt_parts` becomes it once it is cut."""
+        if isinstance(values, dict) and values.get("prompt_parts") is not None:
+            if values.get("prompt") is not None:
+                raise ValueError("prompt and prompt_parts are both given: give the prompt once")
+            return {**values, "prompt": ""}
+        return values
 
     @field_validator("max_tokens")
     @classmethod
@@ -68,6 +82,22 @@ class LabelChatCompletionRequest(ChatCompletionRequest):  # type: ignore[misc]
     calibration: str | None = None
     raw_scores: StrictBool = False
     top_alternatives: StrictInt | None = None
+    prompt_parts: Any = None  # refused: there are messages
+    on_overflow: Any = None
+    max_prompt_tokens: Any = None
+    _marks: tuple[Mark, ...] = ()
+
+    @property
+    def marks(self) -> tuple[Mark, ...]:
+        """The parts of messages that say what is kept of them, which SGLang's type of a part does not know."""
+        return self._marks
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _remember_marks(cls, values: Any, handler: Callable[[Any], Any]) -> Any:
+        request = handler(values)
+        request._marks = marks_of(values)
+        return request
 
     @model_validator(mode="before")
     @classmethod
@@ -106,6 +136,9 @@ class LabelGenerateReqInput(GenerateReqInput):  # type: ignore[misc]
     raw_scores: StrictBool = dataclasses.field(default=False, kw_only=True)
     top_alternatives: StrictInt | None = dataclasses.field(default=None, kw_only=True)
     cache_salt: str | None = dataclasses.field(default=None, kw_only=True)
+    prompt_parts: Any = dataclasses.field(default=None, kw_only=True)
+    on_overflow: Any = dataclasses.field(default=None, kw_only=True)
+    max_prompt_tokens: Any = dataclasses.field(default=None, kw_only=True)
     is_single = True  # until SGLang has looked: one that is refused before is asked too
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pkgutil
 import time
 import uuid
@@ -29,7 +30,9 @@ from starlette.routing import BaseRoute, Route
 from sgl_prefill.api import calibrations, conversations, reply_options, rerank, route_list
 from sgl_prefill.api.answers import chat_choice, completion_choice, usage
 from sgl_prefill.api.calibrations import Calibrations
+from sgl_prefill.api.cut_requests import CutRequests, PartsOfPrompts, with_parts
 from sgl_prefill.api.label_scoring import LabelScorer, ScoredPrompt
+from sgl_prefill.api.prompt_parts import note
 from sgl_prefill.api.protocol import (
     LabelChatCompletionRequest,
     LabelCompletionRequest,
@@ -103,12 +106,17 @@ class PrefillRoutes:
             self._calibrations = Calibrations(self._manager, self.scorer, self._prompt_of)
         return self._calibrations
 
+    @functools.cached_property
+    def cuts(self) -> CutRequests:
+        return CutRequests(self._manager)
+
     def _default_max_tokens(self, stock_default: int | None) -> int | None:
         return stock_default if self._config.allow_generation else 1
 
     async def completions(self, request: LabelCompletionRequest, raw_request: Request) -> Any:
         """Serves /v1/completions."""
         check_keys(request)
+        serving = self._app.state.openai_serving_completion
         answers = allowed_answers(request)
         reply = await self._reply_options(request, answers, raw_request)
         if answers is None:
@@ -118,10 +126,12 @@ class PrefillRoutes:
             if request.echo and request.logprobs == 0:
                 request.logprobs = 1  # SGLang takes 0 for none of the prompt, and fails at it
             pass_deadline(request)
-            return await self._stock["/v1/completions"](request, raw_request)
+            parts = await self.cuts.of_completion(serving, request)
+            return with_parts(await self._stock["/v1/completions"](request, raw_request), request, parts)
         check_label_request(request, request.max_tokens)
         request.max_tokens = 1
-        scored = await self._score(self._app.state.openai_serving_completion, request, answers, raw_request, reply)
+        parts = await self.cuts.of_completion(serving, request)
+        scored = await self._score(serving, request, answers, raw_request, reply, parts)
         choices = [completion_choice(index, one, request.logprobs) for index, one in enumerate(scored)]
         return _openai_reply("cmpl-", "text_completion", request, choices, scored)
 
@@ -129,8 +139,7 @@ class PrefillRoutes:
         """Serves /v1/chat/completions, under Amazon's name too."""
         check_keys(request)
         serving = self._app.state.openai_serving_chat
-        for text in conversations.texts_of(request):
-            self._manager.check_text(text, "a message")  # before a template is filled with it
+        self.cuts.check_texts_of_chat(request)
         answers = allowed_answers(request)
         reply = await self._reply_options(request, answers, raw_request)
         max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
@@ -139,12 +148,12 @@ class PrefillRoutes:
                 request.max_completion_tokens = max_tokens = self._default_max_tokens(None)
             check_penalties(request, max_tokens)
             pass_deadline(request)
-            await conversations.fill_beside(serving, request, raw_request)
-            return await self._stock["/v1/chat/completions"](request, raw_request)
+            parts = await self._fill(serving, request, raw_request)
+            return with_parts(await self._stock["/v1/chat/completions"](request, raw_request), request, parts)
         check_label_request(request, max_tokens)
         request.max_tokens, request.max_completion_tokens = None, 1
-        await conversations.fill_beside(serving, request, raw_request)
-        scored = await self._score(serving, request, answers, raw_request, reply)
+        parts = await self._fill(serving, request, raw_request)
+        scored = await self._score(serving, request, answers, raw_request, reply, parts)
         name = "delta" if request.stream else "message"
         choices = [chat_choice(index, one, request.logprobs, name) for index, one in enumerate(scored)]
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
@@ -155,6 +164,7 @@ class PrefillRoutes:
         pass_salt(obj)
         answers = allowed_answers(obj)
         reply = await self._reply_options(obj, answers, request)
+        note(obj, await self.cuts.of_generate(obj))
         if answers is None:
             check_generate_penalties(obj)
             pass_generate_deadline(obj)
@@ -246,12 +256,23 @@ class PrefillRoutes:
         ids = prompt if isinstance(prompt, list) else self._manager.tokenizer.encode(prompt)
         return ORJSONResponse({"input_tokens": len(ids)})
 
+    async def _fill(self, serving: Any, request: LabelChatCompletionRequest, raw_request: Request) -> PartsOfPrompts:
+        with _value_errors_are_bad_requests():
+            return await self.cuts.of_chat(serving, request, raw_request)
+
     async def _score(
-        self, serving: Any, request: Any, answers: Any, raw_request: Request, reply: ReplyOptions
+        self,
+        serving: Any,
+        request: Any,
+        answers: Any,
+        raw_request: Request,
+        reply: ReplyOptions,
+        parts: PartsOfPrompts = None,
     ) -> list[ScoredPrompt]:
         _check_with(serving, request)
         with _value_errors_are_bad_requests():
             obj, _ = serving._convert_to_internal_request(request, raw_request)
+            note(obj, parts)
             return await self.scorer.score(obj, answers, raw_request, request.deadline_ms, reply)
 
     async def _prompt_of(self, request: Any, raw_request: Request) -> GenerateReqInput:
@@ -259,9 +280,8 @@ class PrefillRoutes:
         serving = self._app.state.openai_serving_completion
         if isinstance(request, LabelChatCompletionRequest):
             serving = self._app.state.openai_serving_chat
-            for text in conversations.texts_of(request):
-                self._manager.check_text(text, "a message")
-            await conversations.fill_beside(serving, request, raw_request)
+            self.cuts.check_texts_of_chat(request)
+            await self._fill(serving, request, raw_request)
         _check_with(serving, request)
         with _value_errors_are_bad_requests():
             return serving._convert_to_internal_request(request, raw_request)[0]

@@ -8,6 +8,8 @@ from typing import Any
 # A tokenizer reads some megabytes a second: shorter texts take a few milliseconds.
 OFF_LOOP_CHARACTERS = 20_000
 BYTES_PER_CHARACTER = 12  # of JSON, at most: two escapes of UTF-16
+# Of a text that may be cut, for each token that a prompt may have: of prose some 14 times as much as fits.
+CUT_CHARACTERS_PER_TOKEN = 64
 
 
 def has_long_text(body: bytes, limit_bytes: int) -> bool:

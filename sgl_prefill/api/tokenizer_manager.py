@@ -25,6 +25,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sgl_prefill.api import prompt_parts
 from sgl_prefill.api.request_checks import (
     MEDIA,
     check_has_logprobs,
@@ -39,6 +40,7 @@ from sgl_prefill.api.request_checks import (
 from sgl_prefill.api.rids import Rids
 from sgl_prefill.api.text_limit import (
     BYTES_PER_CHARACTER,
+    CUT_CHARACTERS_PER_TOKEN,
     OFF_LOOP_CHARACTERS,
     has_long_text,
     longest_token_characters,
@@ -116,7 +118,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         client.end_turn()  # the next begins only when this one waits
         if isinstance(obj.input_ids, Mapping):  # what tokenizers return to SGLang's route for Ollama's chats
             obj.input_ids = list(obj.input_ids["input_ids"])
-        self._check_count(obj)
+        self.check_count(count_prompts(obj) or 1)
         self._check_media(obj)
         if obj.multi_item_delimiter_indices is not None and not self.server_args.enable_mis:
             raise BadRequestError("multi_item_delimiter_indices needs a server started with --enable-mis")
@@ -152,6 +154,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             async for output in super().generate_request(obj, request):
                 for one in output if isinstance(output, list) else [output]:
                     self._rids.show(one)
+                prompt_parts.show(obj, output)
                 yield output
         finally:
             for rid in hidden:
@@ -253,10 +256,17 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     def _longest_token_characters(self) -> int | None:
         return None if self.tokenizer is None else longest_token_characters(self.tokenizer)
 
-    def check_text(self, text: str, name: str = "the prompt") -> None:
-        """Raises BadRequestError for a text that cannot fit, whatever its tokens are."""
+    def check_text(self, text: str, name: str = "the prompt", *, may_be_cut: bool = False) -> None:
+        """Raises BadRequestError for a text that cannot fit, whatever its tokens are; or that is too long even to be cut."""
         longest = self._longest_token_characters
-        if longest is not None and len(text) > longest * self.longest_input_tokens:
+        if may_be_cut:
+            longest = max(longest or 0, CUT_CHARACTERS_PER_TOKEN)
+        if longest is not None and len(text) > (most := longest * self.longest_input_tokens):
+            if may_be_cut:
+                raise BadRequestError(
+                    f"{name} has {len(text)} characters, and texts that are to be cut may have {most}, {longest} for each of the"
+                    f" {self.longest_input_tokens} tokens that this server takes at most: shorten it"
+                )
             raise BadRequestError(
                 f"{name} has {len(text)} characters, which are more than {self.longest_input_tokens} tokens, and this server"
                 f" takes at most {self.longest_input_tokens} (the model's context length is {self.context_len}): shorten it"
@@ -267,6 +277,8 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         longest = self._longest_token_characters
         if longest is None or self.mm_processor is not None:  # an image is a longer text
             return
+        if prompt_parts.ASKS_FOR_CUTS in body:
+            longest = max(longest, CUT_CHARACTERS_PER_TOKEN)
         limit_bytes = longest * self.longest_input_tokens * BYTES_PER_CHARACTER
         if has_long_text(body, limit_bytes):
             raise BadRequestError(
@@ -301,9 +313,8 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         twin.tokenizer, twin.async_dynamic_batch_tokenizer = copy.deepcopy(self.tokenizer), None
         return ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-texts"), twin
 
-    def _check_count(self, obj: GenerateReqInput | EmbeddingReqInput) -> None:
+    def check_count(self, n_prompts: int) -> None:
         """Raises BadRequestError where a request has more prompts than are answered at once."""
-        n_prompts = count_prompts(obj) or 1
         for flag, most in (
             ("--max-prompts", self.prefill_config.max_prompts),
             ("--max-waiting-requests", self.prefill_config.max_waiting_requests),

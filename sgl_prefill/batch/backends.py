@@ -127,11 +127,11 @@ def beginning_of(url: str, body: dict[str, Any]) -> Sequence[int] | IntArray:
     """Returns what two requests have in common as far as their prompts do: bytes of text, or token ids."""
     match url:
         case "/v1/completions":
-            given = body.get("prompt")
+            given = body.get("prompt", _as_text(body.get("prompt_parts")))
         case "/v1/chat/completions":
-            given = orjson.dumps(body.get("messages")).decode()
+            given = _as_text(body.get("messages"))
         case "/generate":
-            given = body.get("text", body.get("input_ids"))
+            given = body.get("text", body.get("input_ids", _as_text(body.get("prompt_parts"))))
         case "/v1/embeddings":
             given = body.get("input")
         case _:
@@ -142,6 +142,10 @@ def beginning_of(url: str, body: dict[str, Any]) -> Sequence[int] | IntArray:
         return given
     text = given if isinstance(given, str) else orjson.dumps(given).decode()
     return np.frombuffer(text.encode(errors="replace"), np.uint8)
+
+
+def _as_text(given: Any) -> str:
+    return orjson.dumps(given).decode()
 
 
 def tokens_of(body: bytes) -> tuple[int, int]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import signal
-from types import SimpleNamespace
 from typing import Any
 
 from sglang.srt.entrypoints.engine import Engine as StockEngine
-from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.plugins import load_plugins
 
 from sgl_prefill import preflight
 from sgl_prefill.api.calibration_store import CalibrationStore, store_of
-from sgl_prefill.api.label_scoring import LabelScorer, ScoredPrompt
+from sgl_prefill.api.cut_requests import CutRequests
+from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer, ScoredPrompt
+from sgl_prefill.api.prompt_parts import note
+from sgl_prefill.api.protocol import LabelGenerateReqInput
 from sgl_prefill.api.protocol import allowed_answers as asked_answers
 from sgl_prefill.api.reply_options import ReplyOptions, check_alternatives
 from sgl_prefill.config import PrefillConfig
@@ -41,10 +42,13 @@ class Engine(StockEngine):  # type: ignore[misc]
 
     def score_labels(
         self,
-        prompts: str | list[str] | list[int] | list[list[int]],
+        prompts: str | list[str] | list[int] | list[list[int]] | None = None,
         *,
         allowed_tokens: list[str] | None = None,
         allowed_token_ids: list[int] | None = None,
+        prompt_parts: list[Any] | None = None,
+        on_overflow: str | None = None,
+        max_prompt_tokens: int | None = None,
         allowed_answers: list[Any] | dict[str, list[str]] | None = None,
         answer_end: str | dict[str, str] | None = None,
         normalise: str | None = None,
@@ -55,26 +59,43 @@ class Engine(StockEngine):  # type: ignore[misc]
         """Returns the distribution over the allowed answers after each prompt, in the order of the prompts. The options are those
         of /v1/completions; `calibration` is one that a server with this model and this folder of calibrations has made.
 
+        prompt_parts: in the place of prompts.
+
         Raises BadRequestError or LabelError for what can never be answered.
         """
         if top_alternatives:
             check_alternatives(top_alternatives)
         found = None if calibration is None else self._calibrations.get("", calibration)
         reply = ReplyOptions(found, top_alternatives=top_alternatives)
-        is_text = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], str))
-        obj = GenerateReqInput(text=prompts) if is_text else GenerateReqInput(input_ids=prompts)
-        given = SimpleNamespace(
+        given: Any = prompts
+        is_text = isinstance(given, str) or bool(given and isinstance(given[0], str))
+        obj = LabelGenerateReqInput(
+            text=given if is_text else None,
+            input_ids=None if is_text else given,
             allowed_tokens=allowed_tokens,
             allowed_token_ids=allowed_token_ids,
             allowed_answers=allowed_answers,
             answer_end=answer_end,
             normalise=normalise,
             baseline_prompt=baseline_prompt,
+            prompt_parts=prompt_parts,
+            on_overflow=on_overflow,
+            max_prompt_tokens=max_prompt_tokens,
         )
-        answers = asked_answers(given)
+        answers = asked_answers(obj)
         if answers is None:
             raise BadRequestError("give allowed_tokens, allowed_token_ids or allowed_answers")
-        return self.loop.run_until_complete(self._label_scorer.score(obj, answers, reply=reply))  # type: ignore[no-any-return]
+        return self.loop.run_until_complete(self._score(obj, answers, reply))  # type: ignore[no-any-return]
+
+    async def _score(
+        self, obj: LabelGenerateReqInput, answers: AllowedAnswers, reply: ReplyOptions
+    ) -> list[ScoredPrompt]:
+        note(obj, await self._cuts.of_generate(obj))
+        return await self._label_scorer.score(obj, answers, reply=reply)
+
+    @functools.cached_property
+    def _cuts(self) -> CutRequests:
+        return CutRequests(self.tokenizer_manager)
 
     @functools.cached_property
     def _label_scorer(self) -> LabelScorer:

@@ -366,13 +366,13 @@ ROUTES: tuple[Route, ...] = (
         method="POST",
         path="/v1/completions",
         stock_endpoint="sglang.srt.entrypoints.http_server.openai_v1_completions",
-        reason="allowed_tokens, allowed_token_ids; max_tokens 1 by default",
+        reason="allowed_tokens, allowed_token_ids, prompt_parts; max_tokens 1 by default",
     ),
     Route(
         method="POST",
         path="/v1/chat/completions",
         stock_endpoint="sglang.srt.entrypoints.http_server.openai_v1_chat_completions",
-        reason="allowed_tokens, allowed_token_ids; max_tokens 1 by default",
+        reason="allowed_tokens, allowed_token_ids, keep; max_tokens 1 by default",
     ),
     Route(
         method="POST",
@@ -414,7 +414,7 @@ ROUTES: tuple[Route, ...] = (
         method="POST",
         path="/generate",
         stock_endpoint="sglang.srt.entrypoints.http_server.generate_request",
-        reason="allowed_tokens, allowed_token_ids",
+        reason="allowed_tokens, allowed_token_ids, prompt_parts",
     ),
     Route(
         method="POST",
@@ -521,6 +521,10 @@ POKES: tuple[Poke, ...] = (
         for attribute in ("rem_total_token_offset", "cur_rem_token_offset")
     ),
     Poke("sglang.srt.managers.schedule_batch.Req", "sgl_prefill", "what we know of a request"),
+    Poke(
+        "sglang.srt.managers.io_struct.GenerateReqInput", "sgl_prefill_parts", "what was cut, for the reply to show it"
+    ),
+    Poke("sglang.srt.entrypoints.openai.protocol.MessageProcessingResult", "prompt_ids", "what is left of a chat"),
     Poke(
         "sglang.srt.layers.logits_processor.LogitsProcessorOutput",
         "next_token_token_ids_logprobs_val",

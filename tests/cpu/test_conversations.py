@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
@@ -66,6 +66,20 @@ def test_a_long_conversation_is_filled_once_and_beside_the_event_loop(extra_char
     is_beside = extra_characters == 0
     assert (thread is not threading.main_thread()) == is_beside
     assert tokenizer == ("twin" if is_beside else "ours")
+
+
+def test_a_short_conversation_after_a_long_one_is_its_own() -> None:
+    """A batch job reads all its lines in one task: each after a long one was once taken for the long one."""
+    serving, long, short = Serving(), chat({"role": "user", "content": "x" * OFF_LOOP_CHARACTERS}), chat(SAYS)
+
+    async def run() -> list[str]:
+        said = []
+        for request in (long, short):
+            await conversations.fill_beside(cast(Any, serving), request, None)
+            said.append(serving._convert_to_internal_request(request, None))
+        return said
+
+    assert asyncio.run(run()) == [str(long.messages), str(short.messages)]
 
 
 def test_what_a_template_refuses_in_the_other_thread_is_refused() -> None:

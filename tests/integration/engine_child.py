@@ -40,6 +40,10 @@ def float32() -> dict[str, Any]:
         (one,) = engine.score_labels("The capital of France is", allowed_tokens=[" Paris", " Rome"])
         result["best"] = one.best.text
         result["calibrated"] = _calibrated(engine)
+        parts = [{"text": "Far too long. " * 50, "keep": "end"}, {"text": "The capital of France is"}]
+        cutting: dict[str, Any] = {"on_overflow": "cut", "max_prompt_tokens": 20}
+        (one,) = engine.score_labels(prompt_parts=parts, **cutting, allowed_tokens=[" Paris", " Rome"])
+        result["best_of_cut"] = [one.best.text, one.meta_info["prompt_tokens"], one.meta_info["prompt_parts"]]
         try:
             engine.generate("The capital of France is", {"max_new_tokens": 5})
         except BadRequestError as error:

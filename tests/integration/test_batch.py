@@ -51,6 +51,9 @@ def shared_prefixes(n_groups: int, n_rows: int) -> list[dict[str, Any]]:
 
 def of_all_urls() -> list[dict[str, Any]]:
     question = "Is the sky blue?"
+    parts = [{"text": text(7, 200), "keep": "end"}, {"text": f" {question} Answer:"}]
+    marked = [{"type": "text", **part} for part in parts]
+    cut = {"on_overflow": "cut", "max_prompt_tokens": 100}
     return [
         request(
             "chat",
@@ -62,6 +65,8 @@ def of_all_urls() -> list[dict[str, Any]]:
         request("ids", "/v1/completions", prompt=[100, 200, 300], allowed_token_ids=[500, 600]),
         request("one-token", "/v1/completions", prompt="The sky is", max_tokens=1, temperature=0),
         request("generate", "/generate", text=question, allowed_tokens=LABELS),
+        request("parts", "/v1/completions", prompt_parts=parts, **cut, allowed_tokens=LABELS),
+        request("marked", "/v1/chat/completions", messages=[{"role": "user", "content": marked}], **cut),
         request(
             "score",
             "/v1/score",

@@ -94,6 +94,8 @@ def test_the_engine_has_the_labels_hooks_and_errors_of_the_server(float32_engine
     refused = float32_engine["refused"]
     assert "--allow-generation" in refused["generation"]
     assert "more than once" in refused["duplicate"]
+    n_kept = {"kept_tokens": 15, "cut_tokens": 185}
+    assert float32_engine["best_of_cut"] == [" Paris", 20, [n_kept, {"kept_tokens": 5, "cut_tokens": 0}]]
     assert "--chunked-prefill-size" in refused["contradiction"]
     assert "--schedule-policy" in refused["contradiction"]
     assert "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill" in float32_engine["hooks"]
