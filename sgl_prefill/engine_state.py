@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sgl_prefill.core.memory_plan import MemoryPlan
     from sgl_prefill.core.packing import StepSize
     from sgl_prefill.hybrid.body import HybridBody
+    from sgl_prefill.port.answer_trees import AnswerRows
     from sgl_prefill.port.prefork import Launcher
     from sgl_prefill.port.scheduler import SchedulerPort
 
@@ -22,6 +23,7 @@ SUM_OVER_RANKS = "sglang.inplace_all_reduce"  # in a recorded body
 # Of the dictionary that the scheduler process sends to the HTTP process once it has started.
 RECORD_KEY = "sgl_prefill"
 PACKS_WEIGHTS_KEY = "sgl_prefill_packs_weights"
+ANSWERS_KEY = "sgl_prefill_no_long_answers"  # why answers of several tokens cannot be computed, or None
 
 
 @dataclasses.dataclass
@@ -41,6 +43,7 @@ class EngineState:
     parity_differences: dict[str, float] | None = None
     jct_ms: FittedJct | None = None
     step_size: StepSize | None = None
+    answer_rows: AnswerRows | None = None  # None where answers of several tokens cannot be computed
     scheduling: SchedulerPort | None = None  # None under SGLang's own scheduler
     n_ranks: int = 1  # of tensor parallelism
     n_steps_when_memory_was_released: int = 0

@@ -44,11 +44,12 @@ def chat_choice(index: int, scored: ScoredPrompt, logprobs: bool, message_field:
 
 
 def usage(scored: list[ScoredPrompt]) -> dict[str, Any]:
-    """Counts the tokens of all prompts together. Each answer is one token; cached tokens are part of the prompt tokens."""
+    """Counts the tokens of all prompts together; cached ones are part of the prompt's. The best label is the answer."""
     prompt_tokens = sum(one.meta_info["prompt_tokens"] for one in scored)
+    answer_tokens = sum(len(one.best.token_ids) for one in scored)
     return {
         "prompt_tokens": prompt_tokens,
-        "completion_tokens": len(scored),
-        "total_tokens": prompt_tokens + len(scored),
+        "completion_tokens": answer_tokens,
+        "total_tokens": prompt_tokens + answer_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(one.meta_info["cached_tokens"] for one in scored)},
     }

@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import fastapi
 
+from sgl_prefill.api.long_labels import TreeRequests
 from sgl_prefill.api.request_checks import check_has_logprobs, check_ids_in_vocabulary
+from sgl_prefill.core.answer_tree import Tokens
 from sgl_prefill.core.labels import (
     CONTEXT_CHARACTERS,
     CONTEXT_TOKENS,
@@ -24,7 +27,17 @@ from sgl_prefill.core.labels import (
     check_distinct,
     resolve_in_context,
     restrict,
+    tokens_in_context,
 )
+from sgl_prefill.core.long_labels import (
+    END_TOKEN,
+    MOST_FORM_TOKENS,
+    AnswerOptions,
+    ScoredLabels,
+    check_tokens,
+    ways_to_end,
+)
+from sgl_prefill.core.long_labels import score as score_forms
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.port import client, deadlines
 
@@ -38,19 +51,25 @@ if TYPE_CHECKING:
 MOST_RESOLUTIONS = 30_000
 SLICE = 500
 MOST_LABEL_CHARACTERS = 1_000
+LEAST_LEFT_MS = 1e-3  # of a deadline, for the scheduler to refuse what comes too late
 
 ANYWHERE = ""  # the end of a prompt after which labels are tokens already
 
 T = TypeVar("T")
 _End = str | tuple[int, ...]  # of a prompt
-_Asked = tuple[str, tuple[str, ...] | tuple[int, ...]]  # by a tenant
+_Asked = tuple[str, tuple[str, ...] | tuple[int, ...], bool]  # by a tenant; whether labels may have several tokens
 
 
 class AllowedAnswers(NamedTuple):
-    """What a request asked for; exactly one of the two is set."""
+    """What a request asked for; exactly one of the three is set."""
 
     tokens: list[str] | None  # as text, resolved after each prompt
     token_ids: list[int] | None  # as ids, the same after every prompt
+    long: AnswerOptions | None = None  # as texts of any length, resolved after each prompt
+
+    @property
+    def field(self) -> str:
+        return "allowed_tokens" if self.long is None else "allowed_answers"
 
 
 class ScoredPrompt(NamedTuple):
@@ -59,10 +78,21 @@ class ScoredPrompt(NamedTuple):
     labels: list[Label]  # in the order of the request
     distribution: LabelDistribution
     meta_info: dict[str, Any]  # SGLang's, of this prompt
+    long: ScoredLabels | None = None  # of labels of any length
+    n_answer_tokens: int = 0  # that were computed beside the prompt's
 
     @property
     def best(self) -> Label:
         return self.labels[self.distribution.best]
+
+    def _said(self) -> list[dict[str, Any]]:
+        """Returns which tokens each label is, as the reply shows it."""
+        if self.long is None:
+            return [{"token_id": label.token_id} for label in self.labels]
+        return [
+            {"score": score, "forms": [form._asdict() for form in forms]}
+            for score, forms in zip(self.long.scores, self.long.forms, strict=True)
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Returns the reply's `label_scores` object."""
@@ -71,13 +101,14 @@ class ScoredPrompt(NamedTuple):
         queue_s = meta["forward_entry_time"] - meta["api_server_dispatch_finish_ts"]
         return {
             "labels": [
-                {"label": label.text, "token_id": label.token_id, "probability": probability, "logprob": logprob}
-                for label, probability, logprob in zip(
-                    self.labels, self.distribution.probabilities, self.distribution.logprobs, strict=True
+                {"label": label.text, **said, "probability": probability, "logprob": logprob}
+                for label, said, probability, logprob in zip(
+                    self.labels, self._said(), self.distribution.probabilities, self.distribution.logprobs, strict=True
                 )
             ],
             "label_mass": self.distribution.label_mass,
             "prompt_tokens": meta["prompt_tokens"],
+            **({} if self.long is None else {"answer_tokens": self.n_answer_tokens}),
             "cached_tokens": meta["cached_tokens"],
             "kept_tokens": meta.get("kept_tokens", meta["prompt_tokens"]),
             "evicted_tokens": meta.get("evicted_tokens", 0),
@@ -117,19 +148,84 @@ class LabelScorer:
 
         Raises BadRequestError (400) for labels that cannot be scored; what SGLang raises for the rest passes through.
         """
+        if answers.long is not None:
+            return await self._score_long(obj, answers.long, raw_request, deadline_ms)
         prompts = _prompts_of(obj)
         caller = await self._manager.caller_of(raw_request)
         labels = await self._resolve(answers, prompts, self._manager.tenant_of(caller))
         ids = [[label.token_id for label in of_prompt] for of_prompt in labels]
         is_batch = isinstance(obj.text, list) or (obj.input_ids is not None and isinstance(obj.input_ids[0], list))
-        parameters = deadlines.custom_params(deadline_ms)
-        obj.sampling_params = {"max_new_tokens": 0, "temperature": 0.0, "custom_params": parameters}
-        obj.return_logprob, obj.logprob_start_len, obj.top_logprobs_num = True, -1, 0
+        _ask_for_label(obj, deadline_ms)
         obj.token_ids_logprob = ids if is_batch else ids[0]
-        obj.return_text_in_logprobs = obj.stream = False
-        outputs = await self._manager.generate_request(obj, raw_request).__anext__()
-        outputs = outputs if isinstance(outputs, list) else [outputs]
+        outputs = await self._answered(obj, raw_request)
         return [_scored(of_prompt, output) for of_prompt, output in zip(labels, outputs, strict=True)]
+
+    async def _answered(self, obj: GenerateReqInput, raw_request: fastapi.Request | None) -> list[dict[str, Any]]:
+        outputs = await self._manager.generate_request(obj, raw_request).__anext__()
+        return outputs if isinstance(outputs, list) else [outputs]
+
+    async def _score_long(
+        self,
+        obj: GenerateReqInput,
+        options: AnswerOptions,
+        raw_request: fastapi.Request | None,
+        deadline_ms: float | None,
+    ) -> list[ScoredPrompt]:
+        """Does the same for labels of any length: the tokens of all of them run in the step of their prompt."""
+        if (why_not := self._manager.no_long_answers) is not None:
+            raise BadRequestError(
+                f"allowed_answers holds labels of several tokens, which this engine cannot compute: {why_not}. Give"
+                " allowed_tokens"
+            )
+        prompts = _prompts_of(obj)
+        caller = await self._manager.caller_of(raw_request)
+        tenant = self._manager.tenant_of(caller)
+        end_ids = sorted(self._manager.end_token_ids) if options.ends_with_token else []
+        if options.ends_with_token and not end_ids:
+            raise BadRequestError(f"answer_end is {END_TOKEN!r}, and this model's configuration names no end token")
+        baseline = None if options.baseline is None else _beside(obj, options.baseline)
+        asked = [await self._trees(obj, prompts, options, end_ids, tenant)]
+        if baseline is not None:
+            asked.append(await self._trees(baseline, _prompts_of(baseline), options, end_ids, tenant))
+        started_s = time.monotonic()
+        outputs = []
+        # One after the other: each finds what those before it have computed of its prompts.
+        for one in (one for _, trees in asked for one in trees.requests):
+            left_ms = (
+                None if deadline_ms is None else max(deadline_ms - 1e3 * (time.monotonic() - started_s), LEAST_LEFT_MS)
+            )
+            _ask_for_label(one, left_ms)
+            outputs.append(await self._answered(one, raw_request))
+        n_main = len(asked[0][1].requests)
+        (forms, trees), outputs_of_prompts = asked[0], outputs[:n_main]
+        logprobs = trees.logprobs(outputs_of_prompts)
+        without: tuple[Sequence[Tokens], dict[Tokens, float] | None] = ((), None)
+        if baseline is not None:
+            ((baseline_forms,), baseline_trees) = asked[1]
+            without = baseline_forms, baseline_trees.logprobs(outputs[n_main:])[0]
+        scored = [
+            score_forms(options, of_prompt, end_ids, found, *without)
+            for of_prompt, found in zip(forms, logprobs, strict=True)
+        ]
+        return [
+            ScoredPrompt(_labels_of(options, one), one.distribution, output["meta_info"], one, n_nodes)
+            for one, output, n_nodes in zip(scored, outputs_of_prompts[0], trees.n_nodes, strict=True)
+        ]
+
+    async def _trees(
+        self,
+        obj: GenerateReqInput,
+        prompts: list[str] | list[list[int]],
+        options: AnswerOptions,
+        end_ids: list[int],
+        tenant: str,
+    ) -> tuple[list[list[Tokens]], TreeRequests]:
+        """Returns the tokens of each form behind each prompt, and what to send for them."""
+        texts = options.texts
+        labels = await self._resolve(AllowedAnswers(texts, None, options), prompts, tenant)
+        forms = [[label.token_ids for label in of_prompt] for of_prompt in labels]
+        ways = [[way for answer in of_prompt for way in ways_to_end(answer, end_ids)] for of_prompt in forms]
+        return forms, TreeRequests(obj, prompts, ways)
 
     async def _resolve(
         self, answers: AllowedAnswers, prompts: list[str] | list[list[int]], tenant: str = ""
@@ -143,31 +239,38 @@ class LabelScorer:
             check_distinct(answers.token_ids, "allowed_token_ids")
             check_ids_in_vocabulary(answers.token_ids, vocab_size, "allowed_token_ids")
             ids = tuple(answers.token_ids)
-            same = self._known.get((tenant, ids), {}).get(ANYWHERE)
+            key: _Asked = (tenant, ids, False)
+            same = self._known.get(key, {}).get(ANYWHERE)
             if same is None:
                 same = await self._in_slices(self._labels_of, ids)
-                self._remember((tenant, ids), {ANYWHERE: same})
+                self._remember(key, {ANYWHERE: same})
             return [same] * len(prompts)
         assert answers.tokens is not None
-        check_distinct(answers.tokens, "allowed_tokens")
+        is_long = answers.long is not None
+        if not is_long:
+            check_distinct(answers.tokens, "allowed_tokens")
         texts = tuple(answers.tokens)
+        key = (tenant, texts, is_long)
         ends = [_end_of(prompt) for prompt in prompts]
         for index, end in enumerate(ends):
             if not isinstance(end, str):  # which is decoded here; the tokenizer manager looks at the whole prompt
                 check_ids_in_vocabulary(list(end), vocab_size, f"prompt {index}")
-        known = self._known.get((tenant, texts), {})
+        known = self._known.get(key, {})
         found = {end: known.get(end, []) for end in ends}
         missing = [end for end, labels in found.items() if not labels]
         if (n := len(missing) * len(texts)) > MOST_RESOLUTIONS:
             raise BadRequestError(
-                f"{len(texts)} allowed_tokens after {len(missing)} different ends of prompts are {n} labels to look up, and"
+                f"{len(texts)} {answers.field} after {len(missing)} different ends of prompts are {n} labels to look up, and"
                 f" {MOST_RESOLUTIONS} are the limit: give allowed_token_ids, or fewer prompts in one request"
             )
         client.end_turn()
         for end in missing:
-            found[end] = await self._in_slices(functools.partial(self._resolve_after, end), texts)
-            _check_distinct_tokens(found[end])
-        self._remember((tenant, texts), {end: found[end] for end in missing})
+            found[end] = await self._in_slices(functools.partial(self._resolve_after, end, is_long), texts)
+            if is_long:
+                check_tokens(texts, [label.token_ids for label in found[end]])
+            else:
+                _check_distinct_tokens(found[end])
+        self._remember(key, {end: found[end] for end in missing})
         return [found[end] for end in ends]
 
     async def _in_slices(self, look_up: Callable[[Sequence[T]], list[Label]], asked: Sequence[T]) -> list[Label]:
@@ -189,8 +292,11 @@ class LabelScorer:
     def _labels_of(self, token_ids: Sequence[int]) -> list[Label]:
         return [Label(self._decode([token_id]), token_id) for token_id in token_ids]
 
-    def _resolve_after(self, end: _End, texts: Sequence[str]) -> list[Label]:
+    def _resolve_after(self, end: _End, is_long: bool, texts: Sequence[str]) -> list[Label]:
         prompt_end = end if isinstance(end, str) else self._decode(list(end))
+        if is_long:
+            found = tokens_in_context(texts, prompt_end, self._encode, self._decode)
+            return [Label(text, tokens[0], tuple(tokens[1:])) for text, tokens in zip(texts, found, strict=True)]
         token_ids = resolve_in_context(texts, prompt_end, self._encode, self._decode)
         return [Label(text, token_id) for text, token_id in zip(texts, token_ids, strict=True)]
 
@@ -222,8 +328,8 @@ def _check_size(answers: AllowedAnswers, n_prompts: int, most: int) -> None:
         )
     if (longest := max(map(len, answers.tokens or [""]), default=0)) > MOST_LABEL_CHARACTERS:
         raise BadRequestError(
-            f"allowed_tokens holds a label of {longest} characters, and {MOST_LABEL_CHARACTERS} are the limit: a label is"
-            " one token"
+            f"{answers.field} holds a label of {longest} characters, and {MOST_LABEL_CHARACTERS} are the limit: a label is"
+            f" {'one token' if answers.long is None else f'at most {MOST_FORM_TOKENS} tokens'}"
         )
 
 
@@ -255,6 +361,34 @@ def _prompts_of(obj: GenerateReqInput) -> list[str] | list[list[int]]:
     if not prompts:
         raise BadRequestError("the prompt is empty: it must hold at least one token")
     return prompts  # type: ignore[no-any-return]
+
+
+def _ask_for_label(obj: GenerateReqInput, deadline_ms: float | None) -> None:
+    """Makes a request one for log-probabilities behind its prompts, and nothing else."""
+    parameters = deadlines.custom_params(deadline_ms)
+    obj.sampling_params = {"max_new_tokens": 0, "temperature": 0.0, "custom_params": parameters}
+    obj.return_logprob, obj.logprob_start_len, obj.top_logprobs_num = True, -1, 0
+    obj.return_text_in_logprobs = obj.stream = False
+
+
+def _beside(obj: GenerateReqInput, prompt: str | tuple[int, ...]) -> GenerateReqInput:
+    """Returns a request for one more prompt, by the same client."""
+
+    def first(given: Any) -> Any:
+        return given[0] if isinstance(given, list) and given else given
+
+    kept = {name: first(getattr(obj, name)) for name in ("extra_key", "lora_path", "priority")}
+    text, ids = (prompt, None) if isinstance(prompt, str) else (None, list(prompt))
+    return type(obj)(text=text, input_ids=ids, **kept)
+
+
+def _labels_of(options: AnswerOptions, scored: ScoredLabels) -> list[Label]:
+    """Returns each label with the tokens of its likeliest form."""
+    found = []
+    for label, forms in zip(options.labels, scored.forms, strict=True):
+        best = max(forms, key=lambda form: form.logprob).token_ids
+        found.append(Label(label.name, best[0], best[1:]))
+    return found
 
 
 def _scored(labels: list[Label], output: dict[str, Any]) -> ScoredPrompt:

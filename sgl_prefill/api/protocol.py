@@ -12,11 +12,16 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, Comple
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_prefill.api.label_scoring import AllowedAnswers
+from sgl_prefill.core import long_labels
+from sgl_prefill.core.labels import LabelError
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.port import custom_params, deadlines
 
 # By what was generated before: of one token nothing. With the value that means none.
 PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+
+LABEL_FIELDS = ("allowed_tokens", "allowed_token_ids", "allowed_answers")
+LONG_LABEL_OPTIONS = ("answer_end", "normalise", "baseline_prompt")  # in the order of `long_labels.parse`
 
 # Fields that change what is generated, or ask for more than one answer: together with labels they contradict.
 CONTRADICTING_FIELDS = (
@@ -32,6 +37,10 @@ class LabelCompletionRequest(CompletionRequest):  # type: ignore[misc]
     max_tokens: int | None = None
     allowed_tokens: list[str] | None = None
     allowed_token_ids: list[StrictInt] | None = None
+    allowed_answers: Any = None  # and what stands beside it: `core.long_labels.parse`
+    answer_end: Any = None
+    normalise: Any = None
+    baseline_prompt: Any = None
     deadline_ms: float | None = None
 
     @field_validator("max_tokens")
@@ -48,6 +57,10 @@ class LabelChatCompletionRequest(ChatCompletionRequest):  # type: ignore[misc]
 
     allowed_tokens: list[str] | None = None
     allowed_token_ids: list[StrictInt] | None = None
+    allowed_answers: Any = None  # and what stands beside it: `core.long_labels.parse`
+    answer_end: Any = None
+    normalise: Any = None
+    baseline_prompt: Any = None
     deadline_ms: float | None = None
 
     @model_validator(mode="before")
@@ -78,6 +91,10 @@ class LabelGenerateReqInput(GenerateReqInput):  # type: ignore[misc]
 
     allowed_tokens: list[str] | None = dataclasses.field(default=None, kw_only=True)
     allowed_token_ids: list[StrictInt] | None = dataclasses.field(default=None, kw_only=True)
+    allowed_answers: Any = dataclasses.field(default=None, kw_only=True)
+    answer_end: Any = dataclasses.field(default=None, kw_only=True)
+    normalise: Any = dataclasses.field(default=None, kw_only=True)
+    baseline_prompt: Any = dataclasses.field(default=None, kw_only=True)
     deadline_ms: float | None = dataclasses.field(default=None, kw_only=True)
     cache_salt: str | None = dataclasses.field(default=None, kw_only=True)
     is_single = True  # until SGLang has looked: one that is refused before is asked too
@@ -85,11 +102,21 @@ class LabelGenerateReqInput(GenerateReqInput):  # type: ignore[misc]
 
 def allowed_answers(request: Any) -> AllowedAnswers | None:
     """Returns what the request allows as answers, or None where it asks for no label scoring. Raises BadRequestError."""
-    if request.allowed_tokens is None and request.allowed_token_ids is None:
-        return None
-    if request.allowed_tokens is not None and request.allowed_token_ids is not None:
-        raise BadRequestError("allowed_tokens and allowed_token_ids are both given: give the answers once")
-    return AllowedAnswers(request.allowed_tokens, request.allowed_token_ids)
+    given = [name for name in LABEL_FIELDS if getattr(request, name) is not None]
+    if len(given) > 1:
+        raise BadRequestError(f"{' and '.join(given)} are both given: give the answers once")
+    if request.allowed_answers is None:
+        beside = [name for name in LONG_LABEL_OPTIONS if getattr(request, name) is not None]
+        if beside:
+            raise BadRequestError(
+                f"{', '.join(beside)} goes with allowed_answers: give the labels there, or leave it out"
+            )
+        return AllowedAnswers(request.allowed_tokens, request.allowed_token_ids) if given else None
+    try:
+        options = long_labels.parse(request.allowed_answers, *(getattr(request, name) for name in LONG_LABEL_OPTIONS))
+    except LabelError as error:
+        raise BadRequestError(str(error)) from error
+    return AllowedAnswers(None, None, options)
 
 
 def check_keys(request: CompletionRequest | ChatCompletionRequest) -> None:
@@ -171,7 +198,7 @@ def check_generate_label_request(obj: GenerateReqInput) -> None:
 def _refuse(length_field: str, asked_tokens: Any, contradicting: list[str]) -> None:
     if isinstance(asked_tokens, int) and asked_tokens > 1:
         raise BadRequestError(
-            f"{length_field} is {asked_tokens}, and a label is one token: leave it out, or ask for 0 or 1;"
+            f"{length_field} is {asked_tokens}, and labels are scored, not generated: leave it out, or ask for 0 or 1;"
             " for longer answers drop the allowed answers and start the server with --allow-generation"
         )
     if contradicting:

@@ -155,8 +155,12 @@ class PrefillRoutes:
         outputs: list[dict[str, Any]] = [
             {
                 "text": one.best.text,
-                "output_ids": [one.best.token_id],
-                "meta_info": {**one.meta_info, "completion_tokens": 1, "label_scores": one.to_json()},
+                "output_ids": list(one.best.token_ids),
+                "meta_info": {
+                    **one.meta_info,
+                    "completion_tokens": len(one.best.token_ids),
+                    "label_scores": one.to_json(),
+                },
             }
             for one in scored
         ]

@@ -44,9 +44,9 @@ from sgl_prefill.api.text_limit import (
     longest_token_characters,
 )
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.engine_state import PACKS_WEIGHTS_KEY
+from sgl_prefill.engine_state import ANSWERS_KEY, PACKS_WEIGHTS_KEY
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.port import background, client, custom_params, deadlines, namespaces
+from sgl_prefill.port import answer_trees, background, client, custom_params, deadlines, namespaces
 from sgl_prefill.secret import masked
 
 if TYPE_CHECKING:
@@ -87,11 +87,27 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     @property
     def packs_weights(self) -> bool:
         """Says whether the model runs on weights that were packed at the start, in the place of SGLang's own layers."""
+        return bool(self._told_at_start[PACKS_WEIGHTS_KEY])
+
+    @property
+    def _told_at_start(self) -> dict[str, Any]:
         if self.scheduler_info is None:
             from sglang.srt.entrypoints import http_server
 
             self.scheduler_info = http_server.get_global_state().scheduler_info
-        return bool(self.scheduler_info[PACKS_WEIGHTS_KEY])
+        return self.scheduler_info
+
+    @property
+    def no_long_answers(self) -> str | None:
+        """Says why answers of several tokens cannot be computed here; None where they can."""
+        problem: str | None = self._told_at_start.get(ANSWERS_KEY)
+        return problem
+
+    @functools.cached_property
+    def end_token_ids(self) -> set[int]:
+        """Returns the tokens with which the model ends what it writes."""
+        of_tokenizer = getattr(self.tokenizer, "eos_token_id", None)
+        return {*(self.model_config.hf_eos_token_id or ()), *([] if of_tokenizer is None else [of_tokenizer])}
 
     async def generate_request(
         self, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None = None
@@ -125,6 +141,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         obj.sampling_params = custom_params.for_each(
             obj.sampling_params, functools.partial(custom_params.put_ours, told=told)
         )
+        obj.sampling_params = answer_trees.told(obj)
         # SGLang knows health probes by their id.
         hidden = [] if is_probe(request) else self._rids.hide(obj, self._owner(client.current()))
         watch = None
@@ -502,11 +519,13 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         if obj.input_ids is not None and n_input > 0:
             check_ids_in_vocabulary(input_ids, self.model_config.vocab_size, "the prompt")
         limit = self.longest_input_tokens
-        if n_input > limit:
+        n_answer = answer_trees.count_nodes(obj.sampling_params or {})
+        if n_input + n_answer > limit:
+            beside = f" and its answers {n_answer} more" if n_answer else ""
             raise BadRequestError(
-                f"the prompt has {n_input} tokens, and this server takes at most {limit}"
-                f" (the model's context length is {self.context_len}): shorten it, or start the server with a larger"
-                " --max-input-length, and more memory or a larger --context-length where that asks for it"
+                f"the prompt has {n_input} tokens{beside}, and this server takes at most {limit} (the model's context length is"
+                f" {self.context_len}): shorten it, or start the server with a larger --max-input-length, and more memory or a"
+                " larger --context-length where that asks for it"
             )
         super()._validate_one_request(obj, input_ids)
 

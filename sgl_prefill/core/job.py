@@ -21,13 +21,14 @@ class Job:
     What the prefix cache holds of it changes while it waits: `calibration` writes those fields, all others read them.
     """
 
-    tokens: array[int]  # the whole input
+    tokens: array[int]  # the whole prompt
     arrival_s: float  # on one clock for all jobs
     most_cached_tokens: int  # so many may be reused at most: at least the last one is always computed
     namespace: str | None = None  # jobs of two namespaces share no prefix
     rank: float = 0.0  # priority class: a smaller rank always goes first; 0 where priorities are off, or BACKGROUND
     planned: PlannedRow | None = None  # where it is a row of a job that is known ahead
     most_output_tokens: int = 1  # that it may write; beyond one it goes on after its prefill, and keeps all of its KV
+    n_answer_tokens: int = 0  # that are computed with it and kept by nobody (`core.answer_tree`)
     deadline_ms: float | None = None  # counted from the arrival; a later answer is worth nothing
     client: str = ""  # who asks; those whom nobody names are one client
 
@@ -45,9 +46,9 @@ class Job:
 
     @property
     def n_input_tokens(self) -> int:
-        return len(self.tokens)
+        return len(self.tokens) + self.n_answer_tokens
 
     @property
     def n_miss_tokens(self) -> int:
         """Returns the tokens that a step computes for this job, were it to run now."""
-        return len(self.tokens) - self.n_cached_tokens
+        return self.n_input_tokens - self.n_cached_tokens

@@ -13,10 +13,15 @@ CONTEXT_TOKENS = 32
 
 
 class Label(NamedTuple):
-    """One allowed answer: its text as asked for (or decoded), and the token that it is after this prompt."""
+    """One allowed answer: its text as asked for (or decoded), and the tokens that it is after this prompt."""
 
     text: str
-    token_id: int
+    token_id: int  # the first, and for most labels the only one
+    rest: tuple[int, ...] = ()
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return (self.token_id, *self.rest)
 
 
 class LabelDistribution(NamedTuple):
@@ -63,13 +68,13 @@ def check_distinct(names: Sequence[str] | Sequence[int], field: str) -> None:
         seen.add(name)
 
 
-def resolve_in_context(
+def tokens_in_context(
     labels: Sequence[str],
     prompt_end: str,
     encode: Callable[[Sequence[str]], list[list[int]]],
     decode: Callable[[list[int]], str],
-) -> list[int]:
-    """Returns the one token that each label is when it follows `prompt_end`.
+) -> list[list[int]]:
+    """Returns the tokens that each label is when it follows `prompt_end`.
 
     A label is read as literal text: `Yes` and ` Yes` are two labels. Encoding `prompt_end + label` shows the tokens
     after the prompt's own, which can differ from encoding the label alone (SentencePiece marks the start of a text).
@@ -82,23 +87,46 @@ def resolve_in_context(
         encode, decode: without special tokens added or skipped; `encode` takes several texts, and is called for few.
 
     Raises:
-        LabelError: a label is empty, or several tokens here; the message lists them.
+        LabelError: a label is empty, or would change the prompt's own tokens here.
     """
     before, *together = encode([prompt_end, *(prompt_end + label for label in labels)])
     return [
-        _resolve(label, prompt_end, before, with_label, encode, decode)
+        _tokens_of(label, prompt_end, before, with_label, encode, decode)
         for label, with_label in zip(labels, together, strict=True)
     ]
 
 
-def _resolve(
+def resolve_in_context(
+    labels: Sequence[str],
+    prompt_end: str,
+    encode: Callable[[Sequence[str]], list[list[int]]],
+    decode: Callable[[list[int]], str],
+) -> list[int]:
+    """Returns the one token that each label is when it follows `prompt_end`, as `tokens_in_context` finds it.
+
+    Raises LabelError where it is several; the message lists them.
+    """
+    found = []
+    for label, tokens in zip(labels, tokens_in_context(labels, prompt_end, encode, decode), strict=True):
+        if len(tokens) != 1:
+            pieces = [decode([token]) for token in tokens]
+            raise LabelError(
+                f"allowed answer {label!r} is {len(tokens)} tokens after this prompt: {pieces} (ids {tokens});"
+                " an allowed token must be one: give it in allowed_answers, which takes labels of any length, shorten it, or"
+                " add or remove the space before it"
+            )
+        found.append(tokens[0])
+    return found
+
+
+def _tokens_of(
     label: str,
     prompt_end: str,
     before: list[int],
     together: list[int],
     encode: Callable[[Sequence[str]], list[list[int]]],
     decode: Callable[[list[int]], str],
-) -> int:
+) -> list[int]:
     if not label:
         raise LabelError("an allowed answer is the empty text, which is no token")
     if together[: len(before)] == before:
@@ -110,10 +138,6 @@ def _resolve(
                 f"allowed answer {label!r} merges with the end of the prompt {prompt_end[-8:]!r} into other tokens:"
                 " move the last characters of the prompt to the start of the answer"
             )
-    if len(tokens) != 1:
-        pieces = [decode([token]) for token in tokens]
-        raise LabelError(
-            f"allowed answer {label!r} is {len(tokens)} tokens after this prompt: {pieces} (ids {tokens});"
-            " an allowed answer must be one token: shorten it, or add or remove the space before it"
-        )
-    return tokens[0]
+    if not tokens:
+        raise LabelError(f"allowed answer {label!r} is no token after this prompt")
+    return tokens

@@ -15,6 +15,8 @@ from sgl_prefill.core.kv_plan import ceil_to
 
 # A long run of candidates that must wait for each other is not searched to its end.
 LOOK_AT = 256
+# Of all trees of a step, whose tokens are requests of the pass each (`core.answer_tree`).
+MOST_ANSWER_TOKENS = 256
 
 
 class StepSize(NamedTuple):
@@ -47,10 +49,13 @@ def pack(in_order: Iterable[Job], size: StepSize) -> list[Job]:
         return list(itertools.islice(in_order, 1))
     picked: list[Job] = []
     pages: set[Hashable] = set()
-    n_tokens = 0
+    n_tokens = n_answer_tokens = 0
     for job in itertools.islice(in_order, LOOK_AT):
         n_here = ceil_to(job.n_miss_tokens, size.page_size)
         if picked and n_tokens + n_here > size.max_tokens:
+            break
+        n_answer_tokens += job.n_answer_tokens
+        if picked and n_answer_tokens > MOST_ANSWER_TOKENS:
             break
         if job.next_page is not None and job.next_page in pages:
             continue

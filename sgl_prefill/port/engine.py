@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import signal
+from types import SimpleNamespace
 from typing import Any
 
 from sglang.srt.entrypoints.engine import Engine as StockEngine
@@ -12,9 +13,10 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.plugins import load_plugins
 
 from sgl_prefill import preflight
-from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer, ScoredPrompt
+from sgl_prefill.api.label_scoring import LabelScorer, ScoredPrompt
+from sgl_prefill.api.protocol import allowed_answers as asked_answers
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.errors import SeamError
+from sgl_prefill.errors import BadRequestError, SeamError
 from sgl_prefill.port import activation, fingerprints, prefork, processes
 
 
@@ -41,14 +43,29 @@ class Engine(StockEngine):  # type: ignore[misc]
         *,
         allowed_tokens: list[str] | None = None,
         allowed_token_ids: list[int] | None = None,
+        allowed_answers: list[Any] | dict[str, list[str]] | None = None,
+        answer_end: str | dict[str, str] | None = None,
+        normalise: str | None = None,
+        baseline_prompt: str | list[int] | None = None,
     ) -> list[ScoredPrompt]:
-        """Returns the distribution over the allowed answers after each prompt, in the order of the prompts.
+        """Returns the distribution over the allowed answers after each prompt, in the order of the prompts. The options are those
+        of /v1/completions.
 
         Raises BadRequestError or LabelError for what can never be answered.
         """
         is_text = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], str))
         obj = GenerateReqInput(text=prompts) if is_text else GenerateReqInput(input_ids=prompts)
-        answers = AllowedAnswers(allowed_tokens, allowed_token_ids)
+        given = SimpleNamespace(
+            allowed_tokens=allowed_tokens,
+            allowed_token_ids=allowed_token_ids,
+            allowed_answers=allowed_answers,
+            answer_end=answer_end,
+            normalise=normalise,
+            baseline_prompt=baseline_prompt,
+        )
+        answers = asked_answers(given)
+        if answers is None:
+            raise BadRequestError("give allowed_tokens, allowed_token_ids or allowed_answers")
         return self.loop.run_until_complete(self._label_scorer.score(obj, answers))  # type: ignore[no-any-return]
 
     @functools.cached_property

@@ -13,6 +13,7 @@ from sgl_prefill.config import PrefillConfig
 from sgl_prefill.cpu import kernels, lm_head, ranks
 from sgl_prefill.device import this_device
 from sgl_prefill.port import (
+    answer_trees,
     arrival,
     hybrid,
     idle,
@@ -211,6 +212,42 @@ HOOKS: tuple[Hook, ...] = (
         feature="suffix-kv",
         reason="SGLang would cut the one token of a request that is longer than the durable slots",
         function=startup.around_init_req_max_new_tokens,
+        takes_state=True,
+    ),
+    Hook(
+        target="sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_req_to_token_pool",
+        kind="around",
+        process="scheduler",
+        feature="always",
+        reason="rows in which the tokens of answers name the KV slots that they see",
+        function=answer_trees.around_build_table,
+        takes_state=True,
+    ),
+    Hook(
+        target="sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
+        kind="around",
+        process="scheduler",
+        feature="always",
+        reason="answers of several tokens get their slots, and their requests what was found",
+        function=answer_trees.around_forward_batch_generation,
+        takes_state=True,
+    ),
+    Hook(
+        target="sglang.srt.model_executor.model_runner.ModelRunner.forward",
+        kind="around",
+        process="scheduler",
+        feature="always",
+        reason="compute answers of several tokens in the pass of their prompt",
+        function=answer_trees.around_forward,
+        takes_state=True,
+    ),
+    Hook(
+        target="sglang.srt.layers.logits_processor.LogitsProcessor.forward",
+        kind="around",
+        process="scheduler",
+        feature="always",
+        reason="of an answer's tokens a few log-probabilities are wanted, and no row of logits",
+        function=answer_trees.around_logits,
         takes_state=True,
     ),
     *(
@@ -538,6 +575,19 @@ POKES: tuple[Poke, ...] = (
         "_auth_level",
         "load_lora_adapter_from_tensors and set_trace_level are for administrators",
     ),
+    *(
+        Poke("sglang.srt.mem_cache.memory_pool.ReqToTokenPool", attribute, "SGLang's requests get no row of ours")
+        for attribute in ("size", "_alloc_size")
+    ),
+    *(
+        Poke("sglang.srt.model_executor.forward_batch_info.ForwardBatch", attribute, "a pass that computes answers too")
+        for attribute in (
+            *("batch_size", "input_ids", "positions", "req_pool_indices", "seq_lens", "seq_lens_cpu", "orig_seq_lens"),
+            *("seq_lens_sum", "out_cache_loc", "extend_num_tokens", "extend_seq_lens", "extend_prefix_lens"),
+            *("extend_start_loc", "extend_seq_lens_cpu", "extend_prefix_lens_cpu", "extend_logprob_start_lens_cpu"),
+            *("rids", "lora_ids", "num_token_non_padded_cpu", "num_token_non_padded"),
+        )
+    ),
     Poke("fastapi.FastAPI", "build_middleware_stack", "what SGLang adds later stands behind our limits too"),
     Poke("sglang.srt.managers.tokenizer_manager.TokenizerManager", "server_status", "healthy after our own warm-up"),
     Poke(
@@ -574,6 +624,7 @@ RELIED_UPON: tuple[Relied, ...] = (
     Relied(
         "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw", "reads self.waiting_queue once a step"
     ),
+    Relied("sglang.srt.layers.logits_processor.LogitsProcessor._get_logits", "computes the logits of answers' tokens"),
     Relied("sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len", "the policy counts cached tokens like it"),
     Relied("sglang.srt.mem_cache.radix_cache.RadixCache._match_prefix_helper", "the read-only probe walks like it"),
     Relied("sglang.srt.mem_cache.radix_cache.RadixKey.raw_token_ids", "the read-only probe compares these tokens"),

@@ -17,6 +17,7 @@ from sgl_prefill.errors import UntraceableModelError
 from sgl_prefill.hybrid.body import HybridBody
 from sgl_prefill.hybrid.split import split_body
 from sgl_prefill.hybrid.trace import OpaqueOps, trace_body
+from sgl_prefill.port import answer_trees
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -191,7 +192,7 @@ def _route(body: torch.nn.Module, hybrid: HybridBody, context: ExpertContext, *,
         is_short = input_ids is not None and len(input_ids) <= hybrid.chunk_tokens
         is_plain = (
             input_ids is None
-            or (is_short and not hybrid.serves_short)
+            or (is_short and not hybrid.serves_short and not answer_trees.are_in(forward_batch))
             or not (mode == ForwardMode.EXTEND or (hybrid.serves_short and mode.is_decode()))
             or any(value is not None for value in (*args, *kwargs.values()))  # input embeddings, pipeline stages
             or _is_captured()

@@ -11,14 +11,14 @@ from typing import Any
 FIELD = "sgl_prefill_facts"
 
 
-def add(time_stats: Any, **facts: float) -> None:
+def add(time_stats: Any, **facts: Any) -> None:
     """Adds facts, in the scheduler, to `req.time_stats`."""
     time_stats.__dict__.setdefault(FIELD, {}).update(facts)
 
 
-def read(time_stats: Any) -> dict[str, float]:
+def read(time_stats: Any) -> dict[str, Any]:
     """Returns all facts of a request."""
-    facts: dict[str, float] = time_stats.__dict__.get(FIELD, {})
+    facts: dict[str, Any] = time_stats.__dict__.get(FIELD, {})
     return facts
 
 

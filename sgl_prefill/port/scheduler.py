@@ -22,7 +22,7 @@ from sgl_prefill.core.policy import Decision, Policy, PolicySettings, Writing
 from sgl_prefill.core.ranks import ALONE, Ranks
 from sgl_prefill.engine_state import EngineState
 from sgl_prefill.errors import SeamError
-from sgl_prefill.port import background, client, deadlines, reply_facts, request_state, silent_metrics
+from sgl_prefill.port import answer_trees, background, client, deadlines, reply_facts, request_state, silent_metrics
 from sgl_prefill.port.arrival import arrival_s
 from sgl_prefill.port.radix_cache import RadixTree, WatchedRadixCache
 from sgl_prefill.port.ranks import these_ranks
@@ -153,6 +153,7 @@ class SchedulerPort:
             rank=BACKGROUND if background.is_background(req) else self._rank_of(req),
             planned=self.planned.pop(req.rid, None),
             most_output_tokens=(req.sampling_params.max_new_tokens or 0) - len(req.output_ids),
+            n_answer_tokens=answer_trees.count_nodes(req.sampling_params),
             deadline_ms=deadlines.deadline_ms_of(req),
             client=client.of(req),
         )

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from sgl_prefill.core.ranks import Ranks, smallest
 from sgl_prefill.device import device_of
-from sgl_prefill.engine_state import PACKS_WEIGHTS_KEY, RECORD_KEY, EngineState
+from sgl_prefill.engine_state import ANSWERS_KEY, PACKS_WEIGHTS_KEY, RECORD_KEY, EngineState
 from sgl_prefill.errors import MemoryPlanError
+from sgl_prefill.port import answer_trees
 from sgl_prefill.port.loaded_model import SglangModel, weights_bytes
 from sgl_prefill.port.ranks import these_ranks
 from sgl_prefill.startup.prepare import ANSWER_MARGIN_TOKENS, prepare
@@ -98,4 +99,10 @@ def around_init_req_max_new_tokens(
 
 def after_get_init_info(state: EngineState, result: dict[str, Any], scheduler: Scheduler) -> dict[str, Any]:
     """Hook: SGLang sends this dict to the HTTP process, where /server_info shows it."""
-    return {**result, RECORD_KEY: state.record(), PACKS_WEIGHTS_KEY: state.packed_weights is not None}
+    problem = answer_trees.problem(state, scheduler.tp_worker.model_runner)
+    return {
+        **result,
+        RECORD_KEY: state.record(),
+        PACKS_WEIGHTS_KEY: state.packed_weights is not None,
+        ANSWERS_KEY: problem,
+    }

@@ -17,8 +17,10 @@ import torch
 
 from sgl_prefill import tensor_memory
 from sgl_prefill.config import PrefillConfig
+from sgl_prefill.core.answer_tree import AnswerTree
 from sgl_prefill.core.jct import FittedJct
 from sgl_prefill.errors import SglPrefillError
+from sgl_prefill.port import answer_trees
 from sgl_prefill.port.loaded_model import SglangModel
 from sgl_prefill.startup import memory_profile, parity_gate
 from tests.support import tiny_models
@@ -100,7 +102,8 @@ def one_family(folder: Path, family: str) -> dict[str, Any]:
     assert not runs, "the reference must not be hybrid"
     engine.model.pack_weights()
     result: dict[str, Any] = {"spread": max(expected[0].label_logprobs) - min(expected[0].label_logprobs)}
-    for name, chunk, durable in (("hybrid", CHUNK, 2000), ("evict", PLAIN, DURABLE), ("both", CHUNK, DURABLE)):
+    switches = (("hybrid", CHUNK, 2000), ("evict", PLAIN, DURABLE), ("both", CHUNK, DURABLE))
+    for name, chunk, durable in switches:
         with chunks_of(engine, chunk):
             engine.set_durable(durable)
             answers = []
@@ -115,9 +118,43 @@ def one_family(folder: Path, family: str) -> dict[str, Any]:
             **{key: value for key, value in answers[0].meta.items() if key in ("kept_tokens", "evicted_tokens")},
         }
     result["hybrid_runs"], result["serves_short"] = len(runs), engine.hybrid.serves_short
+    for name, chunk, durable in switches:
+        result[name]["answers"] = answers_differ_by(engine, long, chunk, durable)
     answer = fresh(engine, as_wide_as_a_weight, 2000)
     result["as_wide_as_a_weight"] = largest_difference(answer.label_logprobs, expected[2].label_logprobs)
     return result
+
+
+ANSWERS = ((30, 31, 32), (30, 31, 33), (30,), (40, 41), (50,))
+
+
+def answers_differ_by(engine: InProcessScheduler, text: list[int], chunk: int, durable: int) -> float:
+    """All tokens of some answers in the step of their prompt, cold and cached, against one request for each of them."""
+    found = []
+    with chunks_of(engine, chunk):
+        engine.set_durable(durable)
+        for _ in range(2):
+            engine.poison_scratch()
+            found.append(answer_logprobs(engine, text))
+            engine.check_slots()
+    engine.set_durable(2000)
+    expected = asked_one_by_one(engine, text)
+    return max(largest_difference(one, expected) for one in found)
+
+
+def answer_logprobs(engine: InProcessScheduler, text: list[int]) -> list[float]:
+    tree = AnswerTree(ANSWERS)
+    answer = engine.ask(text, label_ids=tree.first, answers=tree)
+    behind = answer.meta[answer_trees.FACT]
+    return [x for one in ANSWERS for x in tree.logprobs(one, answer.label_logprobs, behind)]
+
+
+def asked_one_by_one(engine: InProcessScheduler, text: list[int]) -> list[float]:
+    return [
+        engine.ask([*text, *one[:n]], label_ids=one[n : n + 1]).label_logprobs[0]
+        for one in ANSWERS
+        for n in range(len(one))
+    ]
 
 
 def fresh(engine: InProcessScheduler, text: list[int], durable: int, **options: Any) -> Answer:
@@ -231,6 +268,9 @@ def faults(folder: Path) -> dict[str, Any]:
     result["chunk_tokens_of_experts"] = automatic.hybrid.chunk_tokens
     plain = start(folder, "gpt2", config={"hybrid_prefill": "auto", "hybrid_chunk_tokens": None})
     result["plain_family"] = plain.ask(prompt(rng, 300)).finish_reason
+    result["plain_family_answers"] = largest_difference(
+        answer_logprobs(plain, text := prompt(rng, 300)), asked_one_by_one(plain, text)
+    )
     result["plain_family_is_hybrid"] = plain.state.hybrid is not None
     result["plain_family_on"] = raised(lambda: start(folder, "gpt2"))
     result["too_long"] = raised(lambda: start(folder, "llama", config={"max_input_length": 4096}))
@@ -299,7 +339,12 @@ def kept(folder: Path) -> dict[str, Any]:
     first = engine.submit(prompt(rng, 130))
     sharer = engine.submit([*wanted, *prompt(rng, 140)])
     engine.run_all()
+    tree = AnswerTree(ANSWERS)
+    n_held = engine.scheduler.tree_cache.total_size()
+    engine.ask([*other, 7], label_ids=tree.first, answers=tree)
+    engine.scheduler.invariant_checker.self_check_during_busy()
     return {
+        "answers_left_nothing": engine.scheduler.tree_cache.total_size() <= n_held,
         "ran_first": engine.answered[2] == first,
         "sharer": engine.answer(sharer).cached_tokens,
         "other": engine.ask([*other, 7]).cached_tokens,

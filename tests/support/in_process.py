@@ -21,7 +21,7 @@ import prometheus_client
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.jct import FittedJct
 from sgl_prefill.hybrid.body import HybridBody
-from sgl_prefill.port import deadlines, reply_facts, scheduler_alone
+from sgl_prefill.port import answer_trees, deadlines, reply_facts, scheduler_alone
 from sgl_prefill.port.engine import sglang_defaults
 from sgl_prefill.port.loaded_model import SglangModel
 from sgl_prefill.scheduling.live import LiveScheduling
@@ -98,10 +98,13 @@ class InProcessScheduler:
         from sglang.srt.sampling.sampling_params import SamplingParams
 
         deadline_ms = options.pop("deadline_ms", None)
+        custom = deadlines.custom_params(deadline_ms)
+        if (tree := options.pop("answers", None)) is not None:
+            custom = {**(custom or {}), answer_trees.PARAMETER: [tuple(node) for node in tree.nodes]}
         params = SamplingParams(
             max_new_tokens=options.pop("max_new_tokens", 0),
             temperature=0,
-            custom_params=deadlines.custom_params(deadline_ms),
+            custom_params=custom,
         )
         params.normalize(None)
         rid = f"request-{next(self._numbers)}"
