@@ -46,7 +46,7 @@ class Reranker:
         self._asked_for = None if given is None else rerank_template.load(given)
         self._template = self._asked_for or rerank_template.PLAIN
         self._answers = AllowedAnswers(list(self._template.labels), None)
-        self._config, self._scorer, self._stock_endpoint = config, scorer, stock_endpoint
+        self._scorer, self._stock_endpoint = scorer, stock_endpoint
 
     async def answer(self, serving: Any, request: RerankRequest, raw_request: fastapi.Request, shape: Shape) -> Any:
         """Returns the reply, or a stream of it. Raises BadRequestError; what scoring raises passes through.
@@ -103,31 +103,44 @@ class Reranker:
         self, manager: PrefillTokenizerManager, prompts: list[str], reply: Reply, raw_request: fastapi.Request
     ) -> AsyncIterator[bytes]:
         """Yields each document as it is scored, then the whole reply. Whoever reads no more ends what is not scored yet."""
-        check_size(len(prompts), self._config)
-        await manager.caller_of(raw_request)  # reads the body, so that each prompt knows its caller without it
-        objs = [GenerateReqInput(text=prompt) for prompt in prompts]
-        asking = {asyncio.create_task(self._score_one(obj)): index for index, obj in enumerate(objs)}
+        obj = GenerateReqInput(text=prompts)
+        found: asyncio.Queue[tuple[int, ScoredPrompt] | Exception] = asyncio.Queue()
+        asking = asyncio.create_task(self._ask(obj, raw_request, found))
         scored: dict[int, ScoredPrompt] = {}
         try:
-            while asking:
-                done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    index = asking.pop(task)
-                    scored[index] = task.result()
-                    yield _event(reply._replace(shape=Shape.JINA).result(_scored(index, scored[index])))
-            in_order = [scored[index] for index in range(len(prompts))]
+            while len(scored) < len(prompts):
+                one = await found.get()
+                if isinstance(one, Exception):
+                    raise one
+                place, scored[place] = one
+                yield _event(reply._replace(shape=Shape.JINA).result(_scored(*one)))
+            in_order = [scored[place] for place in range(len(prompts))]
             yield _event(reply.whole([_scored(*one) for one in enumerate(in_order)], _usage(in_order)))
         except Exception as error:
             if not scored:  # nothing has been sent: the answer is a status
                 raise
             yield b"data: " + with_nested_error(orjson.dumps(refusal_of(error).flat)) + b"\n\n"
         finally:
-            _abandon(manager, {task: objs[index] for task, index in asking.items()})
+            if asking.done():
+                pass
+            elif obj.rid is None:  # nothing has been sent to the scheduler
+                asking.cancel()
+            else:  # not cancelled: SGLang ends what it still knows, and forgets what is cancelled
+                manager.abort_request(obj.rid)
         yield b"data: [DONE]\n\n"
 
-    async def _score_one(self, obj: GenerateReqInput) -> ScoredPrompt:
-        (one,) = await self._scorer().score(obj, self._answers)
-        return one
+    async def _ask(
+        self,
+        obj: GenerateReqInput,
+        raw_request: fastapi.Request,
+        found: asyncio.Queue[tuple[int, ScoredPrompt] | Exception],
+    ) -> None:
+        """Puts what is scored, or why it cannot be, where the stream finds it: a task of its own, which outlives its reader."""
+        try:
+            async for one in self._scorer().score_each(obj, self._answers, raw_request):
+                found.put_nowait(one)
+        except Exception as error:
+            found.put_nowait(error)
 
 
 def needs_our_prompt(serving: Any, request: RerankRequest) -> bool:
@@ -142,20 +155,6 @@ def needs_our_prompt(serving: Any, request: RerankRequest) -> bool:
         model_path=manager.model_config.model_path,
     )
     return bool(manager.is_generation) and backend == "cross_encoder"
-
-
-def check_size(n_documents: int, config: PrefillConfig) -> None:
-    """Raise BadRequestError where the documents are more than one request may hold: they are sent one by one."""
-    for flag, most, n in (
-        ("--max-prompts", config.max_prompts, n_documents),
-        ("--max-waiting-requests", config.max_waiting_requests, n_documents),
-        ("--max-client-waiting-requests", config.max_client_waiting_requests, n_documents),
-        ("--max-labels", config.max_labels, 2 * n_documents),
-    ):
-        if most is not None and n > most:
-            raise BadRequestError(
-                f"documents holds {n_documents}, which are {n} for this server's {flag} {most}: send fewer in one request"
-            )
 
 
 def usage_of_sglangs(scored: Sequence[Scored]) -> dict[str, Any] | None:
@@ -181,19 +180,3 @@ def _json(shown: Any) -> Response:
 
 def _event(shown: Any) -> bytes:
     return b"data: " + orjson.dumps(shown) + b"\n\n"
-
-
-def _abandon(manager: PrefillTokenizerManager, asking: dict[asyncio.Task[ScoredPrompt], GenerateReqInput]) -> None:
-    """Ends prompts whose answers nobody waits for. Those that were sent end by the scheduler's answer: SGLang knows none that
-    were cancelled before."""
-    for task, obj in asking.items():
-        task.add_done_callback(_forget)
-        if obj.rid is None:
-            task.cancel()
-        else:
-            manager.abort_request(obj.rid)
-
-
-def _forget(task: asyncio.Task[ScoredPrompt]) -> None:
-    if not task.cancelled():
-        task.exception()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,7 +94,7 @@ def test_the_shape_is_that_of_who_asks() -> None:
     """SGLang's clients read a list; its gateway, which names a model too, sends `rid` with it."""
     assert Shape.of_v1(RerankRequest(**GOOD)) is Shape.SGLANG
     assert Shape.of_v1(RerankRequest(**GOOD, model="m")) is Shape.JINA
-    assert Shape.of_v1(RerankRequest(**GOOD, model="m", rid=None)) is Shape.SGLANG
+    assert Shape.of_v1(RerankRequest(**{**GOOD, "model": "m", "rid": None})) is Shape.SGLANG
     assert reply(Shape.SGLANG, top_n=1) == [{"score": 0.9, "document": "b", "index": 1, "meta_info": None}]
     jina = reply(Shape.JINA, top_n=1)
     assert jina["results"] == [{"index": 1, "relevance_score": 0.9, "score": 0.9, "document": {"text": "b"}}]
@@ -130,30 +131,29 @@ def test_top_n_and_min_score_choose_among_all() -> None:
 
 
 class Scorer:
-    """Scores a document by the number that it ends with, of prompts in the reverse order of their coming."""
+    """Scores a document by the number that it ends with; of a stream each when the test says so."""
 
     def __init__(self) -> None:
         self.prompts: list[str] = []
-        self.may_answer = asyncio.Event()
-        self.waiting: list[asyncio.Event] = []
+        self.next: asyncio.Queue[int] = asyncio.Queue()  # places of documents
 
-    async def score(self, obj: GenerateReqInput, answers: Any, raw_request: Any = None) -> list[ScoredPrompt]:
-        texts = [obj.text] if isinstance(obj.text, str) else obj.text
-        for text in texts:
-            assert isinstance(text, str)
-            self.prompts.append(text)
-            if "wrong" in text:
-                raise HTTPException(429, "too much waits")
-            if raw_request is None:  # of a stream
-                obj.rid = f"rid of {text}"
-                self.waiting.append(mine := asyncio.Event())
-                await mine.wait()
-        return [self._scored(text, answers.tokens) for text in texts]
+    async def score(self, obj: GenerateReqInput, answers: Any, raw_request: Any) -> list[ScoredPrompt]:
+        assert isinstance(obj.text, list)
+        self.prompts += obj.text
+        return [self._scored(text, answers.tokens) for text in obj.text]
 
-    def release_last(self) -> None:
-        self.waiting.pop().set()
+    async def score_each(
+        self, obj: GenerateReqInput, answers: Any, raw_request: Any
+    ) -> AsyncIterator[tuple[int, ScoredPrompt]]:
+        assert isinstance(obj.text, list)
+        obj.rid = ["inside"]
+        for _ in obj.text:
+            place = await self.next.get()
+            yield place, self._scored(obj.text[place], answers.tokens)
 
     def _scored(self, text: str, labels: list[str]) -> ScoredPrompt:
+        if "wrong" in text:
+            raise HTTPException(429, "too much waits")
         score = int(text.removesuffix("\nAnswer:")[-1]) / 10
         logs = restrict([score, 1 - score])
         distribution = logs._replace(probabilities=[score, 1 - score])
@@ -170,13 +170,10 @@ class Manager:
     served_model_name = "served"
 
     def __init__(self) -> None:
-        self.aborted: list[str] = []
+        self.told: list[Any] = []
 
-    async def caller_of(self, raw_request: Any) -> None:
-        pass
-
-    def abort_request(self, rid: str) -> None:
-        self.aborted.append(rid)
+    def abort_request(self, rid: Any) -> None:
+        self.told.append(rid)
 
 
 RAW: Any = SimpleNamespace()
@@ -188,7 +185,7 @@ async def asked(
     """Of Jina's shape; found: what SGLang's own handler answers."""
 
     async def stock_endpoint(request: Any, raw_request: Any) -> Any:
-        manager.aborted.append(f"SGLang was asked for {request.documents} with {request.instruct}")
+        manager.told.append(f"SGLang was asked for {request.documents} with {request.instruct}")
         return found
 
     reranker = Reranker(config or PrefillConfig(), lambda: scorer, stock_endpoint)  # type: ignore[arg-type,return-value]
@@ -209,20 +206,14 @@ def test_a_stream_shows_each_document_when_it_is_scored_and_then_the_whole() -> 
     async def run() -> None:
         scorer, manager = Scorer(), Manager()
         body = {"query": "q", "documents": ["doc 2", "doc 9", "doc 5"], "stream": True, "min_score": 0.5}
-        reading = asyncio.ensure_future(read(await asked(scorer, manager, body)))
-        while len(scorer.waiting) < 3:
-            await asyncio.sleep(0)
-        while scorer.waiting:
-            scorer.release_last()
-            await asyncio.sleep(0.0)
-            await asyncio.sleep(0.0)
-            await asyncio.sleep(0.0)
-        *documents, whole = await reading
+        for place in (2, 1, 0):
+            scorer.next.put_nowait(place)
+        *documents, whole = await read(await asked(scorer, manager, body))
         assert [(one["index"], one["relevance_score"]) for one in documents] == [(2, 0.5), (1, 0.9), (0, 0.2)]
         assert documents[0]["document"] == {"text": "doc 5"}
         assert [one["index"] for one in whole["results"]] == [1, 2]
         assert whole["usage"]["prompt_tokens"] == whole["usage"]["total_tokens"] == 21
-        assert manager.aborted == []
+        assert manager.told == []
 
     asyncio.run(run())
 
@@ -232,45 +223,28 @@ def test_who_leaves_a_stream_ends_what_is_not_scored_yet() -> None:
         scorer, manager = Scorer(), Manager()
         body = {"query": "q", "documents": ["doc 2", "doc 9", "doc 5"], "stream": True}
         events: Any = (await asked(scorer, manager, body)).body_iterator
-        first = asyncio.ensure_future(anext(events))
-        while len(scorer.waiting) < 3:
-            await asyncio.sleep(0)
-        scorer.release_last()
-        assert b'"index":2' in await first
+        scorer.next.put_nowait(2)
+        assert b'"index":2' in await anext(events)
         await events.aclose()
-        assert [rid.splitlines()[-2] for rid in manager.aborted] == ["Passage: doc 2", "Passage: doc 9"]
-        for waiting in scorer.waiting:
-            waiting.set()
+        assert manager.told == [["inside"]]
 
     asyncio.run(run())
 
 
 def test_a_stream_that_cannot_begin_has_a_status_and_a_later_failure_is_an_event() -> None:
     async def run() -> None:
-        body = {"query": "q", "documents": ["wrong"], "stream": True}
-        with pytest.raises(HTTPException, match="too much waits"):
-            await read(await asked(Scorer(), Manager(), body))
         scorer = Scorer()
-        events: Any = (await asked(scorer, Manager(), {**body, "documents": ["doc 1", "doc 2"]})).body_iterator
-        first = asyncio.ensure_future(anext(events))
-        while len(scorer.waiting) < 2:
-            await asyncio.sleep(0)
-        scorer.release_last()
-        await first
-        scorer._scored = _fails  # type: ignore[method-assign]
-        scorer.release_last()
-        (shown, done) = [event async for event in events]
-        assert json.loads(shown[len(b"data: ") :])["error"]["message"] == "it has failed"
-        assert done == b"data: [DONE]\n\n"
-        few = PrefillConfig(max_prompts=1)
-        with pytest.raises(BadRequestError, match="--max-prompts 1"):
-            await read(await asked(Scorer(), Manager(), {**GOOD, "stream": True}, few))
+        body = {"query": "q", "documents": ["wrong", "doc 1"], "stream": True}
+        scorer.next.put_nowait(0)
+        with pytest.raises(HTTPException, match="too much waits"):
+            await read(await asked(scorer, Manager(), body))
+        for place in (1, 0):
+            scorer.next.put_nowait(place)
+        first, failure = await read(await asked(scorer, Manager(), body))
+        assert first["index"] == 1
+        assert failure["error"]["message"] == "too much waits"
 
     asyncio.run(run())
-
-
-def _fails(text: str, labels: list[str]) -> ScoredPrompt:
-    raise HTTPException(504, "it has failed")
 
 
 def test_sglangs_own_handler_serves_models_that_are_no_causal_ones() -> None:
@@ -282,7 +256,7 @@ def test_sglangs_own_handler_serves_models_that_are_no_causal_ones() -> None:
         found = [RerankResponse(score=0.7, index=1, meta_info={"prompt_tokens": 4}), RerankResponse(score=-3, index=0)]
         body = {"query": "q", "documents": [{"text": "a"}, "b"], "instruction": "find", "min_score": 0.5}
         shown = json.loads((await asked(Scorer(), manager, body, found=found)).body)
-        assert manager.aborted == ["SGLang was asked for ['a', 'b'] with find"]
+        assert manager.told == ["SGLang was asked for ['a', 'b'] with find"]
         assert [one["index"] for one in shown["results"]] == [1]
         assert shown["usage"] is None
         with pytest.raises(BadRequestError, match="start the server with --rerank-template"):
