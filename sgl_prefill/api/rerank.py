@@ -48,14 +48,18 @@ class Reranker:
         self._answers = AllowedAnswers(list(self._template.labels), None)
         self._scorer, self._stock_endpoint = scorer, stock_endpoint
 
-    async def answer(self, serving: Any, request: RerankRequest, raw_request: fastapi.Request, shape: Shape) -> Any:
+    async def answer(
+        self, serving: Any, request: RerankRequest, raw_request: fastapi.Request, shape: Shape | None
+    ) -> Any:
         """Returns the reply, or a stream of it. Raises BadRequestError; what scoring raises passes through.
 
-        serving: SGLang's object for its own handler.
+        Args:
+            serving: SGLang's object for its own handler.
+            shape: None for /v1/rerank: SGLang's handler answers there as in SGLang, and ours by who asks.
         """
         manager = serving.tokenizer_manager
         if self._asked_for is None and not needs_our_prompt(serving, request):
-            return await self._by_sglang(manager, request, raw_request, shape)
+            return await self._by_sglang(manager, request, raw_request, shape or Shape.SGLANG)
         if not manager.is_generation:
             raise BadRequestError(
                 "this server was started with --rerank-template, which asks a causal language model, and its model is none: it"
@@ -67,7 +71,7 @@ class Reranker:
         if asked.instruction is not None and not self._template.takes_instruction:
             raise BadRequestError("this server's --rerank-template has no place for an instruction: leave it out")
         prompts = self._template.prompts(asked.instruction, asked.query, asked.passages)
-        reply = Reply(shape, request, asked, manager.served_model_name)
+        reply = Reply(shape or Shape.of_v1(request), request, asked, manager.served_model_name)
         if request.stream:
             return StreamingResponse(self._events(manager, prompts, reply, raw_request), media_type="text/event-stream")
         scored = await self._scorer().score(GenerateReqInput(text=prompts), self._answers, raw_request)

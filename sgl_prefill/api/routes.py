@@ -169,7 +169,7 @@ class PrefillRoutes:
 
     async def rerank(self, request: RerankRequest, raw_request: Request) -> Any:
         """Serves /v1/rerank."""
-        return await self._rerank(request, raw_request, Shape.of_v1(request))
+        return await self._rerank(request, raw_request, None)
 
     async def rerank_of_jina(self, request: RerankRequest, raw_request: Request) -> Any:
         """Serves /rerank, which SGLang has not."""
@@ -179,7 +179,7 @@ class PrefillRoutes:
         """Serves /v2/rerank, which SGLang has not."""
         return await self._rerank(request, raw_request, Shape.COHERE)
 
-    async def _rerank(self, request: RerankRequest, raw_request: Request, shape: Shape) -> Any:
+    async def _rerank(self, request: RerankRequest, raw_request: Request, shape: Shape | None) -> Any:
         with _value_errors_are_bad_requests():
             return await self._reranker.answer(self._app.state.openai_serving_rerank, request, raw_request, shape)
 

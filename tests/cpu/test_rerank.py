@@ -180,9 +180,14 @@ RAW: Any = SimpleNamespace()
 
 
 async def asked(
-    scorer: Scorer, manager: Manager, body: dict[str, Any], config: PrefillConfig | None = None, found: Any = None
+    scorer: Scorer,
+    manager: Manager,
+    body: dict[str, Any],
+    config: PrefillConfig | None = None,
+    found: Any = None,
+    shape: Shape | None = Shape.JINA,
 ) -> Any:
-    """Of Jina's shape; found: what SGLang's own handler answers."""
+    """found: what SGLang's own handler answers."""
 
     async def stock_endpoint(request: Any, raw_request: Any) -> Any:
         manager.told.append(f"SGLang was asked for {request.documents} with {request.instruct}")
@@ -190,7 +195,7 @@ async def asked(
 
     reranker = Reranker(config or PrefillConfig(), lambda: scorer, stock_endpoint)  # type: ignore[arg-type,return-value]
     serving = SimpleNamespace(tokenizer_manager=manager)
-    return await reranker.answer(serving, RerankRequest(**body), RAW, Shape.JINA)
+    return await reranker.answer(serving, RerankRequest(**body), RAW, shape)
 
 
 async def read(stream: Any) -> list[Any]:
@@ -259,6 +264,10 @@ def test_sglangs_own_handler_serves_models_that_are_no_causal_ones() -> None:
         assert manager.told == ["SGLang was asked for ['a', 'b'] with find"]
         assert [one["index"] for one in shown["results"]] == [1]
         assert shown["usage"] is None
+        of_v1 = await asked(Scorer(), manager, {**body, "model": "m"}, found=found, shape=None)
+        assert json.loads(of_v1.body) == [
+            {"score": 0.7, "document": "b", "index": 1, "meta_info": {"prompt_tokens": 4}}
+        ]
         with pytest.raises(BadRequestError, match="start the server with --rerank-template"):
             await asked(Scorer(), manager, {**body, "stream": True}, found=found)
         with pytest.raises(BadRequestError, match="its model is none"):

@@ -71,6 +71,7 @@ def of_all_urls() -> list[dict[str, Any]]:
             apply_softmax=True,
         ),
         request("rerank", "/v1/rerank", query=question, documents=["The sky is blue.", "Fish swim."]),
+        request("cohere", "/v2/rerank", model="demo", query=question, documents=[{"text": "Fish swim."}]),
     ]
 
 
@@ -95,7 +96,9 @@ def numbers_of(body: Any, path: str = "") -> Iterator[tuple[str, float]]:
     """Probabilities and scores of an answer of any shape."""
     if isinstance(body, dict):
         for name, value in body.items():
-            if name in ("probability", "score", "label_mass") or (name == "scores" and isinstance(value, list)):
+            if name in ("probability", "score", "relevance_score", "label_mass") or (
+                name == "scores" and isinstance(value, list)
+            ):
                 yield from _flat(f"{path}/{name}", value)
             else:
                 yield from numbers_of(value, f"{path}/{name}")
