@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import cohere
+import httpx
 import jina_cli.api
 import jina_cli.main
 import pytest
@@ -185,23 +186,24 @@ def scores_of(server: Server) -> dict[int, float]:
 def test_coheres_clients_rerank_unchanged(server: Server) -> None:
     """Both of its versions, with the scores of SGLang's route."""
     scores = scores_of(server)
-    client = cohere.ClientV2(api_key="none", base_url=server.url)
-    whole = client.rerank(model="m", query=QUESTION, documents=RERANKED)
+    objects: list[Any] = [{"title": text, "text": "-"} for text in RERANKED]
+    with httpx.Client() as connections:
+        address: Any = {"api_key": "none", "base_url": server.url, "httpx_client": connections}
+        client = cohere.ClientV2(**address)
+        whole = client.rerank(model="m", query=QUESTION, documents=RERANKED)
+        best = client.rerank(model="m", query=QUESTION, documents=RERANKED, top_n=1)
+        with pytest.raises(cohere.BadRequestError, match="top_n is 0"):
+            client.rerank(model="m", query=QUESTION, documents=RERANKED, top_n=0)
+        of_older = cohere.Client(**address).rerank(
+            model="m", query=QUESTION, documents=objects, rank_fields=["title"], return_documents=True, top_n=2
+        )
     assert {one.index: one.relevance_score for one in whole.results} == pytest.approx(scores, abs=0.02)
-    best = client.rerank(model="m", query=QUESTION, documents=RERANKED, top_n=1)
     assert len(best.results) == 1
     assert best.meta is not None
     assert best.meta.billed_units is not None
     assert best.meta.billed_units.search_units == 1
-    with pytest.raises(cohere.BadRequestError, match="top_n is 0"):
-        client.rerank(model="m", query=QUESTION, documents=RERANKED, top_n=0)
-    older = cohere.Client(api_key="none", base_url=server.url)
-    objects: list[Any] = [{"title": text, "text": "-"} for text in RERANKED]
-    found = older.rerank(
-        model="m", query=QUESTION, documents=objects, rank_fields=["title"], return_documents=True, top_n=2
-    )
-    assert [one.relevance_score for one in found.results] == pytest.approx(sorted(scores.values())[:0:-1], abs=0.02)
-    assert all(one.document is not None and one.document.text == "-" for one in found.results)
+    assert [one.relevance_score for one in of_older.results] == pytest.approx(sorted(scores.values())[:0:-1], abs=0.02)
+    assert all(one.document is not None and one.document.text == "-" for one in of_older.results)
 
 
 def test_jinas_client_reranks_unchanged(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
