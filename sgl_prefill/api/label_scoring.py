@@ -171,8 +171,9 @@ class LabelScorer:
         _ask_for_label(obj, None)
         obj.token_ids_logprob, obj.stream = [[label.token_id for label in of_prompt] for of_prompt in labels], True
         async for output in self._manager.generate_request(obj, raw_request):
-            if not output["meta_info"].get("output_token_ids_logprobs"):
-                caller.retry_after_s = (output["meta_info"].get("finish_reason") or {}).get("retry_after_s")
+            reason = output["meta_info"].get("finish_reason") or {}
+            if reason.get("status_code"):  # refused, and not ended by its client
+                caller.refused_for, caller.retry_after_s = reason.get("reason"), reason.get("retry_after_s")
                 self._manager.abort_request(obj.rid)
             yield output["index"], _scored(labels[output["index"]], output)
 
