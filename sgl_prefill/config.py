@@ -156,6 +156,12 @@ class PrefillConfig:
         "CPU only: dtype of the logits of up to 32 rows; float32: exact label scores; model: as stock SGLang",
         choices=("float32", "model"),
     )
+    rerank_template: str | None = _option(
+        None,
+        "what a causal model is asked about a document by /v1/rerank: yes-no, qwen3-reranker, or a file (api/README.md)",
+        type=str,
+        none="yes-no, and SGLang's own handler for models whose chat template is a reranker's",
+    )
     allow_generation: bool = _option(False, "also serve requests for more than one token")
     memory_budget_gb: float | None = _option(
         None, "CPU only: memory for weights and KV pool, in GiB", none="half of the free memory"

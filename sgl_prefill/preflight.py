@@ -16,6 +16,7 @@ import psutil
 
 from sgl_prefill import container_memory
 from sgl_prefill.config import PrefillConfig
+from sgl_prefill.core import rerank_template
 from sgl_prefill.cpu import lm_head
 from sgl_prefill.cpu.detect import fast_dtype
 from sgl_prefill.device import this_device
@@ -197,6 +198,8 @@ def check_argv(config: PrefillConfig, argv: list[str], *, listens: bool = True) 
         problems += _model_path_problems(model_path)
     if config.shared_prefix is not None:
         problems += _text_file_problems("--shared-prefix", config.shared_prefix)
+    if config.rerank_template is not None:
+        problems += _rerank_template_problems(config.rerank_template)
     host, port = value_of(argv, "--host") or "127.0.0.1", value_of(argv, "--port") or "30000"
     if listens and port.isdigit():
         problems += port_problems([("--port", host, int(port))])
@@ -225,6 +228,11 @@ def check_server_args(config: PrefillConfig, server_args: Any, *, listens: bool)
         problems.append(
             f"--page-size {server_args.page_size} with --allow-generation needs a Triton kernel for each token:"
             " leave one of the two out on a machine without an accelerator, or start with --suffix-kv keep"
+        )
+    if config.rerank_template is not None and server_args.is_embedding:
+        problems.append(
+            f"--rerank-template {config.rerank_template} is a prompt for a causal language model, and --is-embedding serves"
+            " none: leave one of the two out"
         )
     problems += rank_problems(server_args.tp_size, server_args.model_path)
     if listens:
@@ -288,6 +296,14 @@ def _text_file_problems(flag: str, path: str) -> list[str]:
             f"{flag} {path} cannot be read ({getattr(error, 'strerror', None) or error}): give a file of UTF-8 text"
         ]
     return [f"{flag} {path} is empty: give a file that holds the text, or leave it out"] if is_empty else []
+
+
+def _rerank_template_problems(name_or_path: str) -> list[str]:
+    try:
+        rerank_template.load(name_or_path)
+    except ConfigurationError as error:
+        return [str(error)]
+    return []
 
 
 def check_model_path(model_path: str) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import copy
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -269,6 +269,23 @@ class LabelScorer:
         obj.token_ids_logprob = ids if is_batch else ids[0]
         outputs = await self._answered(obj, raw_request)
         return [_scored(of_prompt, output) for of_prompt, output in zip(labels, outputs, strict=True)]
+
+    async def score_each(
+        self, obj: GenerateReqInput, answers: AllowedAnswers, raw_request: fastapi.Request | None = None
+    ) -> AsyncIterator[tuple[int, ScoredPrompt]]:
+        """Yields the place and the result of each prompt of a list as soon as it is there; they are sent as one group, as by
+        `score`. For labels of one token. Where one fails, all end."""
+        assert isinstance(obj.text, list)
+        caller = await self._manager.caller_of(raw_request)
+        labels = await self._resolve(answers, _prompts_of(obj), self._manager.tenant_of(caller))
+        _ask_for_label(obj, None)
+        obj.token_ids_logprob, obj.stream = [[label.token_id for label in of_prompt] for of_prompt in labels], True
+        async for output in self._manager.generate_request(obj, raw_request):
+            reason = output["meta_info"].get("finish_reason") or {}
+            if reason.get("status_code"):  # refused, and not ended by its client
+                caller.refused_for, caller.retry_after_s = reason.get("reason"), reason.get("retry_after_s")
+                self._manager.abort_request(obj.rid)
+            yield output["index"], _scored(labels[output["index"]], output)
 
     async def _answered(self, obj: GenerateReqInput, raw_request: fastapi.Request | None) -> list[dict[str, Any]]:
         outputs = await self._manager.generate_request(obj, raw_request).__anext__()

@@ -22,7 +22,6 @@ from sglang.srt.entrypoints.openai.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    V1RerankReqInput,
 )
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from starlette.routing import BaseRoute, Route
@@ -50,6 +49,8 @@ from sgl_prefill.api.protocol import (
 )
 from sgl_prefill.api.reply_options import ReplyOptions
 from sgl_prefill.api.request_checks import check_ids_in_vocabulary, check_lists_against_prompts
+from sgl_prefill.api.rerank_replies import Shape
+from sgl_prefill.api.rerank_request import RerankRequest
 from sgl_prefill.api.shield import HttpShield, Refusal
 from sgl_prefill.api.text_limit import OFF_LOOP_CHARACTERS
 from sgl_prefill.config import PrefillConfig
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
 FOR_ADMINISTRATORS = ("/load_lora_adapter_from_tensors", "/set_trace_level")
 # Of a body of a wrong shape: each element of a list may have a dozen problems.
 MOST_PROBLEMS, LONGEST_PROBLEM = 10, 300
-OUR_PATHS = frozenset(route.path for route in ROUTES)
+OUR_PATHS = frozenset(route.path for route in ROUTES) | {"/rerank", "/v2/rerank"}
 OF_ANY_LENGTH = frozenset({"/tokenize", "/v1/tokenize"})
 CHATS = frozenset(
     {"/v1/chat/completions", "/invocations", "/v1/responses", "/api/chat", "/v1/messages", "/v1/messages/count_tokens"}
@@ -85,6 +86,7 @@ class PrefillRoutes:
         }
         self._scorer: LabelScorer | None = None
         self._calibrations: Calibrations | None = None
+        self._reranker = rerank.Reranker(config, lambda: self.scorer, self._stock["/v1/rerank"])
 
     def stock_endpoint(self, path: str) -> Callable[..., Awaitable[Any]]:
         """Returns SGLang's endpoint, in whose place ours is."""
@@ -189,15 +191,21 @@ class PrefillRoutes:
         body: Any = outputs if is_batch else outputs[0]
         return _one_chunk([body]) if streams else ORJSONResponse(body)
 
-    async def rerank(self, request: V1RerankReqInput, raw_request: Request) -> Any:
+    async def rerank(self, request: RerankRequest, raw_request: Request) -> Any:
         """Serves /v1/rerank."""
-        serving = self._app.state.openai_serving_rerank
-        if not rerank.needs_our_prompt(serving, request):
-            return await self._stock["/v1/rerank"](request, raw_request)
-        _check_with(serving, request)
+        return await self._rerank(request, raw_request, None)
+
+    async def rerank_of_jina(self, request: RerankRequest, raw_request: Request) -> Any:
+        """Serves /rerank, which SGLang has not."""
+        return await self._rerank(request, raw_request, Shape.JINA)
+
+    async def rerank_of_cohere(self, request: RerankRequest, raw_request: Request) -> Any:
+        """Serves /v2/rerank, which SGLang has not."""
+        return await self._rerank(request, raw_request, Shape.COHERE)
+
+    async def _rerank(self, request: RerankRequest, raw_request: Request, shape: Shape | None) -> Any:
         with _value_errors_are_bad_requests():
-            scores = await rerank.scores(self.scorer, request, raw_request)
-        return serving._build_rerank_response(scores, request)
+            return await self._reranker.answer(self._app.state.openai_serving_rerank, request, raw_request, shape)
 
     async def responses(self, request: PrefillResponsesRequest, raw_request: Request) -> Any:
         """Serves /v1/responses."""
@@ -320,6 +328,8 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
     app.api_route("/generate", methods=["POST", "PUT"])(ours.generate)
     app.api_route("/v1/rerank", methods=["POST", "PUT"], dependencies=only_json)(ours.rerank)
     calibrations.add_routes(app, lambda: ours.calibrations)
+    app.post("/rerank", dependencies=only_json)(ours.rerank_of_jina)
+    app.post("/v2/rerank", dependencies=only_json)(ours.rerank_of_cohere)
     # First, since each request is compared with one route after the other, and once more for the metrics.
     app.router.routes[:] = [*app.router.routes[n_stock:], *app.router.routes[:n_stock]]
     app.add_exception_handler(BadRequestError, answer_bad_request)

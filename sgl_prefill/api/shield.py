@@ -125,7 +125,7 @@ class HttpShield:
             assert not answer.is_of_an_error, "the error comes after its answer"
         except Exception as error:
             if body.refusal is None and not answer.has_begun:
-                await _refuse(_refusal_of(error), body, send)
+                await _refuse(refusal_of(error), body, send)
             elif body.refusal is None:
                 raise
         finally:
@@ -171,7 +171,7 @@ def _too_large(n_bytes: int, config: PrefillConfig) -> Refusal:
     return Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "RequestTooLarge", text)
 
 
-def _refusal_of(error: BaseException) -> Refusal:
+def refusal_of(error: BaseException) -> Refusal:
     """Says what an error means that comes before anything was answered, as of a stream that cannot begin. By SGLang's convention
     a ValueError is the client's."""
     error = _unwrapped(error)

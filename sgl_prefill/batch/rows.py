@@ -13,7 +13,10 @@ import orjson
 from sgl_prefill.core.batch.token_rows import IntArray
 from sgl_prefill.errors import BadRequestError, BatchJobError
 
-URLS = ("/v1/completions", "/v1/chat/completions", "/generate", "/v1/score", "/v1/rerank", "/v1/embeddings")
+URLS = (
+    *("/v1/completions", "/v1/chat/completions", "/generate", "/v1/score", "/v1/rerank", "/v2/rerank"),
+    "/v1/embeddings",
+)
 SCAN_AT_ONCE = 1 << 26
 MOST_ID_CHARACTERS = 512
 

@@ -140,6 +140,8 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ),
     ("/v1/rerank", {"query": "", "documents": ["a"]}, ["empty"]),
     ("/v1/rerank", {"query": "a", "documents": []}, ["empty"]),
+    ("/v2/rerank", {"query": "a", "documents": [{"title": "b"}]}, ["documents[0]", "text", "title", "rank_fields"]),
+    ("/rerank", {"query": "a", "documents": ["b"], "top_n": 1, "stop_early": True}, ["stop_early", "leave it out"]),
     ("/v1/score", {"model": "demo", "query": "a", "items": ["b"], "label_token_ids": [VOCABULARY_SIZE]}, ["49152"]),
     ("/v1/score", {"model": "demo", "query": "a", "items": ["b"], "label_token_ids": []}, ["label_token_ids", "empty"]),
     (GENERATE, {**NATIVE, "sampling_params": {"max_new_tokens": 1}, "extra_key": ["a", "b"]}, ["extra_key is a list"]),

@@ -76,6 +76,7 @@ def of_all_urls() -> list[dict[str, Any]]:
             apply_softmax=True,
         ),
         request("rerank", "/v1/rerank", query=question, documents=["The sky is blue.", "Fish swim."]),
+        request("cohere", "/v2/rerank", model="demo", query=question, documents=[{"text": "Fish swim."}]),
     ]
 
 
@@ -100,7 +101,7 @@ def numbers_of(body: Any, path: str = "") -> Iterator[tuple[str, float]]:
     """Probabilities and scores of an answer of any shape."""
     if isinstance(body, dict):
         for name, value in body.items():
-            if name in ("probability", "calibrated_probability", "score", "label_mass") or (
+            if name in ("probability", "calibrated_probability", "score", "relevance_score", "label_mass") or (
                 name == "scores" and isinstance(value, list)
             ):
                 yield from _flat(f"{path}/{name}", value)

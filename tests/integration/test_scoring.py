@@ -7,8 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import cohere
+import httpx
+import jina_cli.api
+import jina_cli.main
 import pytest
 import requests
+from click.testing import CliRunner
 
 from tests.integration.conftest import Server
 
@@ -166,6 +171,67 @@ def test_rerank_orders_documents_with_a_causal_model(server: Server) -> None:
     assert all(0 < score < 1 for score in scores)
     assert all(entry["document"] == documents[entry["index"]] for entry in ranked)
     assert len(server.post("/v1/rerank", {**body, "top_n": 1}).json()) == 1
+
+
+RERANKED = ["Bananas are yellow.", "Paris is the capital of France.", "The moon is far away."]
+QUESTION = "What is the capital of France?"
+
+
+def scores_of(server: Server) -> dict[int, float]:
+    """By /v1/rerank as SGLang has it."""
+    found = server.post("/v1/rerank", {"query": QUESTION, "documents": RERANKED}).json()
+    return {entry["index"]: entry["score"] for entry in found}
+
+
+def test_coheres_clients_rerank_unchanged(server: Server) -> None:
+    """Both of its versions, with the scores of SGLang's route."""
+    scores = scores_of(server)
+    objects: list[Any] = [{"title": text, "text": "-"} for text in RERANKED]
+    with httpx.Client() as connections:
+        address: Any = {"api_key": "none", "base_url": server.url, "httpx_client": connections}
+        client = cohere.ClientV2(**address)
+        whole = client.rerank(model="m", query=QUESTION, documents=RERANKED)
+        best = client.rerank(model="m", query=QUESTION, documents=RERANKED, top_n=1)
+        with pytest.raises(cohere.BadRequestError, match="top_n is 0"):
+            client.rerank(model="m", query=QUESTION, documents=RERANKED, top_n=0)
+        of_older = cohere.Client(**address).rerank(
+            model="m", query=QUESTION, documents=objects, rank_fields=["title"], return_documents=True, top_n=2
+        )
+    assert {one.index: one.relevance_score for one in whole.results} == pytest.approx(scores, abs=0.02)
+    assert len(best.results) == 1
+    assert best.meta is not None
+    assert best.meta.billed_units is not None
+    assert best.meta.billed_units.search_units == 1
+    assert [one.relevance_score for one in of_older.results] == pytest.approx(sorted(scores.values())[:0:-1], abs=0.02)
+    assert all(one.document is not None and one.document.text == "-" for one in of_older.results)
+
+
+def test_jinas_client_reranks_unchanged(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own command line, with nothing but its address set."""
+    monkeypatch.setattr(jina_cli.api, "API_BASE", server.url)
+    monkeypatch.setenv("JINA_API_KEY", "none")
+    found = jina_cli.api.rerank(QUESTION, RERANKED, top_n=2)
+    scores = scores_of(server)
+    assert [one["relevance_score"] for one in found] == pytest.approx(sorted(scores.values())[:0:-1], abs=0.02)
+    assert all(one["document"] == {"text": RERANKED[one["index"]]} for one in found)
+    said = CliRunner().invoke(jina_cli.main.cli, ["rerank", QUESTION], input="\n".join(RERANKED))
+    assert said.exit_code == 0, said.output
+    assert all(text in said.output for text in RERANKED)
+
+
+def test_a_stream_shows_each_reranked_document(server: Server) -> None:
+    """And then the whole reply, of which min_score leaves nothing."""
+    body = {"query": QUESTION, "documents": RERANKED, "stream": True, "min_score": 1}
+    reply = server.post("/rerank", body, stream=True)
+    events = [line[len(b"data: ") :] for line in reply.iter_lines() if line]
+    assert events.pop() == b"[DONE]"
+    *documents, whole = map(json.loads, events)
+    found = {one["index"]: one["relevance_score"] for one in documents}
+    assert found == pytest.approx(scores_of(server), abs=0.02)
+    assert whole["results"] == []
+    too_long = server.post("/rerank", {**body, "documents": ["word " * 9000]})
+    assert too_long.status_code == 400
+    assert "8192" in too_long.json()["error"]["message"]
 
 
 def test_a_reply_says_what_was_kept_and_what_the_request_was_predicted_to_take(server: Server) -> None:

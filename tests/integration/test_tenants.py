@@ -27,6 +27,7 @@ BODIES: dict[str, Any] = {
     "/generate": lambda text: {"text": text, "sampling_params": {"max_new_tokens": 0}},
     "/v1/score": lambda text: {"model": "demo", "query": text, "items": [" a"], "label_token_ids": [5, 6]},
     "/v1/rerank": lambda text: {"query": text, "documents": ["a"]},
+    "/v2/rerank": lambda text: {"query": text, "documents": ["a"], "stream": True},
     "/v1/responses": lambda text: {"model": "demo", "input": text},
     "/v1/messages": lambda text: {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": 1},
 }

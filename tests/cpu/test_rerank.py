@@ -1,0 +1,301 @@
+"""Rerank requests: which are refused and how, the shapes of replies, and streams whose client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import HTTPException
+from fastapi.responses import StreamingResponse
+from sglang.srt.entrypoints.openai.protocol import RerankResponse
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from sgl_prefill import preflight
+from sgl_prefill.api.label_scoring import ScoredPrompt
+from sgl_prefill.api.rerank import Reranker
+from sgl_prefill.api.rerank_replies import Reply, Scored, Shape
+from sgl_prefill.api.rerank_request import RerankRequest, understood
+from sgl_prefill.config import PrefillConfig
+from sgl_prefill.core.labels import Label, restrict
+from sgl_prefill.errors import BadRequestError, ConfigurationError
+
+GOOD: dict[str, Any] = {"query": "q", "documents": ["a", "b", "c"]}
+OBJECTS = [{"title": "t", "text": "a", "year": 5}, {"title": "u"}]
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"query": "", "documents": ["a"]}, 'query is "": it must be a text that is not empty'),
+        ({"query": 5, "documents": ["a"]}, "query is 5"),
+        ({"documents": ["a"]}, "query is null"),
+        ({"query": "q"}, "documents is null: give a list"),
+        ({"query": "q", "documents": []}, "documents is empty: give a list with at least one"),
+        ({"query": "q", "documents": "a"}, 'documents is "a"'),
+        ({"query": "q", "documents": ["a", " "]}, r"documents\[1\] is empty"),
+        ({"query": "q", "documents": ["a", 7]}, r"documents\[1\] is 7: it must be a text, or an object"),
+        (
+            {"query": "q", "documents": OBJECTS},
+            r'documents\[1\] has no field "text" among \["title"\]: give it, or name',
+        ),
+        (
+            {"query": "q", "documents": OBJECTS, "rank_fields": ["title", "body"]},
+            r'documents\[0\] has no field "body" of rank_fields among \["title","text","year"\]: name fields that it has',
+        ),
+        ({"query": "q", "documents": OBJECTS, "rank_fields": ["year"]}, r"documents\[0\].year is 5: it must be a text"),
+        ({"query": "q", "documents": [{"text": ""}]}, r'documents\[0\].text is ""'),
+        ({**GOOD, "rank_fields": ["title"]}, r"documents\[0\] is a text, and rank_fields is .* leave rank_fields out"),
+        *(
+            ({"query": "q", "documents": OBJECTS, "rank_fields": wrong}, "rank_fields is .* different names of fields")
+            for wrong in ([], "title", [5], ["title", "title"], [""])
+        ),
+        *(({**GOOD, "top_n": wrong}, "top_n is .*: it must be a whole number") for wrong in (0, -1, 1.5, "2", True)),
+        *(
+            ({**GOOD, "min_score": wrong}, "min_score is .*: it must be a number from 0 to 1")
+            for wrong in (-0.1, 2, "a")
+        ),
+        ({**GOOD, "instruct": "a", "instruction": "b"}, 'instruct is "a" and instruction is "b": they are two names'),
+        ({**GOOD, "instruct": ["a"]}, "instruct is .*: it must be a text"),
+        ({**GOOD, "model": 5}, "model is 5"),
+        ({**GOOD, "stop_early": True, "top_n": 1}, "no bound proves"),
+        ({**GOOD, "max_tokens_per_doc": 100}, "max_tokens_per_doc is 100: documents are never cut"),
+        ({**GOOD, "relevant_spans": {"mode": "enabled"}}, "relevant_spans is .*no spans"),
+    ],
+)
+def test_a_wrong_request_is_refused_with_field_value_and_remedy(body: dict[str, Any], told: str) -> None:
+    with pytest.raises(BadRequestError, match=told):
+        understood(RerankRequest(**body))
+
+
+def test_passages_are_texts_or_the_named_fields_of_objects() -> None:
+    documents = ["a", {"text": "b", "n": 1}]
+    assert understood(RerankRequest(query="q", documents=documents)).passages == ["a", "b"]
+    fields = understood(RerankRequest(query="q", documents=OBJECTS[:1], rank_fields=["text", "title"]))
+    assert fields.passages == ["a\nt"]
+    both = understood(
+        RerankRequest(**GOOD, instruct="find", instruction="find", top_n=9, min_score=0, stop_early=False)
+    )
+    assert both[1:] == ("find", ["a", "b", "c"], 9, 0.0)
+
+
+def reply(shape: Shape, **fields: Any) -> Any:
+    """To three documents with the scores 0.2, 0.9 and 0.5."""
+    request = RerankRequest(**{**GOOD, **fields})
+    scored = [Scored(0, 0.2), Scored(1, 0.9), Scored(2, 0.5)]
+    usage = {"prompt_tokens": 30, "completion_tokens": 0, "total_tokens": 30}
+    return Reply(shape, request, understood(request), "served").whole(scored, usage)
+
+
+def test_the_shape_is_that_of_who_asks() -> None:
+    """SGLang's clients read a list; its gateway, which names a model too, sends `rid` with it."""
+    assert Shape.of_v1(RerankRequest(**GOOD)) is Shape.SGLANG
+    assert Shape.of_v1(RerankRequest(**GOOD, model="m")) is Shape.JINA
+    assert Shape.of_v1(RerankRequest(**{**GOOD, "model": "m", "rid": None})) is Shape.SGLANG
+    assert reply(Shape.SGLANG, top_n=1) == [{"score": 0.9, "document": "b", "index": 1, "meta_info": None}]
+    jina = reply(Shape.JINA, top_n=1)
+    assert jina["results"] == [{"index": 1, "relevance_score": 0.9, "score": 0.9, "document": {"text": "b"}}]
+    assert (jina["model"], jina["usage"]["total_tokens"], jina["object"]) == ("served", 30, "list")
+    cohere = reply(Shape.COHERE, model="m", top_n=1)
+    assert set(cohere) == {"id", "results", "meta"}
+    assert cohere["results"] == [{"index": 1, "relevance_score": 0.9}]
+    assert cohere["meta"]["billed_units"] == {"search_units": 1}
+
+
+def test_documents_are_returned_as_they_were_given() -> None:
+    objects = {"documents": [{"text": "a", "id": 7}, "b", "c"]}
+    assert [one["document"] for one in reply(Shape.JINA, **objects)["results"]] == [
+        {"text": "b"},
+        {"text": "c"},
+        {"text": "a", "id": 7},
+    ]
+    for shape in (Shape.JINA, Shape.COHERE):
+        assert all("document" not in one for one in reply(shape, return_documents=False)["results"])
+    assert "document" in reply(Shape.COHERE, return_documents=True)["results"][0]
+    assert "document" not in reply(Shape.SGLANG, return_documents=False)[0]
+
+
+def test_top_n_and_min_score_choose_among_all() -> None:
+    def places(**fields: Any) -> list[int]:
+        return [one["index"] for one in reply(Shape.SGLANG, **fields)]
+
+    assert places() == [1, 2, 0]
+    assert places(top_n=5) == [1, 2, 0]
+    assert places(top_n=2) == [1, 2]
+    assert places(min_score=0.5) == [1, 2]
+    assert places(min_score=0.5, top_n=1) == [1]
+    assert places(min_score=1) == []
+
+
+class Scorer:
+    """Scores a document by the number that it ends with; of a stream each when the test says so."""
+
+    def __init__(self) -> None:
+        self.prompts: list[str] = []
+        self.next: asyncio.Queue[int] = asyncio.Queue()  # places of documents
+
+    async def score(self, obj: GenerateReqInput, answers: Any, raw_request: Any) -> list[ScoredPrompt]:
+        assert isinstance(obj.text, list)
+        self.prompts += obj.text
+        return [self._scored(text, answers.tokens) for text in obj.text]
+
+    async def score_each(
+        self, obj: GenerateReqInput, answers: Any, raw_request: Any
+    ) -> AsyncIterator[tuple[int, ScoredPrompt]]:
+        assert isinstance(obj.text, list)
+        obj.rid = ["inside"]
+        for _ in obj.text:
+            place = await self.next.get()
+            yield place, self._scored(obj.text[place], answers.tokens)
+
+    def _scored(self, text: str, labels: list[str]) -> ScoredPrompt:
+        if "wrong" in text:
+            raise HTTPException(429, "too much waits")
+        score = int(text.removesuffix("\nAnswer:")[-1]) / 10
+        logs = restrict([score, 1 - score])
+        distribution = logs._replace(probabilities=[score, 1 - score])
+        found = [Label(label, index) for index, label in enumerate(labels)]
+        return ScoredPrompt(found, distribution, {"prompt_tokens": 7, "cached_tokens": 3})
+
+
+class Manager:
+    """What a reranker asks of SGLang's tokenizer manager."""
+
+    is_generation = True
+    tokenizer = SimpleNamespace(chat_template=None)
+    model_config = SimpleNamespace(model_path="m")
+    served_model_name = "served"
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def abort_request(self, rid: Any) -> None:
+        self.told.append(rid)
+
+
+RAW: Any = SimpleNamespace()
+
+
+async def asked(
+    scorer: Scorer,
+    manager: Manager,
+    body: dict[str, Any],
+    config: PrefillConfig | None = None,
+    found: Any = None,
+    shape: Shape | None = Shape.JINA,
+) -> Any:
+    """found: what SGLang's own handler answers."""
+
+    async def stock_endpoint(request: Any, raw_request: Any) -> Any:
+        manager.told.append(f"SGLang was asked for {request.documents} with {request.instruct}")
+        return found
+
+    reranker = Reranker(config or PrefillConfig(), lambda: scorer, stock_endpoint)  # type: ignore[arg-type,return-value]
+    serving = SimpleNamespace(tokenizer_manager=manager)
+    return await reranker.answer(serving, RerankRequest(**body), RAW, shape)
+
+
+async def read(stream: Any) -> list[Any]:
+    assert isinstance(stream, StreamingResponse)
+    events = [str(bytes(event), "utf-8") async for event in stream.body_iterator]  # type: ignore[arg-type]
+    assert events.pop() == "data: [DONE]\n\n"
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def test_a_stream_shows_each_document_when_it_is_scored_and_then_the_whole() -> None:
+    """The last document is done first; what is above min_score is a question of the whole."""
+
+    async def run() -> None:
+        scorer, manager = Scorer(), Manager()
+        body = {"query": "q", "documents": ["doc 2", "doc 9", "doc 5"], "stream": True, "min_score": 0.5}
+        for place in (2, 1, 0):
+            scorer.next.put_nowait(place)
+        *documents, whole = await read(await asked(scorer, manager, body))
+        assert [(one["index"], one["relevance_score"]) for one in documents] == [(2, 0.5), (1, 0.9), (0, 0.2)]
+        assert documents[0]["document"] == {"text": "doc 5"}
+        assert [one["index"] for one in whole["results"]] == [1, 2]
+        assert whole["usage"]["prompt_tokens"] == whole["usage"]["total_tokens"] == 21
+        assert manager.told == []
+
+    asyncio.run(run())
+
+
+def test_who_leaves_a_stream_ends_what_is_not_scored_yet() -> None:
+    async def run() -> None:
+        scorer, manager = Scorer(), Manager()
+        body = {"query": "q", "documents": ["doc 2", "doc 9", "doc 5"], "stream": True}
+        events: Any = (await asked(scorer, manager, body)).body_iterator
+        scorer.next.put_nowait(2)
+        assert b'"index":2' in await anext(events)
+        await events.aclose()
+        assert manager.told == [["inside"]]
+
+    asyncio.run(run())
+
+
+def test_a_stream_that_cannot_begin_has_a_status_and_a_later_failure_is_an_event() -> None:
+    async def run() -> None:
+        scorer = Scorer()
+        body = {"query": "q", "documents": ["wrong", "doc 1"], "stream": True}
+        scorer.next.put_nowait(0)
+        with pytest.raises(HTTPException, match="too much waits"):
+            await read(await asked(scorer, Manager(), body))
+        for place in (1, 0):
+            scorer.next.put_nowait(place)
+        first, failure = await read(await asked(scorer, Manager(), body))
+        assert first["index"] == 1
+        assert failure["error"]["message"] == "too much waits"
+
+    asyncio.run(run())
+
+
+def test_sglangs_own_handler_serves_models_that_are_no_causal_ones() -> None:
+    """It gets the texts, and its scores are shown in the shape that was asked for."""
+
+    async def run() -> None:
+        manager = Manager()
+        manager.is_generation = False
+        found = [RerankResponse(score=0.7, index=1, meta_info={"prompt_tokens": 4}), RerankResponse(score=-3, index=0)]
+        body = {"query": "q", "documents": [{"text": "a"}, "b"], "instruction": "find", "min_score": 0.5}
+        shown = json.loads((await asked(Scorer(), manager, body, found=found)).body)
+        assert manager.told == ["SGLang was asked for ['a', 'b'] with find"]
+        assert [one["index"] for one in shown["results"]] == [1]
+        assert shown["usage"] is None
+        of_v1 = await asked(Scorer(), manager, {**body, "model": "m"}, found=found, shape=None)
+        assert json.loads(of_v1.body) == [
+            {"score": 0.7, "document": "b", "index": 1, "meta_info": {"prompt_tokens": 4}}
+        ]
+        with pytest.raises(BadRequestError, match="start the server with --rerank-template"):
+            await asked(Scorer(), manager, {**body, "stream": True}, found=found)
+        with pytest.raises(BadRequestError, match="its model is none"):
+            await asked(Scorer(), manager, body, PrefillConfig(rerank_template="yes-no"))
+
+    asyncio.run(run())
+
+
+def test_the_template_of_the_flag_is_what_the_model_is_asked(tmp_path: Any) -> None:
+    """Also where its chat template is a reranker's, which SGLang's own handler would serve."""
+
+    async def run() -> None:
+        own = tmp_path / "own.txt"
+        own.write_text('labels: ["good", "bad"]\n{query}? {document}\n')
+        scorer, manager = Scorer(), Manager()
+        manager.tokenizer = SimpleNamespace(chat_template='the answer can only be "yes" or "no"')
+        config = PrefillConfig(rerank_template=str(own))
+        await asked(scorer, manager, {"query": "{x}", "documents": ["doc 1"]}, config)
+        assert scorer.prompts == ["{x}? doc 1"]
+        with pytest.raises(BadRequestError, match="has no place for an instruction"):
+            await asked(scorer, manager, {**GOOD, "instruct": "find"}, config)
+
+    asyncio.run(run())
+
+
+def test_a_template_that_cannot_be_used_is_refused_before_anything_starts(tmp_path: Any) -> None:
+    (problem,) = preflight.check_argv(PrefillConfig(rerank_template="qwen"), [], listens=False)
+    assert "--rerank-template qwen is none of yes-no, qwen3-reranker" in problem
+    assert preflight.check_argv(PrefillConfig(rerank_template="qwen3-reranker"), [], listens=False) == []
+    with pytest.raises(ConfigurationError):
+        Reranker(PrefillConfig(rerank_template=str(tmp_path)), lambda: None, None)  # type: ignore[arg-type,return-value]
