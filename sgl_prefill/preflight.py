@@ -240,21 +240,21 @@ def stable_answer_problems(server_args: Any) -> list[str]:
     """Says what of the machine and of SGLang's options keeps --stable-answers from holding."""
     if not this_device().is_host:
         return [
-            "--stable-answers is for machines without an accelerator: attention and matrix products on a GPU cut their sums by the"
-            " size of a step. Leave it out"
+            "--stable-answers is for machines without an accelerator: attention and matrix products on a GPU cut their sums by"
+            " the size of a step. Leave it out"
         ]
     problems = []
     if server_args.tp_size > 1:
         problems.append(
-            f"--stable-answers is for one rank, and --tp-size is {server_args.tp_size}: nobody has shown that sums over ranks keep"
-            " their order. Leave one of the two out"
+            f"--stable-answers is for one rank, and --tp-size is {server_args.tp_size}: nobody has shown that sums over ranks"
+            " keep their order. Leave one of the two out"
         )
     backends = server_args.prefill_attention_backend, server_args.decode_attention_backend
     if foreign := [name for name in backends if not str(name).startswith(ATTENTION_BACKEND_NAME)]:
         names = ", ".join(str(name or server_args.attention_backend) for name in dict.fromkeys(foreign))
         problems.append(
-            f"--stable-answers needs the attention backend {ATTENTION_BACKEND_NAME}, and {names} is asked for: leave one of the two"
-            " out"
+            f"--stable-answers needs the attention backend {ATTENTION_BACKEND_NAME}, and {names} is asked for: leave one of the"
+            " two out"
         )
     found = native()
     if found.kernels is None:
