@@ -163,7 +163,8 @@ def test_operations_of_which_nobody_knows_are_named() -> None:
     """A softmax adds a row in an order of PyTorch's choosing; moving numbers and single operations are exact."""
 
     def body(x: torch.Tensor) -> torch.Tensor:
-        one, other = x.view(-1, 4).split(2, -1)
+        rows = x.view(-1, 4)
+        one, other = rows[:, :2], rows[:, 2:]
         return torch.softmax(one + other * 2, -1).sum(-1)
 
     graph = fx.symbolic_trace(body).graph
