@@ -172,11 +172,6 @@ class LabelScorer:
         deadline_ms: float | None,
     ) -> list[ScoredPrompt]:
         """Does the same for labels of any length: the tokens of all of them run in the step of their prompt."""
-        if (why_not := self._manager.no_long_answers) is not None:
-            raise BadRequestError(
-                f"allowed_answers holds labels of several tokens, which this engine cannot compute: {why_not}. Give"
-                " allowed_tokens"
-            )
         prompts = _prompts_of(obj)
         caller = await self._manager.caller_of(raw_request)
         tenant = self._manager.tenant_of(caller)
@@ -187,6 +182,11 @@ class LabelScorer:
         asked = [await self._trees(obj, prompts, options, end_ids, tenant)]
         if baseline is not None:
             asked.append(await self._trees(baseline, _prompts_of(baseline), options, end_ids, tenant))
+        why_not = self._manager.no_long_answers
+        if why_not is not None and any(n for _, trees in asked for n in trees.n_nodes):
+            raise BadRequestError(
+                f"allowed_answers holds labels of several tokens, which this engine cannot compute: {why_not}. Shorten them"
+            )
         started_s = time.monotonic()
         outputs = []
         # One after the other: each finds what those before it have computed of its prompts.

@@ -74,7 +74,7 @@ def score(
 
     Args:
         rows: prompts, as text or as token ids.
-        labels: the allowed answers, one token each after every prompt.
+        labels: the allowed answers, of any length.
         engine: one of this process, or the URLs of running servers.
     """
     backend: Backend = engine.backend if isinstance(engine, Engine) else RunningServers(_urls(engine))
@@ -118,7 +118,7 @@ class _Bodies:
         return "/v1/completions", {
             "model": "default",
             "prompt": shown,
-            "allowed_tokens": self._labels,
+            "allowed_answers": self._labels,
             "max_tokens": 1,
         }
 

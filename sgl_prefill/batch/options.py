@@ -91,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     table = made.add_argument_group("tables", "Parquet, CSV or JSONL, one prompt a row")
     table.add_argument("--prompt-column", help="the column that is the prompt")
     table.add_argument("--template", help="the prompt, with {column} where a column's text belongs; @FILE: from a file")
-    table.add_argument("--labels", nargs="+", help="the allowed answers, one token each")
+    table.add_argument("--labels", nargs="+", help="the allowed answers")
     table.add_argument("--id-column", help="the column that names a row (default: its number)")
     table.add_argument(
         "--reorder-columns",
@@ -123,7 +123,7 @@ def options_of(namespace: argparse.Namespace) -> JobOptions:
     if options.prompt_column is not None and options.template is not None:
         problems.append("--prompt-column and --template are both given: a prompt is one of the two")
     if options.is_table and not options.labels:
-        problems.append("a table needs --labels: the allowed answers, one token each")
+        problems.append("a table needs --labels: the allowed answers")
     if not options.is_table and (options.labels or options.id_column):
         problems.append("--labels and --id-column are for tables: give --prompt-column or --template too")
     if not options.is_table and options.output.suffix == ".parquet":

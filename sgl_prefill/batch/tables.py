@@ -112,7 +112,7 @@ def write_requests(options: JobOptions, path: Path) -> None:
             body = {
                 "model": "default",
                 "prompt": template.prompt(row, None if orders is None else orders[number].tolist()),
-                "allowed_tokens": options.labels,
+                "allowed_answers": options.labels,
                 "max_tokens": 1,
             }
             row_id = number if options.id_column is None else row[options.id_column]

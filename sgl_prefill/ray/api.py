@@ -38,7 +38,7 @@ def score(
 
     Args:
         prompt: a column, of text or of token ids; a template that names columns in braces; or a function of a row.
-        labels: the allowed answers, one token each after every prompt.
+        labels: the allowed answers, of any length.
         concurrency: so many actors, each with an engine of its own or asking one server; default: 1, or one for each server.
         engine: arguments of `sgl_prefill.batch.Engine`, the same for each actor.
         base_urls: running servers that answer in place of engines.
@@ -91,7 +91,7 @@ def check_ray() -> None:
 def _check(labels: Sequence[str], n_actors: int, engine: Mapping[str, Any] | None, urls: Sequence[str]) -> None:
     problems = []
     if isinstance(labels, str) or not labels:
-        problems.append(f"labels is {labels!r}: give a list of the allowed answers, one token each")
+        problems.append(f"labels is {labels!r}: give a list of the allowed answers")
     elif len(set(labels)) < len(labels):
         problems.append("labels holds the same answer twice: each is a column of the result")
     if n_actors < 1:

@@ -227,7 +227,7 @@ def test_a_table_becomes_requests_and_its_answers_a_table(tmp_path: Path, suffix
     written = RequestFile(tmp_path / "requests.jsonl")
     bodies = [written.request(row).body for row in range(2)]
     assert [body["prompt"] for body in bodies] == ["good (5 of 5):", "bad (1 of 5):"]
-    assert bodies[0]["allowed_tokens"] == [" +", " -"]
+    assert bodies[0]["allowed_answers"] == [" +", " -"]
 
     scores = {"labels": [{"label": " +", "probability": 0.75}, {"label": " -", "probability": 0.25}], "label_mass": 0.5}
     answered = answer_lines.answered("p", 200, orjson.dumps({"choices": [{"label_scores": scores}]}))

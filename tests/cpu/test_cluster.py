@@ -31,6 +31,7 @@ def parsed(*argv: str) -> ClusterOptions:
 @pytest.fixture
 def _much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "free_memory_gb", lambda: (8.0, 16.0))
+    monkeypatch.setattr(preflight, "_port_problems", lambda *_: [])  # whoever listens on this machine
     monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 

@@ -12,7 +12,7 @@ from typing import Any
 from sgl_prefill import Engine, demo_model
 from sgl_prefill.core.labels import LabelError
 from sgl_prefill.errors import BadRequestError, SglPrefillError
-from tests.integration.prompts import CANDIDATES, PROMPTS
+from tests.integration.prompts import CANDIDATES, LONG_LABELS, LONG_PROMPTS, PROMPTS
 
 
 def float32() -> dict[str, Any]:
@@ -29,6 +29,10 @@ def float32() -> dict[str, Any]:
             scored = engine.score_labels(PROMPTS, allowed_token_ids=ids)
             result[name] = [one.distribution.logprobs for one in scored]
         result["reused"] = [one.meta_info["cached_tokens"] - one.meta_info["prompt_tokens"] for one in scored]
+        for name in ("long_cold", "long_cached"):
+            scored = engine.score_labels(LONG_PROMPTS, allowed_answers=LONG_LABELS)
+            result[name] = [one.distribution.logprobs for one in scored]
+        result["long_tokens"] = [[label.token_ids for label in one.labels] for one in scored]
         (one,) = engine.score_labels("The capital of France is", allowed_tokens=[" Paris", " Rome"])
         result["best"] = one.best.text
         try:

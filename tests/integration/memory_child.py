@@ -340,16 +340,15 @@ def kept(folder: Path) -> dict[str, Any]:
     first = engine.submit(prompt(rng, 130))
     sharer = engine.submit([*wanted, *prompt(rng, 140)])
     engine.run_all()
-    tree = AnswerTree(ANSWERS)
-    n_held = engine.scheduler.tree_cache.total_size()
-    engine.ask([*other, 7], label_ids=tree.first, answers=tree)
-    engine.scheduler.invariant_checker.self_check_during_busy()
-    return {
-        "answers_left_nothing": engine.scheduler.tree_cache.total_size() <= n_held,
+    result = {
         "ran_first": engine.answered[2] == first,
         "sharer": engine.answer(sharer).cached_tokens,
         "other": engine.ask([*other, 7]).cached_tokens,
     }
+    n_held = engine.scheduler.tree_cache.total_size()
+    answer_logprobs(engine, [*other, 7])
+    engine.scheduler.invariant_checker.self_check_during_busy()
+    return {**result, "answers_left_nothing": engine.scheduler.tree_cache.total_size() == n_held}
 
 
 def unusual(folder: Path) -> dict[str, Any]:

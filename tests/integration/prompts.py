@@ -32,6 +32,36 @@ PROMPTS = [
 ]
 assert len(PROMPTS) == 32
 
+# Of one to five tokens; none begins another.
+LONG_LABELS = [
+    " positive",
+    " not relevant",
+    " the weather forecast",
+    " a piece of music",
+    " Paris",
+    " somewhat unlikely to be",
+]
+# Ends after which other tests have asked for nothing.
+LONG_PROMPTS = [f"{prompt} It is" for prompt in PROMPTS[-8:]]
+
+
+def reference_answer_logprobs(folder: Path, prompts: list[str], answers: list[list[list[int]]]) -> list[list[float]]:
+    """Log-probabilities of answers of several tokens after each prompt, in the same way."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rows = []
+    for prompt, of_prompt in zip(prompts, answers, strict=True):
+        before = tokenizer.encode(prompt)
+        row = []
+        for answer in of_prompt:
+            with torch.inference_mode():
+                logits = model(torch.tensor([[*before, *answer]])).logits[0, len(before) - 1 : -1]
+            row.append(logits.log_softmax(-1)[range(len(answer)), answer].sum().item())
+        rows.append(row)
+    return rows
+
 
 def reference_logprobs(folder: Path, prompts: list[str], token_ids: list[int]) -> list[list[float]]:
     """Log-probabilities of `token_ids` after each prompt: transformers, float32 weights and arithmetic."""

@@ -14,7 +14,7 @@ import requests
 from sgl_prefill import demo_model
 from tests.integration.children import run_child
 from tests.integration.conftest import Server
-from tests.integration.prompts import CANDIDATES, PROMPTS, reference_logprobs
+from tests.integration.prompts import CANDIDATES, LONG_PROMPTS, PROMPTS, reference_answer_logprobs, reference_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,18 @@ def test_float32_weights_agree_with_transformers(float32_engine: dict[str, Any],
     assert largest_difference(float32_engine["cold"], reference) <= 1e-3
     assert largest_difference(float32_engine["cached"], reference) <= 1e-3
     assert set(float32_engine["reused"]) == {-1}, "all but the last token of each prompt is reused"
+
+
+def test_labels_of_several_tokens_agree_with_transformers(float32_engine: dict[str, Any]) -> None:
+    """8 prompts, 6 labels of up to 5 tokens: log P(label) differs by at most 1e-4, cold and behind a cached prompt."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        folder = demo_model.ensure("float32")
+        expected = reference_answer_logprobs(folder, LONG_PROMPTS, float32_engine["long_tokens"])
+    assert {len(answer) for of_prompt in float32_engine["long_tokens"] for answer in of_prompt} >= {1, 2, 3, 4}
+    for name in ("long_cold", "long_cached"):
+        pairs = zip(expected, float32_engine[name], strict=True)
+        assert max(abs(a - b) for row, other in pairs for a, b in zip(row, other, strict=True)) <= 1e-4, name
 
 
 def test_bfloat16_weights_agree_with_transformers_in_float32(
