@@ -162,6 +162,11 @@ class PrefillConfig:
         type=str,
         none="yes-no, and SGLang's own handler for models whose chat template is a reranker's",
     )
+    stable_answers: bool = _option(
+        False,
+        "CPU only: a request gets the same bits whatever runs beside it, whatever is cached and however it is cut into chunks, on"
+        " one machine and build; refused where a part of the model cannot",
+    )
     allow_generation: bool = _option(False, "also serve requests for more than one token")
     memory_budget_gb: float | None = _option(
         None, "CPU only: memory for weights and KV pool, in GiB", none="half of the free memory"
@@ -242,7 +247,26 @@ class PrefillConfig:
 
     def _contradictions(self, given: Collection[str]) -> list[str]:
         """Lists what cannot be meant together."""
-        return [*self._contradictions_of_policy(given), *self._contradictions_of_clients()]
+        return [
+            *self._contradictions_of_policy(given),
+            *self._contradictions_of_clients(),
+            *self._contradictions_of_stable_answers(),
+        ]
+
+    def _contradictions_of_stable_answers(self) -> list[str]:
+        if not self.stable_answers:
+            return []
+        problems = []
+        if self.hybrid_prefill == "off":
+            problems.append(
+                "--stable-answers needs the native kernels for all layers, and --hybrid-prefill off keeps SGLang's: leave one of"
+                " the two out"
+            )
+        if self.logits_dtype != "float32":
+            problems.append(
+                f"--stable-answers needs logits in float32, and --logits-dtype is {self.logits_dtype}: leave one of the two out"
+            )
+        return problems
 
     def _contradictions_of_clients(self) -> list[str]:
         problems = []

@@ -39,6 +39,7 @@ class EngineState:
     hybrid: HybridBody | None = None  # None where SGLang's own layers serve
     cpu_kernel: dict[str, Any] | None = None
     packed_weights: dict[str, Any] | None = None
+    stable_answers: dict[str, Any] | None = None  # what was checked for them; None where they were not asked for
     memory_plan: MemoryPlan | None = None
     parity_differences: dict[str, float] | None = None
     jct_ms: FittedJct | None = None
@@ -62,6 +63,7 @@ class EngineState:
             "memory_beyond_weights_bytes": self.memory_beyond_weights_bytes,
             "cpu_kernel": self.cpu_kernel,
             "packed_weights": self.packed_weights,
+            "stable_answers": self.stable_answers,
             "memory": None if self.memory_plan is None else memory_plan.shown(self.memory_plan),
             "parity_gate": self.parity_differences,
             "jct_model": None if self.jct_ms is None else self.jct_ms._asdict(),

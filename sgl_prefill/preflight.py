@@ -18,7 +18,8 @@ from sgl_prefill import container_memory
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core import rerank_template
 from sgl_prefill.cpu import lm_head
-from sgl_prefill.cpu.detect import fast_dtype
+from sgl_prefill.cpu.detect import ATTENTION_BACKEND_NAME, fast_dtype
+from sgl_prefill.cpu.native.library import native
 from sgl_prefill.device import this_device
 from sgl_prefill.errors import ConfigurationError
 
@@ -235,10 +236,38 @@ def check_server_args(config: PrefillConfig, server_args: Any, *, listens: bool)
             " none: leave one of the two out"
         )
     problems += rank_problems(server_args.tp_size, server_args.model_path)
+    if config.stable_answers:
+        problems += stable_answer_problems(server_args)
     if listens:
         problems += port_problems([("--port", server_args.host, server_args.port)])
     if problems:
         raise ConfigurationError("\n".join(problems))
+
+
+def stable_answer_problems(server_args: Any) -> list[str]:
+    """Says what of the machine and of SGLang's options keeps --stable-answers from holding."""
+    if not this_device().is_host:
+        return [
+            "--stable-answers is for machines without an accelerator: attention and matrix products on a GPU cut their sums by"
+            " the size of a step. Leave it out"
+        ]
+    problems = []
+    if server_args.tp_size > 1:
+        problems.append(
+            f"--stable-answers is for one rank, and --tp-size is {server_args.tp_size}: nobody has shown that sums over ranks"
+            " keep their order. Leave one of the two out"
+        )
+    backends = server_args.prefill_attention_backend, server_args.decode_attention_backend
+    if foreign := [name for name in backends if not str(name).startswith(ATTENTION_BACKEND_NAME)]:
+        names = ", ".join(str(name or server_args.attention_backend) for name in dict.fromkeys(foreign))
+        problems.append(
+            f"--stable-answers needs the attention backend {ATTENTION_BACKEND_NAME}, and {names} is asked for: leave one of the"
+            " two out"
+        )
+    found = native()
+    if found.kernels is None:
+        problems.append(f"--stable-answers needs the native kernels, and there are none: {found.reason}")
+    return problems
 
 
 def _contradiction(config: PrefillConfig, need: Required, value: Any) -> str:

@@ -158,9 +158,29 @@ class Linear(torch.nn.Module):
         self.source: torch.Tensor | None = weight  # the model's own parameter, emptied when it is packed
         self.packed: torch.Tensor | None = None
         self.activation: str | None = None
+        # With `--stable-answers` products are computed for these numbers of rows alone, ascending (`cpu.stable`).
+        self.row_counts: Sequence[int] = ()
         self._kernels, self._bias = kernels, bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._in_fixed_counts(x) if self.row_counts else self.at_once(x)
+
+    def _in_fixed_counts(self, x: torch.Tensor) -> torch.Tensor:
+        """Computes the rows in pieces of the largest count, the last one with zeros behind it up to the next count."""
+        rows, most = _rows(x).contiguous(), self.row_counts[-1]
+        pieces = []
+        for start in range(0, max(len(rows), 1), most):
+            piece = rows[start : start + most]
+            n_rows = len(piece)
+            n_added = next(count for count in self.row_counts if count >= n_rows) - n_rows
+            if n_added:
+                piece = torch.cat([piece, piece.new_zeros((n_added, piece.shape[1]))])
+            pieces.append(self.at_once(piece)[:n_rows])
+        product = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return product.view(*x.shape[:-1], product.shape[-1])
+
+    def at_once(self, x: torch.Tensor) -> torch.Tensor:
+        """Computes all rows in one call, whatever their number."""
         if self.packed is not None and not self.packed.is_mkldnn:
             assert self._kernels is not None
             product = self._kernels.product(_rows(x), self.packed, self._bias, self.activation)

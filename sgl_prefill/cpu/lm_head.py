@@ -10,12 +10,15 @@ buffer keeps it so (vocabulary 49,152 x hidden 576 on 2 cores: 4.2 ms in bfloat1
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sgl_prefill.core.kv_plan import ceil_to
 from sgl_prefill.cpu.native.library import native
+
+if TYPE_CHECKING:
+    from sgl_prefill.engine_state import EngineState
 
 # More rows (the log-probabilities of a long tail) are bound by arithmetic, where float32 costs three times as much.
 MAX_ROWS = 32
@@ -40,16 +43,25 @@ def float32_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def around_compute_lm_head(
+    state: EngineState,
     original: Callable[..., torch.Tensor],
     processor: Any,
     hidden_states: torch.Tensor,
     lm_head: Any,
     embedding_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Hook: float32 for a few rows of an unquantized half-precision LM head in host memory; SGLang's way for the rest."""
+    """Hook: float32 for a few rows of an unquantized half-precision LM head in host memory; SGLang's way for the rest.
+
+    With `--stable-answers` one kernel computes all rows of any LM head, of which the start has seen that it can.
+    """
     from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
 
     weight: Any = getattr(lm_head, "weight", None)
+    kernels = native().kernels
+    if state.config.stable_answers:
+        assert kernels is not None
+        assert embedding_bias is None
+        return kernels.logits(hidden_states.contiguous(), weight)
     is_ours = (
         weight is not None
         and weight.dtype in (torch.bfloat16, torch.float16)
@@ -60,7 +72,6 @@ def around_compute_lm_head(
     )
     if not is_ours:
         return original(processor, hidden_states, lm_head, embedding_bias)
-    kernels = native().kernels
     if kernels is not None and kernels.fits_logits(hidden_states, weight):
         return kernels.logits(hidden_states, weight)
     return float32_logits(hidden_states, weight)

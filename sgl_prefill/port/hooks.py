@@ -317,6 +317,7 @@ HOOKS: tuple[Hook, ...] = (
         feature="logits-dtype",
         reason="label logits in float32: rounded to bfloat16 they tie, and P(label) is off by up to 0.02",
         function=lm_head.around_compute_lm_head,
+        takes_state=True,
     ),
     Hook(
         target="sglang.srt.sampling.penaltylib.repetition_penalty.apply_scaling_penalties",

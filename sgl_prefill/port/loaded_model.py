@@ -23,6 +23,7 @@ from sgl_prefill.port import request_state
 from sgl_prefill.port.hybrid import ExpertContext, body_of, prefill_backend
 from sgl_prefill.port.kv_allocator import SuffixKVAllocator
 from sgl_prefill.port.ranks import tensor_exchange, these_ranks
+from sgl_prefill.port.stable_answers import make_stable
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -150,6 +151,9 @@ class SglangModel:
         if problem is not None:
             logger.warning("%s", problem)
         return kernel, {"bytes": fused.packed_bytes(hybrid.products), "problem": problem}
+
+    def make_stable(self) -> dict[str, Any]:
+        return make_stable(self._state, self.runner)
 
     def _pytorch_layers(self) -> list[int]:
         """Lists the layers whose attention PyTorch computes, one request after the other, in spite of native kernels."""

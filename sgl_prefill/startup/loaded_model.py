@@ -112,6 +112,11 @@ class LoadedModel(Protocol):
         None where there are no kernels of ours, or where the model runs in SGLang's layers."""
         ...
 
+    def make_stable(self) -> dict[str, Any]:
+        """Let the same request get the same bits in any company (`--stable-answers`), the chunk size being known. For the record:
+        what was checked. Raises UnsupportedModelError, naming every part of the model that keeps this from holding."""
+        ...
+
     def slack_bytes(self) -> int:
         """Returns the memory for activations that SGLang leaves free beside the KV budget."""
         ...

@@ -29,7 +29,7 @@ MIN_DURABLE_TOKENS = 64
 
 
 def prepare(state: EngineState, model: LoadedModel) -> None:
-    """Raises MemoryPlanError, ParityError."""
+    """Raises MemoryPlanError, ParityError, UnsupportedModelError."""
     config = state.config
     reference = None
     if config.skip_parity_gate:
@@ -39,6 +39,8 @@ def prepare(state: EngineState, model: LoadedModel) -> None:
     state.cpu_kernel, state.packed_weights = model.pack_weights()
     if model.hybrid is not None:
         choose_chunk_tokens(model, config.hybrid_chunk_tokens)
+    if config.stable_answers:
+        state.stable_answers = model.make_stable()
     parity_gate.share_rows(model)
     assert state.memory_beyond_weights_bytes is not None
     plan = _agreed(_plan(model, config, state.memory_beyond_weights_bytes), model)

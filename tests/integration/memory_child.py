@@ -19,6 +19,7 @@ from sgl_prefill import tensor_memory
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.answer_tree import AnswerTree
 from sgl_prefill.core.jct import FittedJct
+from sgl_prefill.cpu.native.library import native
 from sgl_prefill.errors import SglPrefillError
 from sgl_prefill.port import answer_trees
 from sgl_prefill.port.loaded_model import SglangModel
@@ -391,7 +392,37 @@ def unusual(folder: Path) -> dict[str, Any]:
     for name, durable in (("embedding", 2000), ("embedding_evicting", 128)):
         embedding.set_durable(durable)
         result[name] = largest_difference(embedding.embed(again), expected)
+    result["has_kernels"] = native().kernels is not None
+    if result["has_kernels"]:
+        result["stable"] = stable(folder)
+        result["unstable"] = raised(lambda: start(folder, "mixtral", config={"stable_answers": True}))
     return result
+
+
+def stable(folder: Path) -> dict[str, Any]:
+    """Answers with --stable-answers in random company, cache states (evicting too) and chunk sizes, against each alone."""
+    engine = start(folder, "qwen3", config={"stable_answers": True, "pack_step_tokens": 400})
+    rng = random.Random(6)
+    shared = [prompt(rng, n) for n in (90, 310)]
+    texts = [[*rng.choice(shared)[: rng.randint(1, 310)], *prompt(rng, rng.randint(1, 40))] for _ in range(20)]
+    alone = [(fresh(engine, text, 2000).label_logprobs, answer_logprobs(engine, text)) for text in texts]
+    differing, n_answers, n_cached = 0, 0, 0
+    while n_answers < 100:
+        engine.set_durable(rng.choice((DURABLE, 2000)))
+        for _ in range(3):
+            engine.hybrid.chunk_tokens = rng.choice((16, 50, CHUNK, 200))
+            rids = {
+                engine.submit(texts[one], label_ids=LABELS): one
+                for one in rng.sample(range(len(texts)), rng.randint(1, 8))
+            }
+            engine.run_all()
+            for rid, one in rids.items():
+                answer = engine.answer(rid)
+                differing += answer.label_logprobs != alone[one][0]
+                n_answers += 1
+                n_cached += answer.cached_tokens > 0
+        differing += answer_logprobs(engine, texts[one]) != alone[one][1]
+    return {"differing": differing, "cached": n_cached, "record": engine.state.record()["stable_answers"]}
 
 
 def profile(folder: Path) -> dict[str, Any]:

@@ -169,6 +169,17 @@ def test_an_embedding_model_gives_what_transformers_does_also_where_it_evicts(un
     assert unusual["embedding_evicting"] <= CLOSE
 
 
+def test_stable_answers_are_the_same_bits_in_any_company_cache_state_and_chunk_size(unusual: dict[str, Any]) -> None:
+    """100 answers of labels, and some of several tokens; experts are refused by the names of their operations."""
+    if not unusual["has_kernels"]:
+        pytest.skip("without native kernels there are no stable answers")
+    assert unusual["stable"]["differing"] == 0
+    assert unusual["stable"]["cached"] > 20
+    assert unusual["stable"]["record"]["row_counts"] > 0
+    assert "--stable-answers cannot hold for this model: PyTorch computes" in unusual["unstable"]
+    assert "softmax" in unusual["unstable"]
+
+
 def test_the_short_memory_pass_takes_the_memory_of_a_whole_one(folder: Path) -> None:
     """A token retains what the buffers and its four indices hold; how the last tile of keys falls makes the rest.
 

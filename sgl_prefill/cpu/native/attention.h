@@ -8,6 +8,10 @@
 // A block is up to BLOCK_ROWS rows of one KV head and of requests that share a prefix. It attends that prefix once for all of
 // them (BatchLLM, section 5: prefix and own tokens in one kernel), then each request's own positions. Keys and values are
 // packed tile by tile for the block, in the form that the build's matrix products want (`Format`).
+//
+// A row's bits depend on its query and on the keys that it sees, and on nothing else: not on the rows beside it, nor on the
+// block, on threads, or on which positions are shared. Steps of KEYS keys begin at multiples of KEYS, counted from position 0;
+// they come in ascending order; keys that a row does not see add zeros; and m is renewed for the rows that need it alone.
 #pragma once
 #include <omp.h>
 
@@ -63,9 +67,9 @@ struct Scratch {
 };
 
 // Probabilities of `n_keys` keys from `key` on against the reference m, into p; false, with nothing changed but p, where m
-// does not suit some row.
+// does not suit some row. suits: all bits of those whom it suits.
 template <class F, int NR, bool MASKED>
-INLINE bool probabilities(const float* s, int key, int n_keys, Group<F>& g, float factor, typename F::Word* p) {
+INLINE bool probabilities(const float* s, int key, int n_keys, Group<F>& g, float factor, typename F::Word* p, Ints (&suits)[NR]) {
   Floats sum[NR], m[NR];
   for (int j = 0; j < NR; ++j) sum[j] = Floats{}, m[j] = load(g.m + WIDTH * j);
   const auto one = [&](int i, int j) INLINE_LAMBDA {
@@ -88,17 +92,18 @@ INLINE bool probabilities(const float* s, int key, int n_keys, Group<F>& g, floa
   if (i < n_keys) {
     for (int j = 0; j < NR; ++j) sum[j] = F::store_probabilities(p + WIDTH * j, sum[j], one(i, j), Floats{});
   }
-  Ints suits = Ints{} - 1;
-  for (int j = 0; j < NR; ++j) suits &= sum[j] < all(LARGEST_SUM);
+  Ints all_suit = Ints{} - 1;
+  for (int j = 0; j < NR; ++j) all_suit &= suits[j] = sum[j] < all(LARGEST_SUM);
   for (int lane = 0; lane < WIDTH; ++lane)
-    if (!suits[lane]) return false;
+    if (!all_suit[lane]) return false;
   for (int j = 0; j < NR; ++j) store(g.l + WIDTH * j, load(g.l + WIDTH * j) + sum[j]);
   return true;
 }
 
-// Raise each row's m to the largest score that it sees among these keys, and scale what it has so far.
+// Raise the m of each row whom it does not suit to the largest score that the row sees among these keys, and scale what it has
+// so far. The others' stays: they are multiplied by 1.
 template <class F, int NR>
-void renew(const float* s, int key, int n_keys, Group<F>& g, int dim, float factor) {
+void renew(const float* s, int key, int n_keys, Group<F>& g, int dim, float factor, const Ints (&suits)[NR]) {
   for (int j = 0; j < NR; ++j) {
     const Floats old = load(g.m + WIDTH * j);
     Floats top = old;
@@ -106,7 +111,7 @@ void renew(const float* s, int key, int n_keys, Group<F>& g, int dim, float fact
       const Ints position = Ints{} + (key + i);
       const Ints seen = (*(const Ints*)(g.low + WIDTH * j) <= position) & (position < *(const Ints*)(g.high + WIDTH * j));
       const Floats x = load(s + i * F::LANES + WIDTH * j) * factor;
-      top = (seen & (x > top)) ? x : top;
+      top = (seen & ~suits[j] & (x > top)) ? x : top;
     }
     store(g.m + WIDTH * j, top);
     const Ints is_first = old == all(-INFINITY);  // nothing to scale, and no difference to take
@@ -150,12 +155,13 @@ void attend_tile(const Attention& a, Scratch<F>& x, Group<F>& g, int key, int en
     if (a.soft_cap > 0) cap_scores<F, NR>(x.s, n_keys, a.scale, a.soft_cap);
     const bool all_seen = key >= g.most_low && key + n_keys <= g.least_high;
     typename F::Word* p = x.p + (int64_t)(key - first) / F::PER_WORD * F::LANES;
-    const bool suits = all_seen ? probabilities<F, NR, false>(x.s, key, n_keys, g, factor, p)
-                                : probabilities<F, NR, true>(x.s, key, n_keys, g, factor, p);
-    if (!suits) {
+    Ints suits[NR];
+    const bool all_suit = all_seen ? probabilities<F, NR, false>(x.s, key, n_keys, g, factor, p, suits)
+                                   : probabilities<F, NR, true>(x.s, key, n_keys, g, factor, p, suits);
+    if (!all_suit) {
       flush(key);
-      renew<F, NR>(x.s, key, n_keys, g, dim, factor);
-      probabilities<F, NR, true>(x.s, key, n_keys, g, factor, x.p);
+      renew<F, NR>(x.s, key, n_keys, g, dim, factor, suits);
+      probabilities<F, NR, true>(x.s, key, n_keys, g, factor, x.p, suits);
     }
   }
   flush(end);
@@ -242,11 +248,11 @@ void attend_block(const Attention& a, Scratch<F>& x, const Block<F>& block) {
     return lowest;
   };
   const auto part = [&](int first_row, int last_row, int start, int end) {
-    const int from = set_bounds(first_row, last_row, start, end);
+    const int from = set_bounds(first_row, last_row, start, end) / F::KEYS * F::KEYS;
     const int first = first_row / F::LANES, n = (last_row - 1) / F::LANES - first + 1;
     attend_part<F>(a, x, block.kv_head, x.groups + first, n, x.rows[first_row].request, from, end);
   };
-  const int n_shared = a.shared_tokens[block.group];
+  const int n_shared = a.shared_tokens[block.group] / F::KEYS * F::KEYS;
   if (n_shared > 0) part(0, n_rows, 0, n_shared);
   for (int first = 0, last; first < n_rows; first = last) {
     const int request = x.rows[first].request;

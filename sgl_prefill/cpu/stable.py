@@ -1,0 +1,152 @@
+"""Stable answers (`--stable-answers`): what must hold so that a row's bits depend on the row alone, checked at every start.
+
+Native kernels have it by construction: a row goes through the same instructions in the same order whatever stands beside it
+(`native/attention.h`). Of matrix products oneDNN promises nothing: they are computed for a few numbers of rows alone, for all of
+which the same row has given the same bits on this machine, at any place.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from sgl_prefill.core.kv_plan import ceil_to
+from sgl_prefill.cpu.fused import Linear
+from sgl_prefill.cpu.native.calls import Kernels, StepRequests
+from sgl_prefill.cpu.native.groups import Group
+from sgl_prefill.errors import UnsupportedModelError
+from sgl_prefill.hybrid.trace import op_name
+
+# Numbers of rows: multiples of the first up to FINE_UP_TO, of the second beyond. A start tries them all on each shape of weights.
+FINE_ROWS, COARSE_ROWS, FINE_UP_TO = 16, 64, 256
+MOST_ROWS = 2048  # of a product; more are computed in pieces
+
+# What a recorded body may hold besides modules of ours: it moves numbers, or computes each from those at its own place with one
+# operation that IEEE rounds in one way.
+EXACT_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
+    {
+        *(operator.getitem, operator.add, operator.iadd, operator.sub, operator.mul, operator.imul),
+        *(torch.tensor, torch.nn.functional.embedding),
+    }
+)
+EXACT_METHODS = frozenset(
+    {
+        "long",
+        "int",
+        "float",
+        "to",
+        "split",
+        "chunk",
+        "view",
+        "reshape",
+        "size",
+        "contiguous",
+        "clone",
+        "unsqueeze",
+        "squeeze",
+    }
+)
+
+
+def unknown_operations(graphs: Iterable[fx.Graph]) -> list[str]:
+    """Lists by name the operations of which nobody has shown that they treat a row alike in any company."""
+    unknown = set()
+    for graph in graphs:
+        for node in graph.nodes:
+            if node.op == "call_function" and node.target not in EXACT_FUNCTIONS:
+                unknown.add(op_name(node) if isinstance(node.target, torch._ops.OpOverload) else _name_of(node.target))
+            elif node.op == "call_method" and node.target not in EXACT_METHODS:
+                unknown.add(str(node.target))
+    return sorted(unknown)
+
+
+def _name_of(target: Any) -> str:
+    return str(getattr(target, "__name__", target))
+
+
+def row_counts(most_rows: int) -> list[int]:
+    """Returns the numbers of rows that products may have, where none has more than `most_rows`; ascending."""
+    most_rows = min(most_rows, MOST_ROWS)
+    fine = range(FINE_ROWS, ceil_to(min(most_rows, FINE_UP_TO), FINE_ROWS) + 1, FINE_ROWS)
+    return [*fine, *range(FINE_UP_TO + COARSE_ROWS, ceil_to(most_rows, COARSE_ROWS) + 1, COARSE_ROWS)]
+
+
+def fix_row_counts(products: Sequence[Linear], most_rows: int) -> int:
+    """Let products be computed for numbers of rows alone that give the same bits. Returns how many such numbers all shapes of
+    weights have.
+
+    Raises UnsupportedModelError where a row's place in a product shows.
+    """
+    counts_of: dict[tuple[Any, ...], list[int]] = {}
+    for product in products:
+        assert product.packed is not None
+        key = (tuple(product.packed.shape), product.packed.dtype, product.activation)
+        if key not in counts_of:
+            counts_of[key] = agreeing_counts(product.at_once, product.packed, row_counts(most_rows))
+        product.row_counts = counts_of[key]
+    return min(map(len, counts_of.values()), default=0)
+
+
+@torch.no_grad()
+def agreeing_counts(
+    product: Callable[[torch.Tensor], torch.Tensor], weight: torch.Tensor, counts: Sequence[int]
+) -> list[int]:
+    """Returns those of `counts` for which `product` gives the bits that it gives for the largest, at other places too.
+
+    weight: [outputs, depth], for its shape and type. Raises UnsupportedModelError.
+    """
+    most, (outputs, depth) = counts[-1], weight.shape
+    x = torch.randn((most, depth), generator=torch.Generator().manual_seed(most)).to(weight.dtype)
+    whole = product(x)
+    if not torch.equal(product(x.flip(0)).flip(0), whole):
+        raise UnsupportedModelError(
+            f"--stable-answers: a product with weights of {outputs} x {depth} in {weight.dtype} rounds a row by its place among"
+            f" {most} rows on this processor: leave the option out"
+        )
+    return [n for n in counts if n == most or all(torch.equal(product(x[at]), whole[at]) for at in _ends(n))]
+
+
+def _ends(n_rows: int) -> tuple[slice, slice]:
+    return slice(n_rows), slice(-n_rows, None)
+
+
+def kernel_problem(kernels: Kernels, dtype: torch.dtype) -> str | None:
+    """Returns which native kernel lets a row's company show, or None. Takes milliseconds."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    rows, weight = random(40, 96), random(70, 96)
+    token_wise: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "logits": lambda x: kernels.logits(x, weight),
+        "rms_norm": lambda x: kernels.rms_norm(x, weight[0], 1e-5),
+        "gated": lambda x: kernels.gated(x, "silu"),
+    }
+    for name, kernel in token_wise.items():
+        whole = kernel(rows)
+        if not all(torch.equal(kernel(rows[at].contiguous()), whole[at]) for n in (1, 7, 33) for at in _ends(n)):
+            return name
+    return None if _attention_is_stable(kernels, random) else "attention"
+
+
+def _attention_is_stable(kernels: Kernels, random: Callable[..., torch.Tensor]) -> bool:
+    """Tries a request of 190 positions alone, and its last 61 ones as a hit beside another that shares 75 positions."""
+    n_shared, n_kv, n_new, heads, kv_heads, dim = 75, (190, 130), (61, 50), 6, 2, 64
+    table = torch.zeros((2, n_kv[0]), dtype=torch.int32)
+    table[0] = torch.arange(n_kv[0])
+    table[1, :n_shared] = table[0, :n_shared]
+    table[1, n_shared : n_kv[1]] = torch.arange(n_kv[0], n_kv[0] + n_kv[1] - n_shared)
+    key, value = random(sum(n_kv), kv_heads, dim) * 8, random(sum(n_kv), kv_heads, dim)
+    query, others = random(n_kv[0], heads, dim) * 8, random(n_new[1], heads, dim)
+    alone = torch.empty_like(query)
+    whole = StepRequests(table, [0], [0, n_kv[0]], n_kv[:1], [Group((0,), 0)])
+    kernels.attention(whole, query, key, value, alone, scale=dim**-0.5)
+    together = torch.cat([others, query[-n_new[0] :]])
+    step = StepRequests(table, [1, 0], [0, n_new[1], sum(n_new)], n_kv[::-1], [Group((0, 1), n_shared)])
+    kernels.attention(step, together, key, value, together, scale=dim**-0.5)
+    return torch.equal(together[n_new[1] :], alone[-n_new[0] :])
