@@ -278,7 +278,7 @@ class LabelScorer:
         assert isinstance(obj.text, list)
         caller = await self._manager.caller_of(raw_request)
         labels = await self._resolve(answers, _prompts_of(obj), self._manager.tenant_of(caller))
-        _ask_for_label(obj, None)
+        _ask_for_label(obj, None, 0)
         obj.token_ids_logprob, obj.stream = [[label.token_id for label in of_prompt] for of_prompt in labels], True
         async for output in self._manager.generate_request(obj, raw_request):
             reason = output["meta_info"].get("finish_reason") or {}
