@@ -51,7 +51,7 @@ WIDE = {
 LABELS = tuple(range(5, 13))
 # What a start would measure: which requests share a step shall not depend on the moment.
 MACHINE = FittedJct(step_ms=5.0, miss_token_ms=0.05, pair_ms=1e-6, cached_token_ms=1e-4, request_ms=0.1)
-TURNS, QUICK_TURNS = 5, 1
+TURNS, QUICK_TURNS = 3, 1
 N_MESSAGES, N_USERS, QUICK_OF_EACH = 150, 6, 2
 MOST_COST = 0.15
 

@@ -21,9 +21,9 @@ from sgl_prefill.cpu.native.groups import Group
 from sgl_prefill.errors import UnsupportedModelError
 from sgl_prefill.hybrid.trace import op_name
 
-# Numbers of rows: multiples of the first up to FINE_UP_TO, of the second beyond. A start tries them all on each shape of weights.
-FINE_ROWS, COARSE_ROWS, FINE_UP_TO = 16, 64, 256
-MOST_ROWS = 2048  # of a product; more are computed in pieces
+# Numbers of rows: multiples of the first of each up to its second, the largest a product has; more rows are computed in pieces.
+# A row behind the last costs as much as any, and a start tries all numbers on each shape of weights: some 45,000 rows.
+STEPS = ((4, 256), (16, 512), (64, 2048))
 
 # What a recorded body may hold besides modules of ours: it moves numbers, or computes each from those at its own place with one
 # operation that IEEE rounds in one way.
@@ -70,9 +70,11 @@ def _name_of(target: Any) -> str:
 
 def row_counts(most_rows: int) -> list[int]:
     """Returns the numbers of rows that products may have, where none has more than `most_rows`; ascending."""
-    most_rows = min(most_rows, MOST_ROWS)
-    fine = range(FINE_ROWS, ceil_to(min(most_rows, FINE_UP_TO), FINE_ROWS) + 1, FINE_ROWS)
-    return [*fine, *range(FINE_UP_TO + COARSE_ROWS, ceil_to(most_rows, COARSE_ROWS) + 1, COARSE_ROWS)]
+    counts: list[int] = []
+    for step, up_to in STEPS:
+        first = counts[-1] if counts else 0
+        counts += range(first + step, ceil_to(min(most_rows, up_to), step) + 1, step)
+    return counts
 
 
 def fix_row_counts(products: Sequence[Linear], most_rows: int) -> int:
@@ -107,7 +109,7 @@ def agreeing_counts(
             f"--stable-answers: a product with weights of {outputs} x {depth} in {weight.dtype} rounds a row by its place among"
             f" {most} rows on this processor: leave the option out"
         )
-    return [n for n in counts if n == most or all(torch.equal(product(x[at]), whole[at]) for at in _ends(n))]
+    return [n for n in counts if n == most or torch.equal(product(x[-n:]), whole[-n:])]
 
 
 def _ends(n_rows: int) -> tuple[slice, slice]:

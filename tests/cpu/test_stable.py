@@ -54,7 +54,7 @@ class Requests:
         return query
 
 
-@settings(max_examples=12)
+@settings(max_examples=8, deadline=None)
 @given(st.data())
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_attention_of_a_row_is_the_same_bits_in_any_company(kernels: Kernels, dtype: torch.dtype, data: Any) -> None:
@@ -131,14 +131,15 @@ def test_products_in_fixed_counts_give_a_row_the_same_bits(
 def test_counts_whose_bits_differ_are_left_out_and_places_that_show_are_refused() -> None:
     """A stand-in that rounds otherwise below 33 rows, and one that does by the row's place."""
     weight = torch.empty((8, 16))
-    assert stable.row_counts(100) == [16, 32, 48, 64, 80, 96, 112]
-    assert stable.row_counts(5) == [16]
+    assert stable.row_counts(18) == [4, 8, 12, 16, 20]
+    assert stable.row_counts(1) == [4]
+    assert stable.row_counts(300)[-5:] == [252, 256, 272, 288, 304]
     assert stable.row_counts(10_000)[-2:] == [1984, 2048]
 
     def by_count(x: torch.Tensor) -> torch.Tensor:
         return x * (1.0 if len(x) > 32 else 1.001)
 
-    assert stable.agreeing_counts(by_count, weight, stable.row_counts(64)) == [48, 64]
+    assert stable.agreeing_counts(by_count, weight, stable.row_counts(48)) == [36, 40, 44, 48]
     with pytest.raises(UnsupportedModelError, match=r"8 x 16 in torch.float32 rounds a row by its place among 64 rows"):
         stable.agreeing_counts(lambda x: x * torch.arange(len(x))[:, None], weight, stable.row_counts(64))
 
