@@ -45,7 +45,7 @@ N_TURNS = 15
 NUMBER_LENGTHS, N_PACKED, LONGEST, DURABLE = (40, 300), 6, 2000, 1000
 
 
-def measure(*, quick: bool = False) -> dict[str, Any]:
+def measure(quick: bool = False) -> dict[str, Any]:
     """Returns `targets`, `rows` and `commands`. Raises InvalidRunError."""
     commands: dict[str, str] = {}
     tokenizer = _tokenizer()
@@ -80,7 +80,12 @@ def measure(*, quick: bool = False) -> dict[str, Any]:
         targets.append(report.Target.at_least(f"{how} / ours, the lesser of both lengths", ratio, 3.0))
     worst = max(row["largest_difference"] for row in numbers)
     targets.append(report.Target.at_most("log P(label) against transformers, float32: largest difference", worst, 1e-4))
-    return {"targets": targets, "rows": {"times": times, "numbers": numbers}, "commands": commands}
+    return {
+        "targets": [target._asdict() for target in targets],
+        "times": times,
+        "numbers": numbers,
+        "commands": commands,
+    }
 
 
 def _tokenizer() -> Any:
@@ -218,5 +223,4 @@ def _reference(model: Any, prompt: list[int], answer: list[int]) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smoke run")
-    result = measure(quick=parser.parse_args().quick)
-    print(json.dumps({**result, "targets": [one._asdict() for one in result["targets"]]}, indent=1))
+    print(json.dumps(measure(parser.parse_args().quick), indent=1))

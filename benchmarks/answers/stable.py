@@ -1,6 +1,6 @@
 """`--stable-answers`: do bits differ over 10,000 answers in random company, cache states and chunk sizes, and what does it cost?
 
-    python benchmarks/answers/stable.py [--quick] [--json PATH]
+    python benchmarks/answers/stable.py [--quick]
 
 Schedulers in this process, without HTTP. With the option and without it take turns in one engine with the same weights: what the
 option does is switched on and off between passes.
@@ -8,7 +8,9 @@ option does is switched on and off between passes.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import json
 import os
 import random
 import statistics
@@ -251,14 +253,14 @@ def one_pass(engine: InProcessScheduler, dues: Sequence[Due]) -> float:
     return len(dues) / seconds
 
 
-def main() -> int:
-    arguments = report.arguments(__doc__, Path(__file__).with_name("stable.json"))
-    conditions = report.conditions() | {"dtype": shapes.DTYPE, "answers": N_ANSWERS, "turns": TURNS}
-    result: dict[str, Any] = rows(quick=arguments.quick)
-    targets = targets_of(result)
-    report.finish({"conditions": conditions, **result}, targets, arguments.json)
-    return 0
+def measure(quick: bool = False) -> dict[str, Any]:
+    """Returns the rows, and the targets that they are held to."""
+    result = rows(quick=quick)
+    setting = {"dtype": shapes.DTYPE, "answers": N_ANSWERS, "turns": TURNS}
+    return {"setting": setting, **result, "targets": [target._asdict() for target in targets_of(result)]}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a smoke run; proves nothing")
+    print(json.dumps(measure(parser.parse_args().quick), indent=1))
