@@ -37,7 +37,7 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ),
     (COMPLETIONS, {**PROMPT, "frequency_penalty": 0.5}, ["frequency_penalty is 0.5", "one: leave them out"]),
     (CHATS, {**CHAT, "presence_penalty": 1, "allowed_tokens": LABELS}, ["presence_penalty cannot be combined"]),
-    (COMPLETIONS, {**PROMPT, "max_tokens": 5, "allowed_tokens": LABELS}, ["max_tokens is 5", "one token"]),
+    (COMPLETIONS, {**PROMPT, "max_tokens": 5, "allowed_tokens": LABELS}, ["max_tokens is 5", "scored, not generated"]),
     (COMPLETIONS, {**PROMPT, "allowed_tokens": []}, ["allowed_tokens is empty"]),
     (COMPLETIONS, {**PROMPT, "allowed_token_ids": []}, ["allowed_token_ids is empty"]),
     (COMPLETIONS, {**PROMPT, "allowed_tokens": [" yes", " no", " yes"]}, ["' yes'", "more than once"]),
