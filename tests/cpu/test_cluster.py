@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,21 @@ from sgl_prefill.local_server import free_port
 README = (Path(cluster.__file__).parent / "README.md").read_text()
 
 
+def free_neighbours() -> int:
+    """Returns a free port before two more: the gateway's, and those of its first engines, which follow it."""
+    while True:
+        first = free_port()
+        with ExitStack() as stack:
+            try:
+                for port in range(first, first + 3):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except (OSError, OverflowError):
+                continue
+            return first
+
+
 def parsed(*argv: str) -> ClusterOptions:
-    namespace, engine_flags = parser().parse_known_args(["--router-port", str(free_port()), *argv])
+    namespace, engine_flags = parser().parse_known_args(["--router-port", str(free_neighbours()), *argv])
     return options_of(namespace, engine_flags)
 
 
@@ -98,7 +111,7 @@ def test_without_the_gateway_nothing_starts_and_the_extra_is_named(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(engines, "shares", lambda options: pytest.fail("an engine was planned"))
-    assert cluster.main(["--engines", "1", "--router-port", str(free_port())]) == 2
+    assert cluster.main(["--engines", "1", "--router-port", str(free_neighbours())]) == 2
     assert "pip install 'sgl-prefill[router]'" in capsys.readouterr().err
 
 

@@ -30,7 +30,9 @@ class StubServer:
             self.asked.append(prompt)
         if REFUSED in prompt:
             return 400, {"error": {"message": "this prompt is refused"}}
-        labels = [{"label": label, "probability": 1 / len(body["allowed_answers"])} for label in body["allowed_answers"]]
+        labels = [
+            {"label": label, "probability": 1 / len(body["allowed_answers"])} for label in body["allowed_answers"]
+        ]
         usage = {
             "prompt_tokens": len(prompt),
             "prompt_tokens_details": {"cached_tokens": min(n_cached, len(prompt) - 1)},
