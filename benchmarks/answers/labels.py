@@ -193,8 +193,8 @@ def _numbers(server: engines.Running, tokenizer: Any, *, quick: bool) -> list[di
         model: Any = AutoModelForCausalLM.from_pretrained(demo_model.ensure("float32"), dtype=torch.float32)
     asked: list[tuple[str, list[str]]] = []
     for n_tokens in NUMBER_LENGTHS:
-        prompts = [texts.next(n_tokens) for _ in range(N_PACKED)]
-        asked += [("cold", [prompt]) for prompt in prompts] + [("cached", [prompt]) for prompt in prompts]
+        for prompt in [texts.next(n_tokens) for _ in range(N_PACKED)]:
+            asked += [("cold", [prompt]), ("cached", [prompt])]
     asked += [("packed", [texts.next(NUMBER_LENGTHS[0]) for _ in range(N_PACKED)]) for _ in range(2)]
     asked += [("evicted", [texts.next(LONGEST)]) for _ in range(1 if quick else 3)]
     found: dict[str, list[float]] = {}
