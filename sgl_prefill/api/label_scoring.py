@@ -19,7 +19,7 @@ import fastapi
 from sgl_prefill.api.long_labels import TreeRequests
 from sgl_prefill.api.prompt_parts import SHOWN
 from sgl_prefill.api.reply_options import ReplyOptions
-from sgl_prefill.api.request_checks import check_has_logprobs, check_ids_in_vocabulary
+from sgl_prefill.api.request_checks import check_has_logprobs, check_ids_in_vocabulary, count_prompts
 from sgl_prefill.core.answer_tree import Tokens
 from sgl_prefill.core.labels import (
     CONTEXT_CHARACTERS,
@@ -264,9 +264,8 @@ class LabelScorer:
             names = {id(of_prompt): [label.text for label in of_prompt] for of_prompt in labels}
             self._check_reply(reply, answers, [names[id(of_prompt)] for of_prompt in labels], obj)
         ids = [[label.token_id for label in of_prompt] for of_prompt in labels]
-        is_batch = isinstance(obj.text, list) or (obj.input_ids is not None and isinstance(obj.input_ids[0], list))
         _ask_for_label(obj, deadline_ms, reply.top_alternatives)
-        obj.token_ids_logprob = ids if is_batch else ids[0]
+        obj.token_ids_logprob = ids if count_prompts(obj) is not None else ids[0]
         outputs = await self._answered(obj, raw_request)
         return [_scored(of_prompt, output) for of_prompt, output in zip(labels, outputs, strict=True)]
 

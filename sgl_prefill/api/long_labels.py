@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sgl_prefill.api.request_checks import PER_PROMPT_FIELDS, check_has_logprobs
+from sgl_prefill.api.request_checks import PER_PROMPT_FIELDS, check_has_logprobs, count_prompts
 from sgl_prefill.core.answer_tree import AnswerTree, Tokens, divide
 from sgl_prefill.core.packing import MOST_ANSWER_TOKENS
 from sgl_prefill.port import answer_trees
@@ -46,7 +46,8 @@ class TreeRequests:
     def _made(self, obj: GenerateReqInput) -> Iterator[GenerateReqInput]:
         for index, trees in enumerate(self._trees):
             one = obj if index == 0 else _again(obj)
-            one.token_ids_logprob = [list(tree.first) for tree in trees] if _is_batch(obj) else list(trees[0].first)
+            first = [list(tree.first) for tree in trees]
+            one.token_ids_logprob = first if count_prompts(one) is not None else first[0]
             answer_trees.attach(one, trees)
             yield one
 
@@ -71,10 +72,6 @@ def _read(tree: AnswerTree, meta_info: dict[str, Any]) -> tuple[list[float], Log
     check_has_logprobs(meta_info)
     by_id = {token_id: logprob for logprob, token_id, _ in meta_info["output_token_ids_logprobs"][0]}
     return [by_id[token_id] for token_id in tree.first], meta_info.pop(answer_trees.FACT, [])
-
-
-def _is_batch(obj: GenerateReqInput) -> bool:
-    return isinstance(obj.text, list) or (obj.input_ids is not None and isinstance(obj.input_ids[0], list))
 
 
 def _again(obj: GenerateReqInput) -> GenerateReqInput:

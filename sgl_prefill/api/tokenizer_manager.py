@@ -143,7 +143,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         obj.sampling_params = custom_params.for_each(
             obj.sampling_params, functools.partial(custom_params.put_ours, told=told)
         )
-        obj.sampling_params = answer_trees.told(obj)
+        obj.sampling_params = answer_trees.told(obj, is_batch=count_prompts(obj) is not None)
         # SGLang knows health probes by their id.
         hidden = [] if is_probe(request) else self._rids.hide(obj, self._owner(client.current()))
         watch = None

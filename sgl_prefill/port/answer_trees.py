@@ -51,7 +51,7 @@ def attach(obj: GenerateReqInput, trees: Sequence[AnswerTree]) -> None:
     setattr(obj, _ATTRIBUTE, trees)
 
 
-def told(obj: Any) -> Any:
+def told(obj: Any, *, is_batch: bool) -> Any:
     """Returns the sampling parameters of a request, which tell of its trees; one set a prompt where it is a batch."""
     trees: Sequence[AnswerTree] = getattr(obj, _ATTRIBUTE, ())
     if not any(tree.nodes for tree in trees):
@@ -61,7 +61,6 @@ def told(obj: Any) -> Any:
         custom_params.put(params, PARAMETER, [tuple(node) for node in tree.nodes]) if tree.nodes else params
         for params, tree in zip(each, trees, strict=True)
     ]
-    is_batch = isinstance(obj.text, list) or (obj.input_ids is not None and isinstance(obj.input_ids[0], list))
     return parameters if is_batch else parameters[0]
 
 
