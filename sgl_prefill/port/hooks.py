@@ -149,6 +149,15 @@ HOOKS: tuple[Hook, ...] = (
         takes_state=True,
     ),
     Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.publish_load_snapshot",
+        kind="around",
+        process="scheduler",
+        feature="scheduling",
+        reason="with ten thousand requests waiting, adding their lengths up takes 13 ms a step",
+        function=scheduler.around_publish_load_snapshot,
+        takes_state=True,
+    ),
+    Hook(
         target="sglang.srt.managers.schedule_batch.Req.__init__",
         kind="after",
         process="scheduler",

@@ -26,7 +26,7 @@ from sgl_prefill.port import answer_trees, background, client, deadlines, reply_
 from sgl_prefill.port.arrival import arrival_s
 from sgl_prefill.port.radix_cache import RadixTree, WatchedRadixCache
 from sgl_prefill.port.ranks import these_ranks
-from sgl_prefill.port.waiting_list import WaitingList
+from sgl_prefill.port.waiting_list import Counted, WaitingList
 from sgl_prefill.scheduling.live import LiveScheduling
 from sgl_prefill.scheduling.metrics import Facts, PolicyMetrics
 
@@ -302,6 +302,18 @@ def around_abort_request(
                 port.live.leave(job)
                 port.forget([job])
                 waiting.take_out([meant])
+        scheduler.waiting_queue = waiting
+
+
+def around_publish_load_snapshot(
+    state: EngineState, original: Callable[..., None], scheduler: Scheduler, *rest: Any, **options: Any
+) -> None:
+    """Hook: SGLang tells its HTTP process how much waits, after each step; it need not look at all who wait."""
+    waiting = follow(state, scheduler)
+    scheduler.waiting_queue = Counted(len(waiting), of(state).live.n_pending_tokens)
+    try:
+        original(scheduler, *rest, **options)
+    finally:
         scheduler.waiting_queue = waiting
 
 

@@ -29,6 +29,7 @@ def order(folder: Path) -> dict[str, Any]:
         "cancelled": cancelled(engine),
         "deadlines": deadlines(engine),
         "while_a_step_runs": while_a_step_runs(engine),
+        "told": told(engine),
         "newest_first": newest_first(folder),
         "credit": [credit(folder, fairness_lambda) for fairness_lambda in (0.0, 500.0)],
     }
@@ -96,6 +97,41 @@ def while_a_step_runs(engine: InProcessScheduler) -> dict[str, Any]:
         "left_for_sglang": [type(message).__name__ for message in left],
         "order": [rids[rid] for rid in engine.answered],
         "cached": {rids[rid]: engine.answer(rid).cached_tokens for rid in list(engine.answered)},
+    }
+
+
+def told(engine: InProcessScheduler) -> dict[str, Any]:
+    """What the HTTP process is told of 20 who wait, and whether they were looked at for it."""
+    from sglang.srt.managers.schedule_batch import Req
+
+    engine.flush()
+    scheduler, rng = engine.scheduler, random.Random(10)
+    for n_tokens in range(20, 40):
+        engine.submit(prompt(rng, n_tokens))
+    written: list[Any] = []
+    looked_at: list[Any] = []
+    length = Req.seqlen.fget
+
+    def seqlen(req: Any) -> int:
+        looked_at.append(req)
+        found: int = length(req)
+        return found
+
+    writer = SimpleNamespace(write=written.append, publish_counter=0, publish_interval=1)
+    with (
+        mock.patch.object(scheduler, "load_snapshot_writer", writer),
+        mock.patch.object(Req, "seqlen", property(seqlen)),
+    ):
+        scheduler.publish_load_snapshot(force=True)
+        n_looked_at = len(looked_at)
+        expected = scheduler.load_inquirer.get_loads()
+    engine.run_all()
+    names = ("num_waiting_reqs", "num_total_tokens", "num_waiting_uncached_tokens")
+    return {
+        "looked_at": n_looked_at,
+        "told": [getattr(written[0], name) for name in names],
+        "sglangs": [getattr(expected, name) for name in names],
+        "answered": len(engine.answered),
     }
 
 

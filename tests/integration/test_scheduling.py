@@ -35,6 +35,16 @@ def test_what_comes_while_a_step_runs_is_in_order_before_its_result_is_read_and_
     assert found["left_for_sglang"] == ["FlushCacheReqInput", "TokenizedGenerateReqInput"]
 
 
+def test_what_waits_is_told_as_sglang_would_without_looking_at_each(order: dict[str, Any]) -> None:
+    """20 requests of 20 to 39 tokens; they run as ever afterwards."""
+    found = order["told"]
+    assert found["looked_at"] == 0
+    assert found["told"] == found["sglangs"]
+    assert found["told"][0] == 20
+    assert found["told"][2] == sum(range(20, 40))
+    assert found["answered"] == 20
+
+
 def test_a_long_request_under_an_endless_stream_runs_as_soon_as_it_is_overdue(order: dict[str, Any]) -> None:
     """lambda 0 and --max-queue-s 100: 40 steps take short ones, then the clock passes the bound."""
     assert order["starvation"] == {"short_ones_before": 40}
