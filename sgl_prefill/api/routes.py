@@ -30,7 +30,7 @@ from sgl_prefill.api import calibrations, conversations, reply_options, rerank, 
 from sgl_prefill.api.answers import chat_choice, completion_choice, usage
 from sgl_prefill.api.calibrations import Calibrations
 from sgl_prefill.api.cut_requests import CutRequests, PartsOfPrompts, with_parts
-from sgl_prefill.api.label_scoring import LabelScorer, ScoredPrompt
+from sgl_prefill.api.label_scoring import LabelScorer
 from sgl_prefill.api.prompt_parts import note
 from sgl_prefill.api.protocol import (
     LabelChatCompletionRequest,
@@ -51,6 +51,7 @@ from sgl_prefill.api.reply_options import ReplyOptions
 from sgl_prefill.api.request_checks import check_ids_in_vocabulary, check_lists_against_prompts
 from sgl_prefill.api.rerank_replies import Shape
 from sgl_prefill.api.rerank_request import RerankRequest
+from sgl_prefill.api.scored_prompt import ScoredPrompt
 from sgl_prefill.api.shield import HttpShield, Refusal
 from sgl_prefill.api.text_limit import OFF_LOOP_CHARACTERS
 from sgl_prefill.config import PrefillConfig

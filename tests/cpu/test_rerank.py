@@ -15,10 +15,10 @@ from sglang.srt.entrypoints.openai.protocol import RerankResponse
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_prefill import preflight
-from sgl_prefill.api.label_scoring import ScoredPrompt
 from sgl_prefill.api.rerank import Reranker
 from sgl_prefill.api.rerank_replies import Reply, Scored, Shape
 from sgl_prefill.api.rerank_request import RerankRequest, understood
+from sgl_prefill.api.scored_prompt import ScoredPrompt
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.labels import Label, restrict
 from sgl_prefill.errors import BadRequestError, ConfigurationError
