@@ -464,6 +464,12 @@ ROUTES: tuple[Route, ...] = (
         stock_endpoint="sglang.srt.entrypoints.http_server.v1_rerank_request",
         reason="rerank with any causal language model, not only with a reranker's chat template",
     ),
+    Route(
+        method="POST",
+        path="/v1/score",
+        stock_endpoint="sglang.srt.entrypoints.http_server.v1_score_request",
+        reason="calibration, raw_scores, top_alternatives",
+    ),
 )
 
 MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
@@ -688,6 +694,14 @@ RELIED_UPON: tuple[Relied, ...] = (
     Relied(
         "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._convert_to_internal_request",
         "label scoring renders chats with it",
+    ),
+    Relied(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.score_request",
+        "label scores of /v1/score are of the prompts that it makes of a query and its items",
+    ),
+    Relied(
+        "sglang.srt.entrypoints.openai.serving_score.OpenAIServingScore._handle_non_streaming_request",
+        "and stand beside what it makes of them",
     ),
     Relied(
         "sglang.srt.entrypoints.openai.protocol.ResponsesRequest.to_sampling_params",
