@@ -162,7 +162,8 @@ def test_raw_scores_and_alternatives_change_nothing_of_the_answer(server: Server
 
 
 def test_scores_have_them_too_and_stay_what_they_are(server: Server, tokenizer: Any, shots: dict[str, Any]) -> None:
-    """Of SGLang's /v1/score, bit for bit on the same cache; beside them stands what the label routes say of the same prompts."""
+    """Of SGLang's /v1/score, up to what bfloat16 rounds otherwise in other company; beside them stands what the label routes say
+    of the same prompts."""
     ids = [tokenizer.encode(label)[0] for label in (POSITIVE, NEGATIVE)]
     items = [example["prompt"].removeprefix(SHOTS) for example in EXAMPLES[:2]]
     body = {"model": "demo", "query": SHOTS, "items": items, "label_token_ids": ids}
@@ -171,6 +172,8 @@ def test_scores_have_them_too_and_stay_what_they_are(server: Server, tokenizer: 
         plain = server.post("/v1/score", one).json()
         asked = server.post("/v1/score", {**one, "calibration": "vector", "top_alternatives": 3}).json()
         label_scores = asked.pop("label_scores")
+        pairs = zip(asked.pop("scores"), plain.pop("scores"), strict=True)
+        assert all(one == pytest.approx(other, abs=0.02) for one, other in pairs)
         assert asked == plain
     ours = server.scores([SHOTS + item for item in items], **LABELS, calibration="vector", top_alternatives=3)
     for found, expected in zip(label_scores, ours, strict=True):
@@ -184,20 +187,22 @@ def test_scores_have_them_too_and_stay_what_they_are(server: Server, tokenizer: 
 
 
 def test_reranked_documents_are_ordered_by_their_calibrated_scores(server: Server) -> None:
-    """In a stream too; this calibration turns the order round, and min_score goes by it."""
+    """In a stream too; this calibration moves the best one away from the others, and min_score goes by it."""
     prompts = PLAIN.prompts(None, "a colour", documents := ["Blue.", "Seven is a number.", "I like to eat."])
-    truth = zip(prompts, (" no", " yes", " yes"), strict=True)
-    examples = [{"prompt": prompt, "label": label} for prompt, label in truth] * 7
-    made = {"name": "turned", "method": "vector", "allowed_tokens": [" yes", " no"], "examples": examples}
-    assert server.post(PATH, {**made, "replace": True}).status_code == 200
     body = {"query": "a colour", "documents": documents}
     plain = {one["index"]: one["relevance_score"] for one in server.post("/v2/rerank", body).json()["results"]}
+    best = max(plain, key=plain.__getitem__)
+    labels = [" yes" if place == best else " no" for place in range(3)]
+    examples = [{"prompt": prompt, "label": label} for prompt, label in zip(prompts, labels, strict=True)] * 7
+    made = {"name": "turned", "method": "vector", "allowed_tokens": [" yes", " no"], "examples": examples}
+    assert server.post(PATH, {**made, "replace": True}).status_code == 200
     asked = {**body, "calibration": "turned", "top_alternatives": 2, "raw_scores": True}
     whole = server.post("/rerank", asked).json()["results"]
     calibrated = {one["index"]: one["relevance_score"] for one in whole}
     assert {one["index"]: one["probability"] for one in whole} == pytest.approx(plain, abs=0.02)
     assert list(calibrated.values()) == sorted(calibrated.values(), reverse=True)
-    assert min(calibrated[1], calibrated[2]) > calibrated[0] + 0.1
+    worst = min(calibrated, key=calibrated.__getitem__)
+    assert calibrated[best] - calibrated[worst] > plain[best] - plain[worst] + 0.03
     scores = server.scores(prompts, allowed_tokens=[" yes", " no"], calibration="turned")
     expected = {place: one["labels"][0]["calibrated_probability"] for place, one in enumerate(scores)}
     assert calibrated == pytest.approx(expected, abs=0.05)
@@ -209,13 +214,17 @@ def test_reranked_documents_are_ordered_by_their_calibrated_scores(server: Serve
             math.log(one["probability"] / (1 - one["probability"]))
         )
         assert len(one["label_scores"]["top_alternatives"]) == 2
-    reply = server.post("/v1/rerank", {**asked, "stream": True, "min_score": calibrated[0] + 0.05}, stream=True)
+    reply = server.post(
+        "/v1/rerank", {**asked, "stream": True, "min_score": (calibrated[best] + calibrated[worst]) / 2}, stream=True
+    )
     *events, done = [line.removeprefix(b"data: ") for line in reply.iter_lines() if line]
     assert done == b"[DONE]"
     *shown, last = map(json.loads, events)
     assert {one["index"]: one["relevance_score"] for one in shown} == pytest.approx(calibrated, abs=0.05)
     assert all(len(one["label_scores"]["top_alternatives"]) == 2 for one in shown)
-    assert {one["index"] for one in last} == {1, 2}
+    kept = {one["index"] for one in last}
+    assert best in kept
+    assert worst not in kept
     requests.delete(f"{server.url}{PATH}/turned", timeout=60)
 
 
