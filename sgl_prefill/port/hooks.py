@@ -16,6 +16,7 @@ from sgl_prefill.port import (
     answer_trees,
     arrival,
     between_steps,
+    device_logits,
     hybrid,
     idle,
     kv,
@@ -353,6 +354,14 @@ HOOKS: tuple[Hook, ...] = (
         reason="label logits in float32: rounded to bfloat16 they tie, and P(label) is off by up to 0.02",
         function=lm_head.around_compute_lm_head,
         takes_state=True,
+    ),
+    Hook(
+        target="sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head",
+        kind="around",
+        process="scheduler",
+        feature="device-logits",
+        reason="the same on a GPU",
+        function=device_logits.around_compute_lm_head,
     ),
     Hook(
         target="sglang.srt.sampling.penaltylib.repetition_penalty.apply_scaling_penalties",
@@ -749,7 +758,8 @@ def hooks_for(config: PrefillConfig, process: str) -> tuple[Hook, ...]:
         "hybrid-prefill": config.hybrid_prefill != "off",
         "suffix-kv": config.evicts_suffix_kv,
         "no-accelerator": this_device().is_host,
-        "logits-dtype": config.logits_dtype == "float32" and this_device().float32_logits,
+        "logits-dtype": config.logits_dtype == "float32" and this_device().is_host,
+        "device-logits": config.logits_dtype == "float32" and not this_device().is_host,
     }
     return tuple(hook for hook in HOOKS if hook.process == process and wanted[hook.feature])
 
