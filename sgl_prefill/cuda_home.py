@@ -1,18 +1,20 @@
 """A CUDA toolkit made of what pip has installed, for the kernels that SGLang compiles when they are first called.
 
-    export CUDA_HOME=$(python -m sgl_prefill.cuda_home)
+    eval "$(python -m sgl_prefill.cuda_home)"
 
 SGLang's norms, activations and rotary embeddings, flashinfer and DeepGEMM are compiled by nvcc, and linked by ninja, on the
 machine that runs them. They look for a toolkit in CUDA_HOME, beside the nvcc of PATH and in /usr/local/cuda. NVIDIA's packages
 bring all of one, but in a folder that none of them looks into, and with other names: `lib` for `lib64`, `libcudart.so.13`
-for `libcudart.so`.
+for `libcudart.so`. Our launcher does by itself what the command above does for a shell.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import logging
 import os
+import shlex
 import shutil
 import sys
 import sysconfig
@@ -27,6 +29,10 @@ REMEDY = (
     "SGLang compiles kernels at their first call, with nvcc and ninja: install a CUDA 13 toolkit and name its folder in"
     " CUDA_HOME, or `pip install nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl ninja`, which are found without it"
 )
+# SGLang's dependencies pin the headers of CUDA 13.0 and leave nvcc open: headers refuse a compiler of another minor version.
+COMPILER, HEADERS = "nvidia-cuda-nvcc", "nvidia-cuda-runtime"
+MIXED_VERSIONS = "-DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK"
+VARIABLES = ("CUDA_HOME", "NVCC_PREPEND_FLAGS", "PATH")  # that `prepare` may set
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +47,9 @@ def prepare(environment: MutableMapping[str, str] = os.environ, usual: Path = US
             logger.warning("no CUDA toolkit is in CUDA_HOME, on PATH or in %s: %s", usual, REMEDY)
         else:
             environment["CUDA_HOME"] = str(made_of(packaged, demo_model.cache_root() / "cuda-home"))
+            flags = environment.get("NVCC_PREPEND_FLAGS", "")
+            if _minor_version(COMPILER) != _minor_version(HEADERS) and MIXED_VERSIONS not in flags:
+                environment["NVCC_PREPEND_FLAGS"] = f"{flags} {MIXED_VERSIONS}".strip()
     path = environment.get("PATH", "")
     if shutil.which("ninja", path=path) is None:
         beside = Path(sys.executable).parent  # of an environment that nobody has activated
@@ -106,13 +115,21 @@ def _link(name: Path, target: Path) -> None:
         os.replace(new, name)
 
 
+def _minor_version(distribution: str) -> list[str] | None:
+    """Returns the first two numbers of an installed version."""
+    try:
+        return importlib.metadata.version(distribution).split(".")[:2]
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def main() -> int:
-    """Prints the toolkit, and returns the exit status."""
+    """Prints what a shell has to run, and returns the exit status."""
     environment = dict(os.environ)
     prepare(environment)
-    if (home := found(environment)) is None:
-        return 1
-    print(home)
+    for name in VARIABLES:
+        if environment.get(name) != os.environ.get(name):
+            print(f"export {name}={shlex.quote(environment[name])}")
     return 0
 
 
