@@ -53,9 +53,10 @@ def prepare(environment: MutableMapping[str, str] = os.environ, usual: Path = US
     path = environment.get("PATH", "")
     if shutil.which("ninja", path=path) is None:
         beside = Path(sys.executable).parent  # of an environment that nobody has activated
-        if not (beside / "ninja").exists():
-            logger.warning("there is no ninja: %s", REMEDY)
-        environment["PATH"] = f"{beside}{os.pathsep}{path}"
+        if (beside / "ninja").exists():
+            environment["PATH"] = os.pathsep.join(filter(None, (str(beside), path)))
+        else:
+            logger.warning("there is no ninja on PATH or in %s: %s", beside, REMEDY)
 
 
 def found(environment: Mapping[str, str], usual: Path = USUAL_HOME) -> Path | None:

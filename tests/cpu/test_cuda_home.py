@@ -76,11 +76,18 @@ def test_a_compiler_of_another_minor_version_than_the_headers_may_compile(
     assert "NVCC_PREPEND_FLAGS" not in environment
 
 
-def test_ninja_of_an_environment_that_nobody_has_activated_is_found(packaged: Path, tmp_path: Path) -> None:
-    """flashinfer runs it by its bare name."""
+def test_ninja_of_an_environment_that_nobody_has_activated_is_found(
+    packaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """flashinfer runs it by its bare name. Where there is none PATH stays, and a line says so."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     environment = environment_without(tmp_path)
     cuda_home.prepare(environment, tmp_path / "none")
-    assert environment["PATH"] == f"{Path(sys.executable).parent}{os.pathsep}{tmp_path / 'empty'}"
+    assert environment["PATH"] == str(tmp_path / "empty")
+    assert "there is no ninja" in caplog.text
+    (tmp_path / "ninja").write_text("")
+    cuda_home.prepare(environment, tmp_path / "none")
+    assert environment["PATH"] == f"{tmp_path}{os.pathsep}{tmp_path / 'empty'}"
 
 
 def test_where_there_is_no_compiler_a_line_says_what_to_install(
