@@ -34,7 +34,7 @@ QUESTIONS = {
     "credit_verification": 360,
     "hybrid_overhead": 360,
 }
-WARM_UP_S, MEMORY_S, SERVERS_S = 480, 240, 480
+WARM_UP_S, MEMORY_S, SERVERS_S, MODELS_S = 480, 240, 480, 480
 PYTEST = ("-m", "pytest", "-q", "-rA")
 GRACE_S = 45  # for a benchmark that is told to end, to end its servers
 LEAST_S = 60  # a step is not begun for less
@@ -106,6 +106,7 @@ def steps(models: Sequence[str], backends: Sequence[str]) -> list[Step]:
         Step("memory", (*PYTEST, "tests/gpu/test_memory.py"), MEMORY_S),
         _servers(best),
         *(_asked(question, first, best) for question in QUESTIONS),
+        Step("models", (*PYTEST, "tests/gpu/test_models.py"), MODELS_S),
         *(
             step
             for backend in other_backends

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 from pathlib import Path
@@ -48,6 +49,17 @@ def test_what_decides_most_is_asked_first() -> None:
     assert len(set(names)) == len(names)
     assert names.index("servers-triton") < names.index("mil-qwen-32b-fp8-fa3")
     assert names.index("warm_up-qwen-32b-fp8-fa3") < names.index("mil-qwen-32b-fp8-fa3")
+
+
+def test_every_test_of_a_device_is_asked() -> None:
+    """Each file is in a step; of `test_servers`, which is asked backend by backend, all tests know their backend."""
+    steps = gpu_steps.steps(MODELS, ["fa3", "flashinfer", "triton"])
+    folder = gpu_steps.HERE.parent / "tests" / "gpu"
+    assert {file.name for file in folder.glob("test_*.py")} <= {Path(step.command[-1]).name for step in steps}
+    fixtures = {"ours", "stock", "backend", "long_ones", "sharing"}
+    for function in ast.parse((folder / "test_servers.py").read_text()).body:
+        if isinstance(function, ast.FunctionDef) and function.name.startswith("test_"):
+            assert fixtures & {argument.arg for argument in function.args.args}, function.name
 
 
 def test_every_step_fits_a_part_and_names_what_exists() -> None:

@@ -135,3 +135,15 @@ def test_kernels_of_torch_reach_the_memory(memory: Any) -> None:
     keys = torch.randn(1000, 4, 64, device="cuda", dtype=torch.bfloat16)
     rows[slots] = keys
     assert torch.equal(rows[slots], keys)
+
+
+def test_memory_is_given_back_only_when_nothing_writes_to_it_any_more(device: Device) -> None:
+    """A step that still runs at the end of a server would otherwise fault, and every call after it."""
+    memory: Any = device.aliased_memory(1, SHARED_BYTES, SHARED_BYTES)
+    memory.commit_own(SHARED_BYTES)
+    memory.commit_shared(SHARED_BYTES)
+    for _ in range(1000):
+        memory.tensors[0].add_(1)
+    memory.close()
+    torch.cuda.synchronize()
+    assert int(torch.ones(1, device="cuda").sum()) == 1

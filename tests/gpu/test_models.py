@@ -1,4 +1,4 @@
-"""Models that a device serves by other kernels than plain bfloat16's: each starts, passes the parity gate, and is right."""
+"""What a start makes of the card and of the model: memory without a flag, and other kernels than plain bfloat16's."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import requests
 import torch
 
-from tests.gpu.conftest import MEMORY, Server, difference, prompt
+from tests.gpu.conftest import BACKENDS, MEMORY, Server, difference, free_gib, prompt
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -19,6 +20,41 @@ AWQ = {
     "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 }
 FP8 = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}}
+
+
+@pytest.mark.parametrize("gib", [None, 3], ids=["whole", "tight"])
+def test_a_server_without_flags_takes_the_card_and_serves_what_it_promises(
+    start: Callable[..., Server], write_model: Callable[..., Path], gib: int | None
+) -> None:
+    """Nearly all that is free, and the longest input that it says it serves is answered: profile and plan are right, on a card of
+    which others hold all but 3 GiB too."""
+    folder = write_model("llama", max_position_embeddings=200_000)
+    left_gib = gib or free_gib()
+    held = torch.empty(int((free_gib() - left_gib) * 2**30), dtype=torch.uint8, device="cuda")
+    try:
+        with ExitStack() as stack:
+            server = start("sgl_prefill.launch_server", folder, stack=stack)
+            assert free_gib() < 0.25 * left_gib or gib is not None
+            n_longest = server.record()["memory"]["max_input_tokens"]
+            assert n_longest >= (199_000 if gib is None else 1_000)
+            (scored,) = server.score(prompt(11, n_longest))
+            assert all(value == value for value in scored.logprobs)
+            assert requests.get(f"{server.url}/health", timeout=60).status_code == 200
+    finally:
+        del held
+        torch.cuda.empty_cache()
+
+
+@pytest.mark.skipif("triton" not in BACKENDS, reason="needs triton")
+def test_triton_promises_no_input_whose_offsets_overflow(
+    start: Callable[..., Server], write_model: Callable[..., Path]
+) -> None:
+    """Its kernels count elements of queries in 32 bits: 524,288 tokens of 32 heads of 128."""
+    shape = {"num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 128, "num_hidden_layers": 1}
+    folder = write_model("llama", max_position_embeddings=1_000_000, **shape)
+    with ExitStack() as stack:
+        server = start("sgl_prefill.launch_server", folder, "--attention-backend", "triton", stack=stack)
+        assert server.record()["memory"]["max_input_tokens"] * 32 * 128 <= 2**31
 
 
 def answers_of_both(
