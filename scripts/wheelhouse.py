@@ -3,9 +3,9 @@
     python scripts/wheelhouse.py --out wheelhouse --python 3.12 --part-mib 60 --have torch triton numpy
 
 Follows what this package, SGLang, flashinfer and the tests require on the other machine (Linux on x86_64), by the metadata
-that is installed here; downloads the versions of this environment for the other machine's Python, builds this package's own wheel, and
-deals the files into folders `part-0`, `part-1` ...; a wheel that is larger than a part is cut into pieces. `contents.txt` says
-what is in which part. There, with all parts in one place:
+that is installed here; downloads the versions of this environment for the other machine's Python, builds this package's own
+wheel, and deals the files into folders `part-0`, `part-1` ...; a wheel that is larger than a part is cut into pieces.
+`contents.txt` says what is in which part. There, with all parts in one place:
 
     python scripts/wheelhouse.py --join wheelhouse && pip install --no-index --no-deps wheelhouse/whole/*.whl
 """
