@@ -172,7 +172,7 @@ def test_a_request_that_found_no_prefix_makes_a_run_of_hits_invalid() -> None:
 
 def test_a_setting_that_failed_costs_its_own_ratios_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a gain of graphs that were not replayed is a missed target on a device."""
-    monkeypatch.setattr(gpu_hits.shapes, "HAS_CUDA", True)
+    monkeypatch.setattr("benchmarks.shapes.HAS_CUDA", True)
 
     def measured(engine: Any, per_s: float, replayed: float) -> dict[str, Any]:
         rows = [

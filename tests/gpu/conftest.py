@@ -137,7 +137,10 @@ def model(write_model: Callable[..., Path]) -> Path:
     return write_model("llama")
 
 
-@pytest.fixture(scope="session", params=BACKENDS or [pytest.param("none", marks=pytest.mark.skip(reason="needs CUDA"))])
+NONE: list[Any] = [pytest.param("none", marks=pytest.mark.skip(reason="needs a CUDA device"))]
+
+
+@pytest.fixture(scope="session", params=BACKENDS or NONE)
 def backend(request: pytest.FixtureRequest) -> str:
     """Each attention backend of this device. What depends on it is ended before the next one is tested."""
     return str(request.param)

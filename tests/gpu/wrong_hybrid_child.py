@@ -16,7 +16,7 @@ def run_scheduler_process(*arguments: Any, **options: Any) -> None:
     def wrong(body: HybridBody, *inputs: Any, **more: Any) -> Any:
         return right(body, *inputs, **more).roll(1, dims=0)
 
-    HybridBody.run = wrong  # type: ignore[method-assign]
+    HybridBody.run = wrong  # type: ignore[method-assign, assignment]
     processes.run_scheduler_process(*arguments, **options)
 
 
