@@ -51,11 +51,15 @@ def arguments(description: str | None, default_json: Path) -> argparse.Namespace
     parser.add_argument("--quick", action="store_true", help="a smoke run on small lengths; proves nothing about speed")
     parser.add_argument("--json", type=Path, help="where to write (default: beside this script; none with --quick)")
     parsed = parser.parse_args()
-    # `timeout` ends a benchmark so: its servers must end with it.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    end_with_timeout()
     if parsed.json is None and not parsed.quick:
         parsed.json = default_json
     return parsed
+
+
+def end_with_timeout() -> None:
+    """Lets a signal that ends this program, as `timeout` sends it, end its servers too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def conditions() -> dict[str, Any]:

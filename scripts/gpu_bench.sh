@@ -1,43 +1,20 @@
 #!/usr/bin/env bash
-# The GPU benchmarks on one CUDA machine without a network, in BENCH_MINUTES (20). Needs a `python` with this package and its
-# dependencies, aiohttp, matplotlib and pytest (scripts/wheelhouse.py collects them); models get dummy weights.
+# The GPU benchmarks on one CUDA machine without a network, in parts of BENCH_MINUTES (9). Call it again to go on: what has ended is
+# not run again, and what was cut off goes on. Needs a `python` with this package and its dependencies, aiohttp, matplotlib and pytest
+# (scripts/wheelhouse.py collects them), and nvidia-smi; models get dummy weights.
 #
-# The first questions come first, each for all models: aliased memory and hybrid prefilling right, longest input, hybrid
-# overhead, WL1, WL2. A step that fails, or is cut off at its limit, loses its own rows only; one for which no time is left says so.
-# Results and a report: $1/MODEL-BACKEND (default gpu-results/...). BENCH_BACKENDS="fa3 flashinfer triton" compares attention
-# backends (default: the first of them that is here), BENCH_MODELS names configs of benchmarks/models, BENCH_USERS=20 runs WL1
-# with all of its users.
-set -uo pipefail
+# First kernels are compiled. Then what decides most: aliased memory and hybrid prefilling right, the parity gate real, graphs replayed
+# for a hit (tests/gpu); then of the first model the longest input, hits a second (with and without graphs, one a step and packed,
+# shared prefixes attended together or not), WL1, WL2 and hybrid overhead; then the other backends and models. A step that fails, or
+# is cut off three times at its own limit, loses its own rows only (benchmarks/gpu_steps.py has them all).
+#
+# Results, and a report of each model and backend: $1 (default gpu-results), and all of it in $1.tar.gz; outcomes in $1/steps.json.
+# BENCH_BACKENDS="fa3 flashinfer triton": those of the device that are asked for, the first one everything (default: all it has);
+# BENCH_MODELS names configs of benchmarks/models; BENCH_USERS=20 runs WL1 with all of its users; --again NAME runs a step again.
+set -euo pipefail
 cd "$(dirname "$0")/.."
-out=${1:-gpu-results}
-end=$((SECONDS + 60 * ${BENCH_MINUTES:-20}))
-export BENCH_USERS=${BENCH_USERS:-3} BENCH_MODEL BENCH_ATTENTION_BACKEND PYTHONPATH=$PWD
-models=${BENCH_MODELS:-llama-3.1-8b qwen-32b-fp8 llama-3.3-70b-fp8}
-backends=${BENCH_BACKENDS:-$(python -c 'from benchmarks import shapes; print(shapes.attention_backends()[0])')}
-mkdir -p "$out"
-step() { # NAME SECONDS COMMAND...
-    local left=$((end - SECONDS)) limit=$2
-    [ "$left" -lt "$limit" ] && limit=$left
-    echo "== $1: ${*:3}"
-    if [ "$limit" -lt 60 ]; then echo "   not run: no time left"; return; fi
-    timeout --kill-after 60 "$limit" "${@:3}" >"$out/$1.txt" 2>&1 && echo "   done" || echo "   ended with $?: see $out/$1.txt"
-}
-step correctness 240 python -m pytest -q tests/gpu
-while read -r question limit; do
-    for BENCH_MODEL in $models; do
-        for BENCH_ATTENTION_BACKEND in $backends; do
-            folder=$out/$BENCH_MODEL-$BENCH_ATTENTION_BACKEND/$question
-            mkdir -p "$folder"
-            step "$question-$BENCH_MODEL-$BENCH_ATTENTION_BACKEND" "$limit" \
-                python "benchmarks/$question/run.py" --json "$folder/result.json" </dev/null
-        done
-    done
-done <<QUESTIONS
-mil 200
-hybrid_overhead 120
-post_recommendation 240
-credit_verification 200
-QUESTIONS
-for folder in "$out"/*-*/; do
-    python benchmarks/figures.py --folder "$folder" && python benchmarks/make_report.py --folder "$folder"
-done
+export PYTHONPATH=$PWD BENCH_USERS=${BENCH_USERS:-3}
+# Both engines: of DeepGEMM's kernels those of typical sizes, for which a start takes minutes instead of a quarter of an hour.
+export SGLANG_JIT_DEEPGEMM_FAST_WARMUP=${SGLANG_JIT_DEEPGEMM_FAST_WARMUP:-1}
+eval "$(python -m sgl_prefill.cuda_home)" # where there is no toolkit, the packages' own
+exec python benchmarks/gpu_steps.py "${1:-gpu-results}" --minutes "${BENCH_MINUTES:-9}" "${@:2}"

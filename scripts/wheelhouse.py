@@ -2,9 +2,10 @@
 
     python scripts/wheelhouse.py --out wheelhouse --python 3.12 --part-mib 60 --have torch triton numpy
 
-Takes what a server of this environment imports, downloads it for the other machine's Python, builds this package's own wheel,
-and deals the files into folders `part-0`, `part-1` ...; a wheel that is larger than a part is cut into pieces. There, with all
-parts in one place:
+Follows what this package, SGLang, flashinfer and the tests require on the other machine (Linux on x86_64), by the metadata
+that is installed here; downloads the versions of this environment for the other machine's Python, builds this package's own
+wheel, and deals the files into folders `part-0`, `part-1` ...; a wheel that is larger than a part is cut into pieces.
+`contents.txt` says what is in which part. There, with all parts in one place:
 
     python scripts/wheelhouse.py --join wheelhouse && pip install --no-index --no-deps wheelhouse/whole/*.whl
 """
@@ -13,22 +14,21 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
 
 # pip takes each name as it stands: a wheel for an older one is not found under a newer one.
 PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in (35, 34, 31, 28, 27, 24, 17, 5)), "manylinux2014_x86_64")
-# A server of a machine without a device imports none of these, and a CUDA server or its benchmarks do.
-ALSO = ("sglang", "sglang-kernel", "flashinfer-python", "aiohttp", "requests", "matplotlib", "pytest", "hypothesis")
-IMPORTED = """
-import json, sys
-import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler, sglang.srt.managers.detokenizer_manager
-print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
-"""
-OWN, REPOSITORY = "sgl-prefill", Path(__file__).resolve().parents[1]
+# What is asked for; the rest is what these require. The last four are for benchmarks and tests.
+OWN = "sgl-prefill"
+ROOTS = (OWN, "sglang", "flashinfer-python", "aiohttp", "matplotlib", "pytest", "hypothesis")
+REPOSITORY = Path(__file__).resolve().parents[1]
 PIECE = re.compile(r"(.*)\.piece-(\d+)-of-(\d+)$")
 
 
@@ -46,29 +46,71 @@ def main() -> int:
         join(arguments.join)
         return 0
     wheels = arguments.out / "wheels"
-    missing = sorted(name for name in imported_distributions() if _plain(name) not in map(_plain, arguments.have))
-    failed = [name for name in missing if not download(name, arguments.python, wheels)]
+    wanted = required(ROOTS, arguments.python, arguments.have)
+    failed = [
+        one for one in wanted if _plain(Requirement(one).name) != OWN and not download(one, arguments.python, wheels)
+    ]
     build_own(wheels)
-    deal(sorted(wheels.glob("*.whl")), arguments.out, arguments.part_mib << 20)
+    parts = deal(sorted(wheels.glob("*.whl")), arguments.out, arguments.part_mib << 20)
+    contents = contents_of(parts)
+    (arguments.out / "contents.txt").write_text(contents)
+    print(contents, end="")
     if failed:
         print(f"no wheel for Python {arguments.python}: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
 
 
-def imported_distributions() -> set[str]:
-    """Of a server of this environment, by what its processes import, and what one on a CUDA device needs besides."""
-    printed = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True).stdout
-    distributions = importlib.metadata.packages_distributions()
-    imported = {name for module in json.loads(printed.splitlines()[-1]) for name in distributions.get(module, [])}
-    return {name for name in imported if _plain(name) != OWN} | {name for name in ALSO if _is_installed(name)}
+def required(roots: Iterable[str], python: str, have: Iterable[str] = ()) -> list[str]:
+    """Lists what these distributions require there, they among it, each with its version here.
+
+    What is not installed here (a requirement of the other Python alone) is listed as it is required. What the other machine has
+    is left out, with what nothing else requires.
+    """
+    there, found = environment_of(python), {_plain(name): "" for name in have}
+    left, seen = [Requirement(root) for root in roots], set[tuple[str, str]]()
+    while left:
+        wanted = left.pop()
+        name = _plain(wanted.name)
+        if name in found and not found[name]:
+            continue
+        try:
+            distribution = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = f"{name}{wanted.specifier}"
+            continue
+        found[name] = f"{name}=={distribution.version}"
+        new = {(name, extra) for extra in ("", *wanted.extras)} - seen
+        seen |= new
+        for requirement in map(Requirement, distribution.requires or ()):
+            if any(
+                requirement.marker is None or requirement.marker.evaluate({**there, "extra": extra}) for _, extra in new
+            ):
+                left.append(requirement)
+    return sorted(filter(None, found.values()))
 
 
-def download(name: str, python: str, folder: Path) -> bool:
-    """The version of this environment; whether there is a wheel of it."""
-    version = importlib.metadata.version(name)
+def environment_of(python: str) -> dict[str, str]:
+    """Says what markers of requirements ask of Linux on x86_64 with this Python."""
+    full = f"{python}.0"
+    return {
+        **{name: str(value) for name, value in default_environment().items()},
+        "implementation_name": "cpython",
+        "implementation_version": full,
+        "os_name": "posix",
+        "platform_machine": "x86_64",
+        "platform_python_implementation": "CPython",
+        "platform_system": "Linux",
+        "python_full_version": full,
+        "python_version": python,
+        "sys_platform": "linux",
+    }
+
+
+def download(requirement: str, python: str, folder: Path) -> bool:
+    """Downloads one distribution without what it requires; returns whether there is a wheel of it."""
     platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--python-version", python]
-    done = subprocess.run([*command, *platforms, "--dest", str(folder), f"{name}=={version}"], check=False)
+    done = subprocess.run([*command, *platforms, "--dest", str(folder), requirement], check=False)
     return done.returncode == 0
 
 
@@ -99,6 +141,16 @@ def deal(files: list[Path], out: Path, part_bytes: int) -> list[Path]:
     return folders
 
 
+def contents_of(parts: Sequence[Path]) -> str:
+    """Says what is in which part, and how large it is."""
+    lines = []
+    for part in parts:
+        files = sorted(part.iterdir())
+        lines.append(f"{part.name}, {sum(file.stat().st_size for file in files) / 2**20:.1f} MiB:")
+        lines += [f"  {file.name}" for file in files]
+    return "".join(f"{line}\n" for line in lines)
+
+
 def join(parts: Path) -> Path:
     """All wheels of the parts, whole again, in one folder. Raises ValueError where a piece is missing."""
     whole = parts / "whole"
@@ -127,10 +179,6 @@ def _cut(file: Path, part_bytes: int) -> list[Path]:
         pieces[-1].write_bytes(raw[start : start + part_bytes])
     file.unlink()
     return pieces
-
-
-def _is_installed(name: str) -> bool:
-    return any(True for _ in importlib.metadata.distributions(name=name))
 
 
 def _plain(name: str) -> str:

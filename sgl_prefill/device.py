@@ -45,7 +45,6 @@ class Device(abc.ABC):
     extrapolates_memory: ClassVar[
         bool
     ]  # a start measures short inputs, a line tells of longer ones; else the longest runs
-    float32_logits: ClassVar[bool]  # of labels, from weights of half precision, can be had at little cost
     has_native_kernels: ClassVar[bool]  # of ours
 
     def __init__(self, name: str) -> None:
@@ -93,7 +92,6 @@ class Host(Device):
     budget_holds_activations = True
     commits_scratch_at_once = False
     extrapolates_memory = True
-    float32_logits = True
     has_native_kernels = True
 
     def model(self) -> str:
@@ -133,7 +131,6 @@ class Accelerator(Device):
     budget_holds_activations = False
     commits_scratch_at_once = True
     extrapolates_memory = False
-    float32_logits = False
     has_native_kernels = False
 
     @property

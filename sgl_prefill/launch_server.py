@@ -40,7 +40,7 @@ def parse(argv: list[str], *, listens: bool = True) -> tuple[PrefillConfig, Any]
     What can be seen without SGLang is checked first, since its import takes 20 seconds on two cores. `listens`: a port
     will be opened, and must be free.
     """
-    from sgl_prefill import preflight
+    from sgl_prefill import cuda_home, preflight
     from sgl_prefill.device import this_device
     from sgl_prefill.port import fingerprints, prefork
 
@@ -51,6 +51,8 @@ def parse(argv: list[str], *, listens: bool = True) -> tuple[PrefillConfig, Any]
     defaults = preflight.default_flags(config)
     if problems := preflight.check_argv(config, for_sglang, listens=listens):
         raise ConfigurationError("\n".join(problems))
+    if not this_device().is_host:
+        cuda_home.prepare()
     if listens:
         if this_device().is_host:
             # Threads that spin on after a step take the cores from this process and the detokenizer; threads that sleep between

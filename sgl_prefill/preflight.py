@@ -84,6 +84,9 @@ REQUIRED: tuple[Required, ...] = (
         "SGLang gives a request to any of the copies, wherever its user's prefix is",
         instead="start `python -m sgl_prefill.cluster --engines N`, which keeps a user's requests at one engine",
     ),
+    Required(
+        "enable_pdmux", False, "--enable-pdmux", "it runs prefills layer by layer, past our policy and hybrid passes"
+    ),
     Required("pp_size", 1, "--pp-size", "the policy and the scratch know one batch in flight", (POLICY, EVICT)),
     Required("dcp_size", 1, "--dcp-size", "scratch is not spread over ranks", (EVICT,)),
     Required(
@@ -146,7 +149,7 @@ def most_requests_of_step(config: PrefillConfig) -> int | None:
 
     On a host all rows of a packed step get the same logits as a lone one: a label must not depend on its company.
     """
-    if not this_device().float32_logits:
+    if not this_device().is_host:
         return DEVICE_MAX_REQUESTS
     return lm_head.MAX_ROWS if config.logits_dtype == "float32" else None
 

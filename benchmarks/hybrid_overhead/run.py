@@ -25,6 +25,7 @@ import requests
 from benchmarks import report, shapes
 from benchmarks.cpu_attention.run import MAX_LOGPROB_DIFFERENCE, ask
 from benchmarks.harness import engines
+from benchmarks.harness.kept import Kept
 from sgl_prefill import local_server
 
 MODEL = shapes.DEVICE_MODEL if shapes.HAS_CUDA else "llama-6-layers"
@@ -45,22 +46,35 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     records: dict[str, dict[str, Any] | None] = {}
     conditions["commands"] = {}
+    kept = Kept(arguments.json, f"{conditions['commit']}, {conditions['command']}")
     with tempfile.TemporaryDirectory() as name:
         model_flags = shapes.dummy_flags(shapes.write(MODEL, Path(name) / "model"))
         # A device may hold the weights once only: there one engine comes after the other.
         for together in [[one] for one in ENGINES] if shapes.HAS_CUDA else [list(ENGINES)]:
-            with ExitStack() as stack:
-                servers = {
-                    one: stack.enter_context(serving(one, model_flags, n_tokens, Path(name))) for one in together
-                }
-                records |= {one: record_of(server) for one, server in servers.items()}
-                rows += measure(servers, n_tokens, n_prompts)
-                conditions["commands"] |= {one: report.portable(server.command) for one, server in servers.items()}
+            if (group := ", ".join(together)) not in kept:
+                kept[group] = measured(together, model_flags, n_tokens, n_prompts, Path(name))
+            rows += kept[group]["rows"]
+            records |= kept[group]["records"]
+            conditions["commands"] |= kept[group]["commands"]
     check(rows, records)
     report.finish(
         {"conditions": conditions, "activation_records": records, "rows": rows}, targets_of(rows), arguments.json
     )
+    kept.forget()
     return 0
+
+
+def measured(
+    together: list[str], model_flags: list[str], n_tokens: int, n_prompts: int, folder: Path
+) -> dict[str, Any]:
+    """Asks these engines in turn, each on a server that stays up."""
+    with ExitStack() as stack:
+        servers = {one: stack.enter_context(serving(one, model_flags, n_tokens, folder)) for one in together}
+        return {
+            "records": {one: record_of(server) for one, server in servers.items()},
+            "rows": measure(servers, n_tokens, n_prompts),
+            "commands": {one: report.portable(server.command) for one, server in servers.items()},
+        }
 
 
 def serving(

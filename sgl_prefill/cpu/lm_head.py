@@ -42,6 +42,20 @@ def float32_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return logits[:, :n_rows].T.contiguous()
 
 
+def is_plain(lm_head: Any, embedding_bias: torch.Tensor | None) -> bool:
+    """Tells whether logits are a product with one unquantized weight of half precision, and nothing else."""
+    from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
+
+    weight: Any = getattr(lm_head, "weight", None)
+    return (
+        weight is not None
+        and weight.dtype in (torch.bfloat16, torch.float16)
+        and embedding_bias is None
+        and not hasattr(lm_head, "apply_lora")
+        and not should_apply_lm_head_quant_method(lm_head, getattr(lm_head, "quant_method", None))
+    )
+
+
 def around_compute_lm_head(
     state: EngineState,
     original: Callable[..., torch.Tensor],
@@ -54,23 +68,13 @@ def around_compute_lm_head(
 
     With `--stable-answers` one kernel computes all rows of any LM head, of which the start has seen that it can.
     """
-    from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
-
     weight: Any = getattr(lm_head, "weight", None)
     kernels = native().kernels
     if state.config.stable_answers:
         assert kernels is not None
         assert embedding_bias is None
         return kernels.logits(hidden_states.contiguous(), weight)
-    is_ours = (
-        weight is not None
-        and weight.dtype in (torch.bfloat16, torch.float16)
-        and hidden_states.shape[0] <= MAX_ROWS
-        and embedding_bias is None
-        and not hasattr(lm_head, "apply_lora")
-        and not should_apply_lm_head_quant_method(lm_head, getattr(lm_head, "quant_method", None))
-    )
-    if not is_ours:
+    if hidden_states.shape[0] > MAX_ROWS or not is_plain(lm_head, embedding_bias):
         return original(processor, hidden_states, lm_head, embedding_bias)
     if kernels is not None and kernels.fits_logits(hidden_states, weight):
         return kernels.logits(hidden_states, weight)

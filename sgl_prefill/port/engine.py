@@ -10,15 +10,17 @@ from typing import Any
 from sglang.srt.entrypoints.engine import Engine as StockEngine
 from sglang.srt.plugins import load_plugins
 
-from sgl_prefill import preflight
+from sgl_prefill import cuda_home, preflight
 from sgl_prefill.api.calibration_store import CalibrationStore, store_of
 from sgl_prefill.api.cut_requests import CutRequests
-from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer, ScoredPrompt
+from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer
 from sgl_prefill.api.prompt_parts import note
 from sgl_prefill.api.protocol import LabelGenerateReqInput
 from sgl_prefill.api.protocol import allowed_answers as asked_answers
 from sgl_prefill.api.reply_options import ReplyOptions, check_alternatives
+from sgl_prefill.api.scored_prompt import ScoredPrompt
 from sgl_prefill.config import PrefillConfig
+from sgl_prefill.device import this_device
 from sgl_prefill.errors import BadRequestError, SeamError
 from sgl_prefill.port import activation, fingerprints, prefork, processes
 
@@ -115,6 +117,8 @@ def arguments_of(options: dict[str, Any]) -> tuple[PrefillConfig, Any]:
     for_sglang = {**sglang_defaults(config), **{name: value for name, value in options.items() if name not in names}}
     if "model_path" in for_sglang:
         preflight.check_model_path(for_sglang["model_path"])
+    if not this_device().is_host:
+        cuda_home.prepare()
     load_plugins()
     server_args = StockEngine.server_args_class(**for_sglang)
     preflight.check_server_args(config, server_args, listens=False)

@@ -48,7 +48,8 @@ def after_init_attention_backends(state: EngineState, result: None, model_runner
         return
     state.hybrid = hybrid
     reads_last_rows = hybrid.serves_short and model_runner.is_generation
-    _route(body, hybrid, ExpertContext(body), reads_last_rows=reads_last_rows)
+    context = ExpertContext(body, quant_config_of(model_runner))
+    _route(body, hybrid, context, reads_last_rows=reads_last_rows)
 
 
 def use_small_logprob_chunks() -> None:
@@ -88,6 +89,11 @@ def body_of(model_runner: ModelRunner) -> torch.nn.Module:
     return body
 
 
+def quant_config_of(model_runner: ModelRunner) -> Any:
+    """Returns how the weights are quantized, as SGLang's own runner finds it; None where they are not."""
+    return getattr(model_runner.model, "quant_config", None)
+
+
 def _build(model_runner: ModelRunner, body: torch.nn.Module) -> HybridBody:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
@@ -112,7 +118,9 @@ def _build(model_runner: ModelRunner, body: torch.nn.Module) -> HybridBody:
     if kernels is not None:
         recorded = fused.recorded_as_operations(body, model_runner.dtype, model_runner.model_config.context_len)
     with forward_context(ForwardContext(attn_backend=model_runner.attn_backend)), recorded:
-        traced = trace_body(body, make_batch, device, sglang_traces, opaque_ops())
+        quant_config = quant_config_of(model_runner)
+        traces = functools.partial(sglang_traces, quant_config=quant_config)
+        traced = trace_body(body, make_batch, device, traces, opaque_ops())
     products = [] if kernels is None else fused.lower(traced, kernels)
     split = split_body(traced, attention_in_place=_attends_in_place(backend))
     # Until `choose_chunk_tokens`, which measures with packed weights.
@@ -120,7 +128,7 @@ def _build(model_runner: ModelRunner, body: torch.nn.Module) -> HybridBody:
 
 
 @contextmanager
-def sglang_traces(forward_batch: ForwardBatch) -> Iterator[None]:
+def sglang_traces(forward_batch: ForwardBatch, quant_config: Any = None) -> Iterator[None]:
     """Sets SGLang's own switches for tracing: attention and experts become opaque operations, and no kernel is picked by size."""
     from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
         context_manager,
@@ -132,7 +140,7 @@ def sglang_traces(forward_batch: ForwardBatch) -> Iterator[None]:
     try:
         with (
             context_manager.enable_tc_piecewise_cuda_graph(),
-            set_tc_piecewise_forward_context(forward_batch, [], None, [], []),
+            set_tc_piecewise_forward_context(forward_batch, [], quant_config, [], []),
         ):
             yield
     finally:
@@ -147,12 +155,13 @@ def opaque_ops() -> OpaqueOps:
 
 
 class ExpertContext:
-    """SGLang's opaque operation for experts finds its layer through a context of SGLang's."""
+    """SGLang's opaque operations for experts and for AWQ's products find what they need through a context of SGLang's."""
 
-    def __init__(self, body: torch.nn.Module) -> None:
+    def __init__(self, body: torch.nn.Module, quant_config: Any = None) -> None:
         from sglang.srt.model_executor.model_runner_components.layer_setup import compute_attention_and_moe_layers
 
         self._layers = compute_attention_and_moe_layers(body)
+        self._quant_config = quant_config
 
     def of(self, forward_batch: ForwardBatch | None) -> AbstractContextManager[None]:
         from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
@@ -161,7 +170,7 @@ class ExpertContext:
 
         layers = self._layers
         context: AbstractContextManager[None] = set_tc_piecewise_forward_context(
-            forward_batch, layers.attention_layers, None, layers.moe_layers, layers.moe_fusions
+            forward_batch, layers.attention_layers, self._quant_config, layers.moe_layers, layers.moe_fusions
         )
         return context
 
@@ -238,8 +247,8 @@ class BatchIO:
         self._batch = forward_batch
         self._layers = layers
         backend = get_attn_backend()
-        is_decode = forward_batch.forward_mode.is_decode()
-        self._backend = getattr(backend, "decode_backend", backend) if is_decode else prefill_backend(backend)
+        picks_other = forward_batch.forward_mode.is_decode() and _picks(backend)
+        self._backend = backend.decode_backend if picks_other else prefill_backend(backend)
         self._pool = get_token_to_kv_pool()
         self._slots = forward_batch.out_cache_loc
         self._kernels: Any = getattr(self._backend, "kernels", None)  # of our CPU backend
@@ -290,8 +299,16 @@ def _in_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def prefill_backend(backend: Any) -> Any:
-    """Looks into an object of SGLang's that wraps two names in one object that picks by the kind of forward pass."""
-    return getattr(backend, "prefill_backend", backend)
+    """Looks into an object of SGLang's that picks a backend by the kind of forward pass. FlashInfer's own backend has attributes
+    of the same names, which are texts.
+    """
+    return backend.prefill_backend if _picks(backend) else backend
+
+
+def _picks(backend: Any) -> bool:
+    from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+
+    return isinstance(backend, HybridAttnBackend)
 
 
 def _attends_in_place(backend: Any) -> bool:

@@ -20,7 +20,7 @@ from sgl_prefill.cpu.native.library import native
 from sgl_prefill.device import device_of
 from sgl_prefill.engine_state import EngineState
 from sgl_prefill.port import request_state
-from sgl_prefill.port.hybrid import ExpertContext, body_of, prefill_backend
+from sgl_prefill.port.hybrid import ExpertContext, body_of, prefill_backend, quant_config_of
 from sgl_prefill.port.kv_allocator import SuffixKVAllocator
 from sgl_prefill.port.ranks import tensor_exchange, these_ranks
 from sgl_prefill.port.stable_answers import make_stable
@@ -135,7 +135,7 @@ class SglangModel:
             backend.only_last_block = False
 
     def outside_a_batch(self) -> AbstractContextManager[None]:
-        return ExpertContext(body_of(self.runner)).of(None)
+        return ExpertContext(body_of(self.runner), quant_config_of(self.runner)).of(None)
 
     def pack_weights(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         if not self.device.has_native_kernels:
