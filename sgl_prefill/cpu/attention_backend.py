@@ -11,9 +11,9 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
+from sgl_prefill.core.shared_groups import groups_of_one, shared_groups
 from sgl_prefill.cpu.attention import KVRows, Run, attend, runs_of
 from sgl_prefill.cpu.native.calls import Kernels, StepRequests
-from sgl_prefill.core.shared_groups import groups_of_one, shared_groups
 from sgl_prefill.cpu.native.library import native
 from sgl_prefill.errors import UnsupportedModelError
 

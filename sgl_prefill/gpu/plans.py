@@ -62,7 +62,9 @@ class ExtendRows(NamedTuple):
 class TritonPlan(NamedTuple):
     shared: ExtendRows  # its new tokens are skipped
     own: ExtendRows  # cached positions alone: its new tokens are handed over
-    unshared: torch.Tensor | None  # int64: among the queries of the shared part those that read nothing, which it makes NaN
+    unshared: (
+        torch.Tensor | None
+    )  # int64: among the queries of the shared part those that read nothing, which it makes NaN
 
 
 def last_slots(table: SlotTable, most_cached_tokens: int, piece: int) -> NDArray[np.int32]:
@@ -78,18 +80,14 @@ def flashinfer_plan(table: SlotTable, parts: TwoParts) -> FlashInferPlan:
 
 def flash_attention_plan(table: SlotTable, parts: TwoParts, page_tokens: int) -> FlashAttentionPlan:
     """Makes page tables; both parts begin at whole pages (`two_parts.piece_tokens`)."""
-    return FlashAttentionPlan(
-        _page_table(table, parts.shared, page_tokens), _page_table(table, parts.own, page_tokens)
-    )
+    return FlashAttentionPlan(_page_table(table, parts.shared, page_tokens), _page_table(table, parts.own, page_tokens))
 
 
 def triton_plan(table: SlotTable, parts: TwoParts) -> TritonPlan:
     own = parts.own
     cached = [n_kv - n_new for n_kv, n_new in zip(own.kv_tokens, own.query_tokens, strict=True)]
     starts = np.cumsum([0, *parts.shared.query_tokens])
-    unshared = [
-        np.arange(starts[row], starts[row + 1]) for row, n_kv in enumerate(parts.shared.kv_tokens) if n_kv == 0
-    ]
+    unshared = [np.arange(starts[row], starts[row + 1]) for row, n_kv in enumerate(parts.shared.kv_tokens) if n_kv == 0]
     return TritonPlan(
         _extend_rows(table, parts.shared),
         _extend_rows(table, own._replace(kv_tokens=cached)),

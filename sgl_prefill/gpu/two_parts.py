@@ -24,7 +24,7 @@ from sgl_prefill.core.shared_groups import Group, shared_groups
 # with 14,000 cached positions are 44 kB that come from the device in one copy, where all their slots would be 2.8 MB.
 PIECE_TOKENS = 64
 
-# Whether two parts are worth it was worked out, not measured, for an 8B model (32 layers, 32 query heads and 8 KV heads of 128, in
+# Whether two parts are worth it was worked out, not measured, for an 8B model (32 layers, 32 query heads, 8 KV heads of 128, in
 # bfloat16) on an H100 (3.35 TB/s, and 600 TFLOP/s of FlashAttention 3), per layer:
 # * A request that reads a position takes 4,096 B of K and V, which is 1.22 ns, and as many products as tiles of 128 rows (32
 #   queries) have: 0.87 ns a tile. Of neighbours that share a row, a tile that is half empty is saved each: 0.4 ns a position.
@@ -108,7 +108,8 @@ def divide(groups: Sequence[Group], cached_tokens: Sequence[int], new_tokens: Se
         return None
     shared = Part([], [], [], [])
     for _, run in itertools.groupby(
-        range(sharing[0], sharing[-1] + 1), lambda request: group_of[request].members if shared_tokens[request] else None
+        range(sharing[0], sharing[-1] + 1),
+        lambda request: group_of[request].members if shared_tokens[request] else None,
     ):
         members = list(run)
         shared.requests.append(members[0])

@@ -54,9 +54,7 @@ class Sharing:
         self._is_auto = switch == "auto"
         self._min_shared_tokens = two_parts.MIN_SHARED_TOKENS if self._is_auto else shared_groups.MIN_SHARED_TOKENS
 
-    def plan(
-        self, batch: ForwardBatch, make: Callable[[plans.SlotTable, two_parts.TwoParts], Any]
-    ) -> Planned | None:
+    def plan(self, batch: ForwardBatch, make: Callable[[plans.SlotTable, two_parts.TwoParts], Any]) -> Planned | None:
         """Plans a step in two parts; None where it is not one for them, or nothing is gained."""
         if not _is_plain_extend(batch):
             return None
@@ -67,9 +65,7 @@ class Sharing:
             return None
         table = plans.SlotTable(self._table, batch.req_pool_indices[: len(new)])
         slots = plans.last_slots(table, most[1], piece)
-        parts = two_parts.divide(
-            two_parts.groups_by_pieces(slots, cached, piece, self._min_shared_tokens), cached, new
-        )
+        parts = two_parts.divide(two_parts.groups_by_pieces(slots, cached, piece, self._min_shared_tokens), cached, new)
         if parts is None or parts.n_shared_queries > two_parts.MOST_SHARED_QUERY_TOKENS:
             return None
         if parts.saved_positions == 0 or (self._is_auto and not parts.are_worth_it):
@@ -142,7 +138,7 @@ def problem(runner: ModelRunner) -> str | None:
 
 
 def register(switch: Switch) -> None:
-    """Puts our backends under SGLang's names in its registry, from which `--attention-backend` picks; `off` puts SGLang's back."""
+    """Puts our backends under SGLang's names in its registry, from which `--attention-backend` picks; `off` puts its own back."""
     makers: dict[str, Callable[[ModelRunner, Switch], AttentionBackend]] = {
         "flashinfer": _make_flashinfer,
         "fa3": _make_flash_attention,
@@ -200,7 +196,7 @@ class SharedPrefixFlashInfer(FlashInferAttnBackend):  # type: ignore[misc]
         super().__init__(runner, init_new_workspace=runner.init_new_workspace)
         self._sharing = Sharing(runner, switch)
         self._planned: Planned | None = None
-        self._kernels = plans.FlashInferPlan(self._paged_kernel(), self._paged_kernel())
+        self._shared_kernel, self._own_kernel = self._paged_kernel(), self._paged_kernel()
 
     def _paged_kernel(self) -> Any:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
@@ -225,7 +221,7 @@ class SharedPrefixFlashInfer(FlashInferAttnBackend):  # type: ignore[misc]
         if self._planned is None:
             return
         numbers = self.indices_updater_prefill
-        for kernel, rows in zip(self._kernels, self._planned.plan, strict=True):
+        for kernel, rows in zip((self._shared_kernel, self._own_kernel), self._planned.plan, strict=True):
             kernel.begin_forward(
                 *rows,
                 numbers.num_qo_heads,
@@ -257,9 +253,10 @@ class SharedPrefixFlashInfer(FlashInferAttnBackend):  # type: ignore[misc]
             store(self, layer, forward_batch, k, v)
         queries = q.contiguous().view(-1, layer.tp_q_head_num, layer.head_dim)
         pool = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-        output, lse = self._kernels.own.forward_return_lse(queries, pool, causal=True, sm_scale=layer.scaling)
+        output: torch.Tensor
+        output, lse = self._own_kernel.forward_return_lse(queries, pool, causal=True, sm_scale=layer.scaling)
         span = self._planned.queries
-        shared, shared_lse = self._kernels.shared.forward_return_lse(
+        shared, shared_lse = self._shared_kernel.forward_return_lse(
             queries[span], pool, causal=False, sm_scale=layer.scaling
         )
         merge_state_in_place(output[span], lse[span], shared, shared_lse)
@@ -273,7 +270,7 @@ class SharedPrefixTriton(TritonAttnBackend):  # type: ignore[misc]
         from sglang.kernels.ops.attention.merge_state import merge_state_triton
 
         super().__init__(runner)
-        self._merge = torch.compiler.disable(merge_state_triton)
+        self._merge = merge_state_triton
         self._sharing = Sharing(runner, switch)
         self._planned: Planned | None = None
 

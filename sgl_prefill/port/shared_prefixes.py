@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
-def around_init_new(original: Callable[..., ScheduleBatch], cls: type, reqs: Sequence[Req], *rest: Any, **options: Any) -> Any:
+def around_init_new(
+    original: Callable[..., ScheduleBatch], cls: type, reqs: Sequence[Req], *rest: Any, **options: Any
+) -> Any:
     """Hook: SGLang has admitted and matched these, and makes their batch. All of them run, so their order is free."""
     return original(cls, in_prefix_order(reqs), *rest, **options)
 

@@ -1,6 +1,6 @@
 """Two parts by SGLang's own Triton kernels in Triton's interpreter, or through our subclass of its FlashAttention backend.
 
-Run in a process of its own by `test_shared_prefix_attention`: the interpreter is chosen by a variable before the first import, and
+Run in a process of its own by `test_shared_prefix_attention`: a variable chooses the interpreter before the first import, and
 modules that need a device are imported over stand-ins for their kernels.
 """
 
@@ -11,20 +11,21 @@ import warnings
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from tests.support import quiet_imports  # noqa: F401, I001  (before all else that imports SGLang)
-
 import torch
+from sglang.srt.layers.radix_attention import RadixAttention
 
-from sgl_prefill.port.shared_prefix_attention import Sharing, SharedPrefixTriton
-from tests.support import sharing_steps, slow_attention
+from sgl_prefill.port.shared_prefix_attention import SharedPrefixTriton, Sharing
+from tests.support import (
+    quiet_imports,  # noqa: F401  (before all else that imports SGLang)
+    sharing_steps,
+    slow_attention,
+)
 
 CLOSE = 1e-4
 
 
 def check(backend: Any, step: sharing_steps.SharingStep, soft_cap: float = 0.0) -> bool:
     """Compares a step with and without K, V in the pool already; False where nobody shares anything in it."""
-    from sgl_prefill.port.shared_prefix_attention import RadixAttention
-
     dim = step.keys.shape[2]
     layer = RadixAttention(sharing_steps.HEADS, dim, 0.3, sharing_steps.KV_HEADS, 0, logit_cap=soft_cap)
     key, value = (x[step.new_slots] for x in (step.keys, step.values))
@@ -76,14 +77,14 @@ def fa3() -> int:
     from sgl_prefill.port import shared_prefix_fa3
 
     FlashAttentionBackend.init_forward_metadata = lambda *_: None
-    shared_prefix_fa3.merge_state = slow_attention.merge_state
+    vars(shared_prefix_fa3)["merge_state"] = slow_attention.merge_state
     n_compared = 0
     for seed in range(200):
         page_tokens = (1, 16, 64, 128)[seed % 4]
-        step = sharing_steps.make(
-            seed, page_tokens=page_tokens, most_tokens=max(200, 4 * page_tokens), n_nodes=0
+        step = sharing_steps.make(seed, page_tokens=page_tokens, most_tokens=max(200, 4 * page_tokens), n_nodes=0)
+        backend: Any = shared_prefix_fa3.SharedPrefixFlashAttention.__new__(
+            shared_prefix_fa3.SharedPrefixFlashAttention
         )
-        backend: Any = shared_prefix_fa3.SharedPrefixFlashAttention.__new__(shared_prefix_fa3.SharedPrefixFlashAttention)
         backend._sharing, backend.page_size = Sharing(step.runner(), "on"), page_tokens
         backend.fa_skip_kv_cache, backend.num_splits = False, 0
         backend.flash_attn_with_kvcache = slow_attention.flash_attn_with_kvcache

@@ -76,7 +76,9 @@ def test_source_that_is_read_from_a_file_is_what_inspect_gives() -> None:
     for target in targets:
         read = fingerprints.source_from_file(target, target.rsplit(".", 2)[0])
         assert read == inspect.getsource(inspect.unwrap(pkgutil.resolve_name(target)))
-    assert fingerprints.fingerprint(f"{fingerprints.NEEDS_A_DEVICE[0]}FlashAttentionBackend.no_such_method") == "missing"
+    assert (
+        fingerprints.fingerprint(f"{fingerprints.NEEDS_A_DEVICE[0]}FlashAttentionBackend.no_such_method") == "missing"
+    )
 
 
 def test_the_lists_say_everything_once_and_why() -> None:

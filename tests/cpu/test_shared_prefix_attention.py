@@ -23,9 +23,9 @@ from sgl_prefill.core.shared_groups import Group
 from sgl_prefill.gpu import plans, two_parts
 from sgl_prefill.port import shared_prefix_attention, shared_prefixes
 from sgl_prefill.port.shared_prefix_attention import (
-    Sharing,
     SharedPrefixFlashInfer,
     SharedPrefixTriton,
+    Sharing,
     serves_layer,
 )
 from tests.support import sharing_steps, slow_attention
@@ -68,7 +68,7 @@ def triton_backend(step: SharingStep) -> Any:
 def flashinfer_backend(step: SharingStep) -> Any:
     backend: Any = SharedPrefixFlashInfer.__new__(SharedPrefixFlashInfer)
     backend._sharing = Sharing(step.runner(), "on")
-    backend._kernels = plans.FlashInferPlan(*(slow_attention.FlashInferPaged() for _ in range(2)))  # type: ignore[arg-type]
+    backend._shared_kernel, backend._own_kernel = slow_attention.FlashInferPaged(), slow_attention.FlashInferPaged()
     backend.token_to_kv_pool, backend.num_wrappers, backend.enable_mis = step.pool(), 1, False
     backend.indices_updater_prefill = SimpleNamespace(
         num_qo_heads=4, num_kv_heads=2, head_dim=8, q_data_type=torch.float32, data_type=torch.float32
@@ -171,14 +171,18 @@ def test_a_step_is_divided_by_runs_of_neighbours() -> None:
 
 @pytest.mark.parametrize(
     ("n_requests", "n_shared", "n_new", "is_worth_it"),
-    [(50, 14_000, 15, True), (50, 14_000, 150, True), (2, 14_000, 15, False), (50, 1_000, 15, False), (1, 14_000, 15, False)],
+    [
+        (50, 14_000, 15, True),
+        (50, 14_000, 150, True),
+        (2, 14_000, 15, False),
+        (50, 1_000, 15, False),
+        (1, 14_000, 15, False),
+    ],
 )
 def test_two_parts_run_where_they_gain(n_requests: int, n_shared: int, n_new: int, is_worth_it: bool) -> None:
     """The paper's workload gains; two requests, or a thousand tokens, do not pay for the launches and the merge."""
     members = tuple(range(n_requests))
-    parts = two_parts.divide(
-        groups_of(members, shared_tokens=n_shared), [n_shared] * n_requests, [n_new] * n_requests
-    )
+    parts = two_parts.divide(groups_of(members, shared_tokens=n_shared), [n_shared] * n_requests, [n_new] * n_requests)
     assert (parts is not None and parts.are_worth_it) == is_worth_it
 
 
@@ -199,7 +203,7 @@ def sharers(n_requests: int = 4, n_shared: int = 128) -> SharingStep:
 
 
 def test_only_plain_extends_run_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything else keeps the stock path: decode, mixed steps, drafts, encoders, several items, custom masks, padding, capture."""
+    """All else keeps the stock path: decode, mixed steps, drafts, encoders, several items, custom masks, padding, capture."""
     step = sharers()
     assert plan_of(step, "on") is not None
     assert plan_of(step, "auto") is None, "128 tokens gain nothing"
@@ -241,7 +245,9 @@ LAYERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("layer", "options"), LAYERS)
-def test_layers_that_two_parts_do_not_compute_keep_the_stock_path(layer: dict[str, Any], options: dict[str, Any]) -> None:
+def test_layers_that_two_parts_do_not_compute_keep_the_stock_path(
+    layer: dict[str, Any], options: dict[str, Any]
+) -> None:
     key = torch.empty(1)
     assert serves_layer(RadixAttention(4, 8, 0.3, 2, 0, logit_cap=30.0), key, {"sinks": None})
     assert not serves_layer(RadixAttention(4, 8, 0.3, 2, 0), None, {})
@@ -296,9 +302,7 @@ def runner(**changed: Any) -> Any:
         model_config=SimpleNamespace(is_encoder_decoder=False, is_local_attention_model=False),
         is_draft_worker=False,
         spec_algorithm=SimpleNamespace(is_none=lambda: True),
-        server_args=SimpleNamespace(
-            enable_deterministic_inference=False, enable_two_batch_overlap=False, dcp_size=1
-        ),
+        server_args=SimpleNamespace(enable_deterministic_inference=False, enable_two_batch_overlap=False, dcp_size=1),
         ps=SimpleNamespace(attn_cp_size=1),
     )
     for name, value in changed.items():
@@ -326,8 +330,8 @@ def runner(**changed: Any) -> Any:
 )
 def test_what_two_parts_cannot_serve_gets_sglangs_own_backend(changed: dict[str, Any]) -> None:
     makers = shared_prefix_attention
-    assert makers._make(lambda _: "stock", lambda *_: "ours", "on", runner()) == "ours"  # type: ignore[arg-type,return-value]
-    assert makers._make(lambda _: "stock", lambda *_: "ours", "on", runner(**changed)) == "stock"  # type: ignore[arg-type,return-value]
+    assert makers._make(lambda _: "stock", lambda *_: "ours", "on", runner()) == "ours"
+    assert makers._make(lambda _: "stock", lambda *_: "ours", "on", runner(**changed)) == "stock"
 
 
 def test_the_switch_puts_our_backends_under_sglangs_names_and_takes_them_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,8 +340,8 @@ def test_the_switch_puts_our_backends_under_sglangs_names_and_takes_them_away(mo
     stock = [ATTENTION_BACKENDS[name] for name in names]
     for switch in ("auto", "on"):
         shared_prefix_attention.register(switch)
-        assert [ATTENTION_BACKENDS[name].args[0] for name in names] == stock  # type: ignore[attr-defined]
-        assert {ATTENTION_BACKENDS[name].args[2] for name in names} == {switch}  # type: ignore[attr-defined]
+        assert [ATTENTION_BACKENDS[name].args[0] for name in names] == stock
+        assert {ATTENTION_BACKENDS[name].args[2] for name in names} == {switch}
     shared_prefix_attention.register("off")
     assert [ATTENTION_BACKENDS[name] for name in names] == stock
 
@@ -354,7 +358,7 @@ def test_sharers_become_neighbours_at_every_depth_of_the_tree() -> None:
     a1, a2 = Node(a), Node(a)
     picked = {"b": b, "a1": a1, "b'": b, "a2": a2, "a": a, "a1'": a1}
     requests: list[Any] = [SharingRequest(name, last) for name, last in picked.items()]
-    order = [req.name for req in shared_prefixes.in_prefix_order(requests)]  # type: ignore[attr-defined]
+    order = [req.name for req in shared_prefixes.in_prefix_order(requests)]
     assert order == ["b", "b'", "a", "a1", "a1'", "a2"]
     alone: list[Any] = [SharingRequest(name, None) for name in "cab"]
     assert shared_prefixes.in_prefix_order(alone) == alone
@@ -370,7 +374,9 @@ def test_the_batch_of_a_step_is_made_of_its_requests_in_that_order() -> None:
     root = Node()
     a, b = Node(root), Node(root)
     requests: list[Any] = [SharingRequest(str(place), last) for place, last in enumerate((a, b, a))]
-    made: Any = shared_prefixes.around_init_new(lambda *given, **options: (given, options), list, requests, 1, chunked_req=2)  # type: ignore[arg-type,return-value]
+    made: Any = shared_prefixes.around_init_new(
+        lambda *given, **options: (given, options), list, requests, 1, chunked_req=2
+    )
     assert made == ((list, [requests[0], requests[2], requests[1]], 1), {"chunked_req": 2})
 
 
@@ -388,6 +394,6 @@ def test_off_makes_each_request_a_group_of_its_own_on_a_cpu() -> None:
         backend._cached_tokens = [100, 100]
         if not shares:
             both = SimpleNamespace(prefill_backend=backend, decode_backend=SimpleNamespace())
-            shared_prefixes.after_init_attention_backends(None, SimpleNamespace(attn_backend=both))  # type: ignore[arg-type]
+            shared_prefixes.after_init_attention_backends(None, SimpleNamespace(attn_backend=both))
         found[shares] = backend._native_requests([0, 2, 4])
-    assert [len(found[shares].groups) for shares in (True, False)] == [1, 2]
+    assert [found[shares].fields["groups"] for shares in (True, False)] == [1, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -60,9 +61,7 @@ class FlashInferPaged:
         assert bool((last_page_tokens == 1).all())
         self._queries, self._kv, self._slots = qo_indptr.tolist(), kv_indptr.tolist(), kv_indices.long()
 
-    def forward_return_lse(
-        self, query: torch.Tensor, pool: Outputs, *, causal: bool, sm_scale: float
-    ) -> Outputs:
+    def forward_return_lse(self, query: torch.Tensor, pool: Outputs, *, causal: bool, sm_scale: float) -> Outputs:
         """The log-sum-exp is of base 2; rows without keys give 0 and what flashinfer calls minus infinity."""
         assert len(query) == self._queries[-1]
         found = []
@@ -100,7 +99,7 @@ def flash_attn_with_kvcache(
     starts = cu_seqlens_q.tolist()
     assert starts[-1] == len(q)
     assert len(starts) == len(cache_seqlens) + 1 == len(page_table) + 1
-    assert max_seqlen_q == max(end - start for start, end in zip(starts, starts[1:], strict=False))
+    assert max_seqlen_q == max(end - start for start, end in itertools.pairwise(starts))
     out = torch.empty_like(q) if out is None else out
     all_lse = torch.empty(q.shape[:2])
     for row, n_kv in enumerate(cache_seqlens.tolist()):
@@ -150,14 +149,12 @@ def extend_attention_fwd(
     """SGLang's Triton kernel: cached positions from the pool, new ones from `key` and `value`; rows without any give NaN."""
     assert kv_indices.dtype == torch.int64
     starts, kv = qo_indptr.tolist(), kv_indptr.tolist()
-    assert max_len_extend == max(end - start for start, end in zip(starts, starts[1:], strict=False))
+    assert max_len_extend == max(end - start for start, end in itertools.pairwise(starts))
     for row in range(len(starts) - 1):
         queries = slice(starts[row], starts[row + 1])
         slots = kv_indices[kv[row] : kv[row + 1]]
         pools = ((key_pool, key), (value_pool, value))
-        keys, values = (
-            pool[slots] if skip_extend else torch.cat((pool[slots], new[queries])) for pool, new in pools
-        )
+        keys, values = (pool[slots] if skip_extend else torch.cat((pool[slots], new[queries])) for pool, new in pools)
         output[queries], lse_extend[queries] = attend(
             query[queries], keys, values, sm_scale, causal=is_causal, soft_cap=logit_cap
         )
