@@ -24,18 +24,21 @@ from sgl_prefill.core.shared_groups import Group, shared_groups
 # with 14,000 cached positions are 44 kB that come from the device in one copy, where all their slots would be 2.8 MB.
 PIECE_TOKENS = 64
 
-# Whether two parts are worth it was worked out, not measured, for an 8B model (32 layers, 32 query heads, 8 KV heads of 128, in
-# bfloat16) on an H100 (3.35 TB/s, and 600 TFLOP/s of FlashAttention 3), per layer:
-# * A request that reads a position takes 4,096 B of K and V, which is 1.22 ns, and as many products as tiles of 128 rows (32
-#   queries) have: 0.87 ns a tile. Of neighbours that share a row, a tile that is half empty is saved each: 0.4 ns a position.
-# * Two launches more, and the two plans once a step (0.3 ms), take 20 us.
-# * The merge reads two outputs of 8,192 B a token and writes one, and one output more was written: 9.8 ns a token.
-# In positions that are saved at 0.4 ns each:
-MIN_SHARED_TOKENS = 1_024  # of a prefix: 50 that share less save less than the fixed cost
-FIXED_COST_POSITIONS = 50_000
-MERGE_COST_POSITIONS_PER_TOKEN = 24
-# Of the output of a shared part; 128 MiB in that model, which no profile run has seen.
-MOST_SHARED_QUERY_TOKENS = 16_384
+# What two parts save and cost on an H100: worked out in the README beside this file, and not measured.
+SAVED_BYTES_PER_S = 10e12  # K and V that need not be read again: half a tile of products each
+MERGED_BYTES_PER_S = 3.35e12  # outputs go through the card's memory
+FIXED_COST_S = 20e-6  # of a layer: two launches more, and its share of the plans
+OUTPUTS_MOVED = 4  # the shared part's is written, the merge reads both and writes one
+
+MIN_SHARED_TOKENS = 1_024  # of a prefix, for `auto`: 50 that share less save less than the fixed cost
+MOST_SHARED_QUERY_TOKENS = 16_384  # 128 MiB more output in an 8B model, which no profile run has seen
+
+
+class LayerBytes(NamedTuple):
+    """What a layer of this model moves on one rank."""
+
+    kv_position: int  # K and V of a position
+    output_token: int  # attention's output of a token
 
 
 class Part(NamedTuple):
@@ -68,11 +71,12 @@ class TwoParts(NamedTuple):
         """Counts the positions that are read once in the place of once a request."""
         return sum(self.own.first_positions) - sum(self.shared.kv_tokens)
 
-    @property
-    def are_worth_it(self) -> bool:
-        """Tells whether they take less time than each request on its own."""
-        merge = MERGE_COST_POSITIONS_PER_TOKEN * self.n_shared_queries
-        return self.saved_positions >= FIXED_COST_POSITIONS + merge
+
+def are_worth_it(parts: TwoParts, layer: LayerBytes) -> bool:
+    """Tells whether two parts are expected to take less time than each request on its own: the whole of `auto`."""
+    saved_s = parts.saved_positions * layer.kv_position / SAVED_BYTES_PER_S
+    merge_s = parts.n_shared_queries * OUTPUTS_MOVED * layer.output_token / MERGED_BYTES_PER_S
+    return saved_s >= FIXED_COST_S + merge_s
 
 
 def piece_tokens(page_tokens: int) -> int:

@@ -186,12 +186,21 @@ HOOKS: tuple[Hook, ...] = (
         function=shared_prefixes.around_init_new,
     ),
     Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+        kind="after",
+        process="scheduler",
+        feature="neighbours",
+        reason="how many steps read a prefix together stands in /server_info",
+        function=shared_prefixes.after_get_internal_state,
+    ),
+    Hook(
         target="sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends",
         kind="after",
         process="scheduler",
-        feature="alone-on-a-host",
-        reason="the CPU kernel reads a shared prefix once for all, unless it is told not to",
+        feature="shared-prefixes-asked",
+        reason="the CPU kernel is told to read no prefix for several, and what is asked for in vain is refused",
         function=shared_prefixes.after_init_attention_backends,
+        takes_state=True,
     ),
     Hook(
         target="sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
@@ -804,7 +813,8 @@ def hooks_for(config: PrefillConfig, process: str) -> tuple[Hook, ...]:
         "suffix-kv": config.evicts_suffix_kv,
         "no-accelerator": this_device().is_host,
         "neighbours": config.shared_prefix_attention != "off" and not this_device().is_host,
-        "alone-on-a-host": config.shared_prefix_attention == "off" and this_device().is_host,
+        "shared-prefixes-asked": config.shared_prefix_attention
+        in (("on", "off") if this_device().is_host else ("on",)),
         "logits-dtype": config.logits_dtype == "float32" and this_device().is_host,
         "device-logits": config.logits_dtype == "float32" and not this_device().is_host,
     }

@@ -6,7 +6,6 @@ A subclass plans a step twice, as SGLang does and in two parts (`gpu.two_parts`)
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -18,10 +17,10 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.model_executor.runner_utils.capture_mode import get_is_capture_mode
 
 from sgl_prefill.core import shared_groups
 from sgl_prefill.gpu import plans, two_parts
+from sgl_prefill.port.shared_prefixes import Counts, stays_apart
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -34,7 +33,6 @@ Switch: TypeAlias = str  # --shared-prefix-attention: auto, on or off
 # than that, and flashinfer's are of base 2.
 FLASHINFER_MERGE_THREADS = 1_024
 
-logger = logging.getLogger(__name__)
 _stock: dict[str, Callable[[ModelRunner], AttentionBackend]] = {}
 
 
@@ -43,6 +41,11 @@ class Planned(NamedTuple):
 
     plan: Any  # of `gpu.plans`, as the backend has it
     queries: slice  # those that the shared part computes
+    n_queries: int  # of the step
+
+    def is_of(self, query: torch.Tensor) -> bool:
+        """Tells whether a layer is given the queries that were planned for. SGLang's own plan serves others."""
+        return len(query) == self.n_queries
 
 
 class Sharing:
@@ -51,6 +54,8 @@ class Sharing:
     def __init__(self, runner: ModelRunner, switch: Switch) -> None:
         self.page_tokens: int = runner.page_size
         self._table: torch.Tensor = runner.req_to_token_pool.req_to_token
+        self.counts = Counts()
+        self._layer = layer_bytes(runner)
         self._is_auto = switch == "auto"
         self._min_shared_tokens = two_parts.MIN_SHARED_TOKENS if self._is_auto else shared_groups.MIN_SHARED_TOKENS
 
@@ -68,9 +73,22 @@ class Sharing:
         parts = two_parts.divide(two_parts.groups_by_pieces(slots, cached, piece, self._min_shared_tokens), cached, new)
         if parts is None or parts.n_shared_queries > two_parts.MOST_SHARED_QUERY_TOKENS:
             return None
-        if parts.saved_positions == 0 or (self._is_auto and not parts.are_worth_it):
+        if parts.saved_positions == 0 or (self._is_auto and not two_parts.are_worth_it(parts, self._layer)):
             return None
-        return Planned(make(table, parts), parts.shared_queries)
+        self.counts.steps += 1
+        self.counts.requests += sum(n_shared > 0 for n_shared in parts.own.first_positions)
+        self.counts.saved_tokens += parts.saved_positions
+        return Planned(make(table, parts), parts.shared_queries, sum(new))
+
+
+def layer_bytes(runner: ModelRunner) -> two_parts.LayerBytes:
+    """Returns what a layer moves on this rank, of a pool for which there is no `problem`."""
+    pool, config = runner.token_to_kv_pool, runner.model_config
+    n_heads = config.num_attention_heads // runner.ps.attn_tp_size
+    return two_parts.LayerBytes(
+        kv_position=pool.head_num * (pool.head_dim + pool.v_head_dim) * pool.dtype.itemsize,
+        output_token=n_heads * pool.v_head_dim * pool.dtype.itemsize,
+    )
 
 
 def _is_plain_extend(batch: ForwardBatch) -> bool:
@@ -84,7 +102,6 @@ def _is_plain_extend(batch: ForwardBatch) -> bool:
         and batch.multi_item_delimiter_indices is None
         and batch.cross_attention_custom_mask is None
         and batch.global_num_tokens_cpu is None  # attention in data parallel pads a batch
-        and not get_is_capture_mode()
     )
 
 
@@ -156,7 +173,7 @@ def _make(
     runner: ModelRunner,
 ) -> AttentionBackend:
     if why := problem(runner):
-        logger.info("every request attends to its whole prefix alone, whoever shares it: %s", why)
+        stays_apart(switch, why)
         return stock(runner)
     return make(runner, switch)
 
@@ -194,8 +211,10 @@ class SharedPrefixFlashInfer(FlashInferAttnBackend):  # type: ignore[misc]
 
     def __init__(self, runner: ModelRunner, switch: Switch) -> None:
         super().__init__(runner, init_new_workspace=runner.init_new_workspace)
-        self._sharing = Sharing(runner, switch)
+        self.sharing = Sharing(runner, switch)
         self._planned: Planned | None = None
+        if why := self._problem:
+            stays_apart(switch, why)
         self._shared_kernel, self._own_kernel = self._paged_kernel(), self._paged_kernel()
 
     def _paged_kernel(self) -> Any:
@@ -204,12 +223,18 @@ class SharedPrefixFlashInfer(FlashInferAttnBackend):  # type: ignore[misc]
         return BatchPrefillWithPagedKVCacheWrapper(self.workspace_buffer, "NHD", backend=self.prefill_backend)
 
     @property
-    def _can_share(self) -> bool:
-        """Tells whether one plan of SGLang's serves all layers, and flashinfer's merge has threads for the heads."""
+    def _problem(self) -> str | None:
+        """Says what keeps all layers from two parts: several plans, several items, or a merge without threads for the heads."""
+        if self.num_wrappers > 1:
+            return "its layers have windows"
+        if self.enable_mis:
+            return "its prompts have several items (--enable-mis)"
         numbers = self.indices_updater_prefill
         vector = max(16 // numbers.q_data_type.itemsize, numbers.head_dim // 32)
-        threads = numbers.num_qo_heads * (numbers.head_dim // vector)
-        return self.num_wrappers == 1 and not self.enable_mis and threads <= FLASHINFER_MERGE_THREADS
+        n_most = FLASHINFER_MERGE_THREADS // (numbers.head_dim // vector)
+        if numbers.num_qo_heads > n_most:
+            return f"flashinfer merges {n_most} heads of {numbers.head_dim} at most, and it has {numbers.num_qo_heads}"
+        return None
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         self._planned = None
@@ -217,7 +242,7 @@ class SharedPrefixFlashInfer(FlashInferAttnBackend):  # type: ignore[misc]
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
-        self._planned = self._sharing.plan(forward_batch, plans.flashinfer_plan) if self._can_share else None
+        self._planned = self.sharing.plan(forward_batch, plans.flashinfer_plan) if self._problem is None else None
         if self._planned is None:
             return
         numbers = self.indices_updater_prefill
@@ -246,7 +271,8 @@ class SharedPrefixFlashInfer(FlashInferAttnBackend):  # type: ignore[misc]
         from flashinfer.cascade import merge_state_in_place
 
         # SGLang compiles no soft cap into this kernel.
-        if self._planned is None or layer.logit_cap or not serves_layer(layer, k, options):
+        planned = self._planned
+        if planned is None or not planned.is_of(q) or layer.logit_cap or not serves_layer(layer, k, options):
             found: torch.Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **options)
             return found
         if save_kv_cache:
@@ -255,7 +281,7 @@ class SharedPrefixFlashInfer(FlashInferAttnBackend):  # type: ignore[misc]
         pool = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         output: torch.Tensor
         output, lse = self._own_kernel.forward_return_lse(queries, pool, causal=True, sm_scale=layer.scaling)
-        span = self._planned.queries
+        span = planned.queries
         shared, shared_lse = self._shared_kernel.forward_return_lse(
             queries[span], pool, causal=False, sm_scale=layer.scaling
         )
@@ -271,7 +297,7 @@ class SharedPrefixTriton(TritonAttnBackend):  # type: ignore[misc]
 
         super().__init__(runner)
         self._merge = merge_state_triton
-        self._sharing = Sharing(runner, switch)
+        self.sharing = Sharing(runner, switch)
         self._planned: Planned | None = None
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
@@ -280,7 +306,7 @@ class SharedPrefixTriton(TritonAttnBackend):  # type: ignore[misc]
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
-        self._planned = self._sharing.plan(forward_batch, plans.triton_plan)
+        self._planned = self.sharing.plan(forward_batch, plans.triton_plan)
 
     def forward_extend(
         self,
@@ -292,7 +318,8 @@ class SharedPrefixTriton(TritonAttnBackend):  # type: ignore[misc]
         save_kv_cache: bool = True,
         **options: Any,
     ) -> torch.Tensor:
-        if self._planned is None or not serves_layer(layer, k, options):
+        planned = self._planned
+        if planned is None or not planned.is_of(q) or not serves_layer(layer, k, options):
             found: torch.Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **options)
             return found
         if save_kv_cache:
@@ -300,7 +327,7 @@ class SharedPrefixTriton(TritonAttnBackend):  # type: ignore[misc]
         written = getattr(forward_batch, "_attn_output", None)
         whole = torch.empty_like(q) if written is None else written
         queries, output = (x.view(-1, layer.tp_q_head_num, layer.head_dim) for x in (q, whole))
-        span, plan = self._planned.queries, self._planned.plan
+        span, plan = planned.queries, planned.plan
         lse = self._attend(queries, k.contiguous(), v.contiguous(), output, layer, plan.own)
         shared = torch.empty_like(output[span])
         shared_lse = self._attend(queries[span], k[:0], v[:0], shared, layer, plan.shared, skip_extend=True)

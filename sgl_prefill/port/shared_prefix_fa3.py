@@ -22,7 +22,7 @@ class SharedPrefixFlashAttention(FlashAttentionBackend):  # type: ignore[misc]
 
     def __init__(self, runner: ModelRunner, switch: Switch) -> None:
         super().__init__(runner)
-        self._sharing = Sharing(runner, switch)
+        self.sharing = Sharing(runner, switch)
         self._planned: Planned | None = None
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
@@ -32,7 +32,7 @@ class SharedPrefixFlashAttention(FlashAttentionBackend):  # type: ignore[misc]
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
         # Where prompts are embedded and nothing is cached, it does not write K and V.
-        self._planned = None if self.fa_skip_kv_cache else self._sharing.plan(forward_batch, self._plan)
+        self._planned = None if self.fa_skip_kv_cache else self.sharing.plan(forward_batch, self._plan)
 
     def _plan(self, table: plans.SlotTable, parts: two_parts.TwoParts) -> plans.FlashAttentionPlan:
         return plans.flash_attention_plan(table, parts, self.page_size)
@@ -47,7 +47,8 @@ class SharedPrefixFlashAttention(FlashAttentionBackend):  # type: ignore[misc]
         save_kv_cache: bool = True,
         **options: Any,
     ) -> torch.Tensor:
-        if self._planned is None or not serves_layer(layer, k, options):
+        planned = self._planned
+        if planned is None or not planned.is_of(q) or not serves_layer(layer, k, options):
             found: torch.Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **options)
             return found
         if save_kv_cache:
@@ -55,7 +56,7 @@ class SharedPrefixFlashAttention(FlashAttentionBackend):  # type: ignore[misc]
         queries = q.contiguous().view(-1, layer.tp_q_head_num, layer.head_dim)
         written = getattr(forward_batch, "_attn_output", None)
         into = None if written is None else written.view(queries.shape)
-        span, plan = self._planned.queries, self._planned.plan
+        span, plan = planned.queries, planned.plan
         output, lse = self._attend(queries, layer, plan.own, causal=True, into=into)
         shared, shared_lse = self._attend(queries[span], layer, plan.shared, causal=False)
         merge_state(shared, shared_lse, output[span], lse[span], output[span], torch.empty_like(shared_lse))

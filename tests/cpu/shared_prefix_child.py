@@ -58,7 +58,7 @@ def triton() -> int:
         # SGLang's kernel divides pools into pages by a view; slots mean the same.
         step = sharing_steps.make(seed, page_tokens=(1, 64)[seed % 2], dim=(16, 32)[seed // 2 % 2], most_requests=6)
         backend: Any = SharedPrefixTriton.__new__(SharedPrefixTriton)
-        backend._sharing, backend._merge = Sharing(step.runner(), "on"), merge_state_triton
+        backend.sharing, backend._merge = Sharing(step.runner(), "on"), merge_state_triton
         backend.extend_attention_fwd, backend.page_size = extend_attention_fwd, step.page_tokens
         n_compared += check(backend, step, soft_cap=(0.0, 5.0)[seed // 4 % 2])
     return n_compared
@@ -81,11 +81,13 @@ def fa3() -> int:
     n_compared = 0
     for seed in range(200):
         page_tokens = (1, 16, 64, 128)[seed % 4]
-        step = sharing_steps.make(seed, page_tokens=page_tokens, most_tokens=max(200, 4 * page_tokens), n_nodes=0)
+        step = sharing_steps.make(
+            seed, page_tokens=page_tokens, most_tokens=max(200, 4 * page_tokens), n_nodes=4 * (seed % 8 == 0)
+        )
         backend: Any = shared_prefix_fa3.SharedPrefixFlashAttention.__new__(
             shared_prefix_fa3.SharedPrefixFlashAttention
         )
-        backend._sharing, backend.page_size = Sharing(step.runner(), "on"), page_tokens
+        backend.sharing, backend.page_size = Sharing(step.runner(), "on"), page_tokens
         backend.fa_skip_kv_cache, backend.num_splits = False, 0
         backend.flash_attn_with_kvcache = slow_attention.flash_attn_with_kvcache
         n_compared += check(backend, step, soft_cap=(0.0, 5.0)[seed // 4 % 2])

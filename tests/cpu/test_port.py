@@ -169,7 +169,7 @@ def test_every_attribute_that_is_set_on_sglangs_objects_is_declared() -> None:
 
 
 # Set on objects that are ours, through a name that does not say so.
-KNOWN_AS_OURS = {"only_last_block", "launcher", "is_of_server", "is_in_place"}
+KNOWN_AS_OURS = {"only_last_block", "launcher", "is_of_server", "is_in_place", "shares_prefixes"}
 
 
 def test_every_environment_switch_that_is_set_is_declared() -> None:

@@ -13,13 +13,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.layers import radix_attention
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
+from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.managers.io_struct import GetInternalStateReqOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import enable_breakable_cuda_graph
+from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import set_tc_piecewise_forward_context
 
+from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.shared_groups import Group
+from sgl_prefill.engine_state import EngineState
+from sgl_prefill.errors import ConfigurationError
 from sgl_prefill.gpu import plans, two_parts
 from sgl_prefill.port import shared_prefix_attention, shared_prefixes
 from sgl_prefill.port.shared_prefix_attention import (
@@ -59,7 +67,7 @@ def no_stock_plans() -> Any:
 
 def triton_backend(step: SharingStep) -> Any:
     backend: Any = SharedPrefixTriton.__new__(SharedPrefixTriton)
-    backend._sharing, backend._merge = Sharing(step.runner(), "on"), slow_attention.merge_state
+    backend.sharing, backend._merge = Sharing(step.runner(), "on"), slow_attention.merge_state
     backend.extend_attention_fwd, backend.page_size = slow_attention.extend_attention_fwd, step.page_tokens
     backend.token_to_kv_pool = step.pool()
     return backend
@@ -67,13 +75,18 @@ def triton_backend(step: SharingStep) -> Any:
 
 def flashinfer_backend(step: SharingStep) -> Any:
     backend: Any = SharedPrefixFlashInfer.__new__(SharedPrefixFlashInfer)
-    backend._sharing = Sharing(step.runner(), "on")
+    backend.sharing = Sharing(step.runner(), "on")
     backend._shared_kernel, backend._own_kernel = slow_attention.FlashInferPaged(), slow_attention.FlashInferPaged()
     backend.token_to_kv_pool, backend.num_wrappers, backend.enable_mis = step.pool(), 1, False
     backend.indices_updater_prefill = SimpleNamespace(
         num_qo_heads=4, num_kv_heads=2, head_dim=8, q_data_type=torch.float32, data_type=torch.float32
     )
     return backend
+
+
+def plans_two_parts(backend: Any, batch: Any) -> bool:
+    backend.init_forward_metadata(batch)
+    return backend._planned is not None
 
 
 def attended(backend: Any, step: SharingStep, *, is_written: bool) -> torch.Tensor | None:
@@ -169,6 +182,9 @@ def test_a_step_is_divided_by_runs_of_neighbours() -> None:
     assert parts.saved_positions == 100, "of three readers two read together"
 
 
+LAYER_OF_8B = two_parts.LayerBytes(kv_position=4_096, output_token=8_192)
+
+
 @pytest.mark.parametrize(
     ("n_requests", "n_shared", "n_new", "is_worth_it"),
     [
@@ -180,10 +196,21 @@ def test_a_step_is_divided_by_runs_of_neighbours() -> None:
     ],
 )
 def test_two_parts_run_where_they_gain(n_requests: int, n_shared: int, n_new: int, is_worth_it: bool) -> None:
-    """The paper's workload gains; two requests, or a thousand tokens, do not pay for the launches and the merge."""
+    """The paper's workload gains; two requests, or a thousand tokens, do not pay for the launches and the merge. Of one rank of
+    eight each position saves an eighth, which must still pay for whole launches."""
     members = tuple(range(n_requests))
     parts = two_parts.divide(groups_of(members, shared_tokens=n_shared), [n_shared] * n_requests, [n_new] * n_requests)
-    assert (parts is not None and parts.are_worth_it) == is_worth_it
+    assert (parts is not None and two_parts.are_worth_it(parts, LAYER_OF_8B)) == is_worth_it
+    eighth = two_parts.LayerBytes(*(n_bytes // 8 for n_bytes in LAYER_OF_8B))
+    is_large = n_requests * n_shared >= 8 * 50_000
+    assert (parts is not None and two_parts.are_worth_it(parts, eighth)) == (is_worth_it and is_large)
+
+
+def test_the_bytes_of_a_layer_are_those_of_one_rank() -> None:
+    runner = sharers().runner()
+    assert shared_prefix_attention.layer_bytes(runner) == LAYER_OF_8B
+    runner.ps.attn_tp_size, runner.token_to_kv_pool.head_num = 8, 1
+    assert shared_prefix_attention.layer_bytes(runner) == (512, 1_024)
 
 
 def plan_of(step: SharingStep, switch: str, **changed: Any) -> Any:
@@ -203,7 +230,7 @@ def sharers(n_requests: int = 4, n_shared: int = 128) -> SharingStep:
 
 
 def test_only_plain_extends_run_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All else keeps the stock path: decode, mixed steps, drafts, encoders, several items, custom masks, padding, capture."""
+    """All else keeps the stock path: decode, mixed steps, drafts, encoders, several items, custom masks, padding."""
     step = sharers()
     assert plan_of(step, "on") is not None
     assert plan_of(step, "auto") is None, "128 tokens gain nothing"
@@ -217,9 +244,6 @@ def test_only_plain_extends_run_in_two_parts(monkeypatch: pytest.MonkeyPatch) ->
         assert plan_of(step, "on", **other) is None, other
     monkeypatch.setattr(two_parts, "MOST_SHARED_QUERY_TOKENS", 7)
     assert plan_of(step, "on") is None, "the output of eight queries would be more than is allowed"
-    monkeypatch.undo()
-    monkeypatch.setattr(shared_prefix_attention, "get_is_capture_mode", lambda: True)
-    assert plan_of(step, "on") is None
 
 
 def test_the_device_is_not_asked_where_nobody_can_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,6 +295,63 @@ def test_a_layer_of_the_stock_path_gets_it_in_a_step_of_two_parts(monkeypatch: p
         backend.init_forward_metadata(batch)
         assert backend._planned is not None
         assert backend.forward(step.query, step.keys, step.values, layer, batch, save_kv_cache=False) == "stock"
+
+
+@pytest.mark.usefixtures("no_stock_plans")
+@pytest.mark.parametrize("make_backend", [triton_backend, flashinfer_backend])
+def test_a_replayed_graph_attends_in_two_parts_between_its_pieces(
+    make_backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang plans anew before a replay and breaks the graph at each attention, whose rows it pads to those that were captured:
+    hits run so. What it captured, without cached prefixes, was in one part; what is padding becomes zero."""
+    step, n_padding = sharers(), 5
+    n_new = len(step.query)
+    backend = make_backend(step)
+    monkeypatch.setattr(radix_attention, "get_attn_backend", lambda: backend)
+
+    def padded(rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat((rows, rows[:n_padding]))
+
+    slots = torch.cat((step.new_slots, torch.zeros(n_padding, dtype=torch.int64)))
+    output = torch.full_like(padded(step.query), torch.nan)
+    with enable_breakable_cuda_graph():
+        assert not plans_two_parts(backend, step.batch(extend_prefix_lens_cpu=[0] * len(step.rows)))
+        batch = step.batch(out_cache_loc=slots, num_token_non_padded_cpu=n_new)
+        assert plans_two_parts(backend, batch)
+        context: dict[str, Any] = {"quant_config": None, "moe_layers": [], "moe_fusions": []}
+        with set_tc_piecewise_forward_context(
+            batch, [step.layer], num_tokens=n_new + n_padding, raw_num_tokens=n_new, **context
+        ):
+            radix_attention._unified_attention_with_output_impl(
+                padded(step.query),
+                padded(step.keys[step.new_slots]),
+                padded(step.values[step.new_slots]),
+                output,
+                True,
+                0,
+                use_mha_companion=False,
+                return_lse=False,
+            )
+    torch.testing.assert_close(output[:n_new], step.expected(), rtol=CLOSE, atol=CLOSE)
+    assert not output[n_new:].any()
+
+
+@pytest.mark.usefixtures("no_stock_plans")
+@pytest.mark.parametrize(
+    ("make_backend", "stock"), [(triton_backend, TritonAttnBackend), (flashinfer_backend, FlashInferAttnBackend)]
+)
+def test_other_queries_than_those_that_were_planned_get_the_stock_path(
+    make_backend: Any, stock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of padding that SGLang has not cut away, and a plan that another pass has left."""
+    monkeypatch.setattr(stock, "forward_extend", lambda *_, **__: "stock")
+    step = sharers()
+    backend = make_backend(step)
+    batch = step.batch()
+    backend.init_forward_metadata(batch)
+    for n_more in (-1, 1):
+        query = torch.cat((step.query, step.query))[: len(step.query) + n_more]
+        assert backend.forward(query, step.keys, step.values, step.layer, batch, save_kv_cache=False) == "stock"
 
 
 @pytest.mark.usefixtures("no_stock_plans")
@@ -331,7 +412,9 @@ def runner(**changed: Any) -> Any:
 def test_what_two_parts_cannot_serve_gets_sglangs_own_backend(changed: dict[str, Any]) -> None:
     makers = shared_prefix_attention
     assert makers._make(lambda _: "stock", lambda *_: "ours", "on", runner()) == "ours"
-    assert makers._make(lambda _: "stock", lambda *_: "ours", "on", runner(**changed)) == "stock"
+    assert makers._make(lambda _: "stock", lambda *_: "ours", "auto", runner(**changed)) == "stock"
+    with pytest.raises(ConfigurationError, match=r"is on, and .* flashinfer, fa3 and triton"):
+        makers._make(lambda _: "stock", lambda *_: "ours", "on", runner(**changed))
 
 
 def test_the_switch_puts_our_backends_under_sglangs_names_and_takes_them_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,6 +450,7 @@ def test_sharers_become_neighbours_at_every_depth_of_the_tree() -> None:
 class SharingRequest:
     def __init__(self, name: str, last_node: Node | None) -> None:
         self.name, self.last_node = name, last_node
+        self.output_ids: list[int] = []
 
 
 def test_the_batch_of_a_step_is_made_of_its_requests_in_that_order() -> None:
@@ -378,6 +462,77 @@ def test_the_batch_of_a_step_is_made_of_its_requests_in_that_order() -> None:
         lambda *given, **options: (given, options), list, requests, 1, chunked_req=2
     )
     assert made == ((list, [requests[0], requests[2], requests[1]], 1), {"chunked_req": 2})
+
+
+def test_a_batch_of_those_who_write_keeps_its_order() -> None:
+    """SGLang makes one of requests whose numbers it lists beside it (`_build_hisparse_decode_batch`)."""
+    root = Node()
+    a, b = Node(root), Node(root)
+    requests: list[Any] = [SharingRequest(str(place), last) for place, last in enumerate((a, b, a))]
+    requests[1].output_ids = [7]
+    made: Any = shared_prefixes.around_init_new(lambda _, reqs: reqs, list, requests)
+    assert made == requests
+
+
+def both_of(prefill: Any, decode: Any) -> Any:
+    """SGLang's object that picks by the kind of pass."""
+    both: Any = HybridAttnBackend.__new__(HybridAttnBackend)
+    both.prefill_backend, both.decode_backend = prefill, decode
+    return both
+
+
+def checked(switch: str, backend: Any) -> None:
+    state = EngineState(PrefillConfig(shared_prefix_attention=switch))
+    runner: Any = SimpleNamespace(attn_backend=backend)
+    shared_prefixes.after_init_attention_backends(state, None, runner)
+
+
+def test_on_is_refused_where_no_kernel_reads_a_prefix_for_several() -> None:
+    """By name of what attends, with what can: a backend of SGLang's that we have not extended, and a CPU without native
+    kernels. What can is taken as it is, behind SGLang's object for two backends too."""
+    for cannot in (TritonAttnBackend.__new__(TritonAttnBackend), SimpleNamespace(shares_prefixes=True, kernels=None)):
+        for backend in (cannot, both_of(cannot, SimpleNamespace(sharing=object()))):
+            with pytest.raises(
+                ConfigurationError, match=r"(SimpleNamespace|TritonAttnBackend) attends.* flashinfer, fa3 and triton"
+            ):
+                checked("on", backend)
+            checked("off", backend)
+    for can in (triton_backend(sharers()), SimpleNamespace(shares_prefixes=True, kernels=object())):
+        checked("on", can)
+        checked("on", both_of(can, SimpleNamespace()))
+
+
+def test_what_was_read_together_is_counted_and_told() -> None:
+    """Four requests over 128 positions: three of them need not read, in each of two steps; a step alone counts nothing."""
+    step = sharers()
+    backend = triton_backend(step)
+    for changed in ({}, {}, {"extend_prefix_lens_cpu": [0, 0, 0, 0]}):
+        backend.sharing.plan(step.batch(**changed), lambda table, parts: parts)
+    runner = SimpleNamespace(attn_backend=both_of(backend, SimpleNamespace()))
+    scheduler: Any = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
+    told = shared_prefixes.after_get_internal_state(GetInternalStateReqOutput(internal_state={"a": 1}), scheduler, None)
+    assert told.internal_state == {
+        "a": 1,
+        "shared_prefix_attention": {"steps": 2, "requests": 8, "saved_tokens": 2 * 3 * 128},
+    }
+    runner.attn_backend = SimpleNamespace()
+    told = shared_prefixes.after_get_internal_state(GetInternalStateReqOutput(internal_state={}), scheduler, None)
+    assert told.internal_state == {}
+
+
+@pytest.mark.parametrize(
+    ("n_heads", "head_dim", "can"),
+    [(32, 128, True), (64, 128, True), (65, 128, False), (96, 128, False), (32, 256, True), (33, 256, False)],
+)
+def test_heads_that_flashinfers_merge_has_no_threads_for_keep_the_stock_path(
+    n_heads: int, head_dim: int, can: bool
+) -> None:
+    """A block of it has all heads of a token, and at most 1,024 threads; SGLang goes on with a merge of another base there."""
+    backend = flashinfer_backend(sharers())
+    backend.indices_updater_prefill = SimpleNamespace(
+        num_qo_heads=n_heads, head_dim=head_dim, q_data_type=torch.bfloat16
+    )
+    assert (backend._problem is None) == can
 
 
 def test_off_makes_each_request_a_group_of_its_own_on_a_cpu() -> None:
@@ -393,7 +548,6 @@ def test_off_makes_each_request_a_group_of_its_own_on_a_cpu() -> None:
         backend._requests = [SimpleNamespace(pool_row=row, n_kv=102) for row in range(2)]
         backend._cached_tokens = [100, 100]
         if not shares:
-            both = SimpleNamespace(prefill_backend=backend, decode_backend=SimpleNamespace())
-            shared_prefixes.after_init_attention_backends(None, SimpleNamespace(attn_backend=both))
+            checked("off", both_of(backend, SimpleNamespace()))
         found[shares] = backend._native_requests([0, 2, 4])
     assert [found[shares].fields["groups"] for shares in (True, False)] == [1, 2]

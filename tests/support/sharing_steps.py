@@ -59,8 +59,14 @@ class SharingStep:
         return SimpleNamespace(**{**nothing, **fields, **changed})
 
     def runner(self) -> Any:
-        """A `ModelRunner`, of what `Sharing` reads of it."""
-        return SimpleNamespace(page_size=self.page_tokens, req_to_token_pool=SimpleNamespace(req_to_token=self.table))
+        """A `ModelRunner`, of what `Sharing` reads of it. Its layers are those of an 8B model, whatever is computed here."""
+        return SimpleNamespace(
+            page_size=self.page_tokens,
+            req_to_token_pool=SimpleNamespace(req_to_token=self.table),
+            token_to_kv_pool=SimpleNamespace(head_num=8, head_dim=128, v_head_dim=128, dtype=torch.bfloat16),
+            model_config=SimpleNamespace(num_attention_heads=32),
+            ps=SimpleNamespace(attn_tp_size=1),
+        )
 
     def pool(self) -> Any:
         """SGLang's KV pool, to which the new tokens are still to be written."""
