@@ -12,8 +12,9 @@ import ctypes
 import itertools
 import mmap
 import os
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 from unittest import mock
@@ -228,22 +229,19 @@ class FakeDevice(Accelerator):
 
 
 @contextmanager
-def installed(card: FakeCard, *modules: Any) -> Iterator[FakeCard]:
-    """Lets this card serve `kv.cuda` and, in each of these modules, the name `device_of`, while the block runs."""
+def installed(card: FakeCard) -> Iterator[FakeCard]:
+    """Lets this card serve `kv.cuda`, and every device be a `FakeDevice`, while the block runs."""
     FakeDevice.card = card
-    with (
-        mock.patch.object(cuda, "_driver", return_value=card),
-        mock.patch.object(cuda, "_synchronize", side_effect=lambda index: card.synchronize()),
-        mock.patch.object(
-            cuda.AliasedCudaMemory, "_as_tensor", lambda self, address: card.tensor(address, self._n_bytes)
-        ),
-        mock.patch.object(device, "device_of", FakeDevice),
-    ):
-        patches = [mock.patch.object(module, "device_of", FakeDevice) for module in modules]
-        for patch in patches:
-            patch.start()
-        try:
-            yield card
-        finally:
-            for patch in patches:
-                patch.stop()
+    ours = [module for name, module in list(sys.modules.items()) if name.startswith("sgl_prefill.")]
+    with ExitStack() as patches:
+        changes: tuple[Any, ...] = (
+            mock.patch.object(cuda, "_driver", return_value=card),
+            mock.patch.object(cuda, "_synchronize", side_effect=lambda index: card.synchronize()),
+            mock.patch.object(
+                cuda.AliasedCudaMemory, "_as_tensor", lambda self, address: card.tensor(address, self._n_bytes)
+            ),
+            *(mock.patch.object(module, "device_of", FakeDevice) for module in ours if "device_of" in vars(module)),
+        )
+        for change in changes:
+            patches.enter_context(change)
+        yield card
