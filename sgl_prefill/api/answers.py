@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sgl_prefill.api.label_scoring import ScoredPrompt
+from sgl_prefill.api.scored_prompt import ScoredPrompt
 
 
 def completion_choice(index: int, scored: ScoredPrompt, logprobs: int | None) -> dict[str, Any]:

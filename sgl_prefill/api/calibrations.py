@@ -24,9 +24,10 @@ from sgl_prefill.api.calibration_store import (
     logs_of,
     store_of,
 )
-from sgl_prefill.api.label_scoring import LabelScorer, ScoredPrompt
+from sgl_prefill.api.label_scoring import LabelScorer
 from sgl_prefill.api.protocol import LabelChatCompletionRequest, LabelCompletionRequest, allowed_answers
 from sgl_prefill.api.reliability_plot import reliability_png
+from sgl_prefill.api.scored_prompt import ScoredPrompt
 from sgl_prefill.core import label_calibration
 from sgl_prefill.core.label_calibration import N_FOLDS
 from sgl_prefill.errors import BadRequestError

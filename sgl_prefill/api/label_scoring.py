@@ -17,18 +17,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import fastapi
 
 from sgl_prefill.api.long_labels import TreeRequests
-from sgl_prefill.api.prompt_parts import SHOWN
-from sgl_prefill.api.reply_options import ReplyOptions
-from sgl_prefill.api.request_checks import check_has_logprobs, check_ids_in_vocabulary, count_prompts
+from sgl_prefill.api.reply_options import PLAIN, ReplyOptions
+from sgl_prefill.api.request_checks import check_ids_in_vocabulary, count_prompts
+from sgl_prefill.api.scored_prompt import ScoredPrompt, scored_of, with_reply
 from sgl_prefill.core.answer_tree import Tokens
 from sgl_prefill.core.labels import (
     CONTEXT_CHARACTERS,
     CONTEXT_TOKENS,
     Label,
-    LabelDistribution,
     check_distinct,
     resolve_in_context,
-    restrict,
     tokens_in_context,
 )
 from sgl_prefill.core.long_labels import (
@@ -55,7 +53,6 @@ SLICE = 500
 MOST_LABEL_CHARACTERS = 1_000
 LEAST_LEFT_MS = 1e-3  # of a deadline, for the scheduler to refuse what comes too late
 
-PLAIN = ReplyOptions()
 ANYWHERE = ""  # the end of a prompt after which labels are tokens already
 
 T = TypeVar("T")
@@ -86,93 +83,6 @@ class AllowedAnswers(NamedTuple):
             "forms": forms,
         }
         return {name: value for name, value in found.items() if value}
-
-
-class Alternative(NamedTuple):
-    """One of the likeliest tokens after a prompt."""
-
-    token_id: int
-    text: str
-    logprob: float  # over the whole vocabulary
-    is_label: bool  # by itself
-
-
-class ScoredPrompt(NamedTuple):
-    """The answer to one prompt."""
-
-    labels: list[Label]  # in the order of the request
-    distribution: LabelDistribution
-    meta_info: dict[str, Any]  # SGLang's, of this prompt
-    long: ScoredLabels | None = None  # of labels of any length
-    n_answer_tokens: int = 0  # that were computed beside the prompt's
-    options: ReplyOptions = PLAIN
-    calibrated: list[float] | None = None  # P(label) by the calibration that was asked for
-    alternatives: list[Alternative] | None = None  # the likeliest first
-
-    @property
-    def best_index(self) -> int:
-        """Says which label is the answer: of the calibrated distribution where there is one; the first one of equals."""
-        if self.calibrated is None:
-            return self.distribution.best
-        return max(range(len(self.calibrated)), key=self.calibrated.__getitem__)
-
-    @property
-    def best(self) -> Label:
-        return self.labels[self.best_index]
-
-    def _said(self) -> list[dict[str, Any]]:
-        """Returns which tokens each label is, as the reply shows it."""
-        if self.long is None:
-            return [{"token_id": label.token_id} for label in self.labels]
-        return [
-            {"score": score, "forms": [form._asdict() for form in forms]}
-            for score, forms in zip(self.long.scores, self.long.forms, strict=True)
-        ]
-
-    def _valued(self) -> list[dict[str, float]]:
-        """Returns what each label is worth among the labels."""
-        values = [{"probability": probability} for probability in self.distribution.probabilities]
-        if self.options.raw_scores:
-            scores = self.distribution.logprobs if self.long is None else self.long.scores
-            values = [{"raw_score": score} for score in scores]
-        if self.calibrated is not None:
-            for value, calibrated in zip(values, self.calibrated, strict=True):
-                value["calibrated_probability"] = calibrated
-        return values
-
-    def _besides(self) -> dict[str, Any]:
-        """Returns what else was asked for."""
-        found: dict[str, Any] = {}
-        if self.options.calibration is not None:
-            found["calibration"] = self.options.calibration.name
-        if self.alternatives is not None:
-            found["top_alternatives"] = [one._asdict() for one in self.alternatives]
-        return found
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the reply's `label_scores` object."""
-        meta = self.meta_info
-        actual_s = meta["prefill_finished_time"] - meta["forward_entry_time"]
-        queue_s = meta["forward_entry_time"] - meta["api_server_dispatch_finish_ts"]
-        return {
-            "labels": [
-                {"label": label.text, **said, **valued, "logprob": logprob}
-                for label, said, valued, logprob in zip(
-                    self.labels, self._said(), self._valued(), self.distribution.logprobs, strict=True
-                )
-            ],
-            "label_mass": self.distribution.label_mass,
-            **self._besides(),
-            "prompt_tokens": meta["prompt_tokens"],
-            **({} if self.long is None else {"answer_tokens": self.n_answer_tokens}),
-            "cached_tokens": meta["cached_tokens"],
-            "kept_tokens": meta.get("kept_tokens", meta["prompt_tokens"]),
-            "evicted_tokens": meta.get("evicted_tokens", 0),
-            "queue_ms": round(max(queue_s, 0.0) * 1e3, 3),
-            "predicted_jct_ms": meta.get("predicted_jct_ms"),
-            "actual_ms": round(actual_s * 1e3, 3),
-            **({SHOWN: meta[SHOWN]} if SHOWN in meta else {}),
-        }
 
 
 class LabelScorer:
@@ -247,7 +157,7 @@ class LabelScorer:
         if reply.top_alternatives:
             ids = list({token_id for one in scored for _, token_id, _ in one.meta_info["output_top_logprobs"][0]})
             texts = {label.token_id: label.text for label in await self._in_slices(self._labels_of, ids)}
-        return [_with_reply(one, reply, texts) for one in scored]
+        return [with_reply(one, reply, texts) for one in scored]
 
     async def _score_tokens(
         self,
@@ -257,34 +167,45 @@ class LabelScorer:
         deadline_ms: float | None,
         reply: ReplyOptions,
     ) -> list[ScoredPrompt]:
-        prompts = _prompts_of(obj)
-        caller = await self._manager.caller_of(raw_request)
-        labels = await self._resolve(answers, prompts, self._manager.tenant_of(caller))
-        if reply != PLAIN:
-            names = {id(of_prompt): [label.text for label in of_prompt] for of_prompt in labels}
-            self._check_reply(reply, answers, [names[id(of_prompt)] for of_prompt in labels], obj)
+        labels = await self._labels_after(obj, answers, await self._manager.caller_of(raw_request), reply)
         ids = [[label.token_id for label in of_prompt] for of_prompt in labels]
         _ask_for_label(obj, deadline_ms, reply.top_alternatives)
         obj.token_ids_logprob = ids if count_prompts(obj) is not None else ids[0]
         outputs = await self._answered(obj, raw_request)
-        return [_scored(of_prompt, output) for of_prompt, output in zip(labels, outputs, strict=True)]
+        return [scored_of(of_prompt, output) for of_prompt, output in zip(labels, outputs, strict=True)]
+
+    async def _labels_after(
+        self, obj: GenerateReqInput, answers: AllowedAnswers, caller: client.Caller, reply: ReplyOptions
+    ) -> list[list[Label]]:
+        """Returns the labels of one token after each prompt, which these options fit."""
+        labels = await self._resolve(answers, _prompts_of(obj), self._manager.tenant_of(caller))
+        if reply != PLAIN:
+            names = {id(of_prompt): [label.text for label in of_prompt] for of_prompt in labels}
+            self._check_reply(reply, answers, [names[id(of_prompt)] for of_prompt in labels], obj)
+        return labels
 
     async def score_each(
-        self, obj: GenerateReqInput, answers: AllowedAnswers, raw_request: fastapi.Request | None = None
+        self,
+        obj: GenerateReqInput,
+        answers: AllowedAnswers,
+        raw_request: fastapi.Request | None = None,
+        reply: ReplyOptions = PLAIN,
     ) -> AsyncIterator[tuple[int, ScoredPrompt]]:
         """Yields the place and the result of each prompt of a list as soon as it is there; they are sent as one group, as by
         `score`. For labels of one token. Where one fails, all end."""
         assert isinstance(obj.text, list)
         caller = await self._manager.caller_of(raw_request)
-        labels = await self._resolve(answers, _prompts_of(obj), self._manager.tenant_of(caller))
-        _ask_for_label(obj, None, 0)
+        labels = await self._labels_after(obj, answers, caller, reply)
+        _ask_for_label(obj, None, reply.top_alternatives)
         obj.token_ids_logprob, obj.stream = [[label.token_id for label in of_prompt] for of_prompt in labels], True
         async for output in self._manager.generate_request(obj, raw_request):
             reason = output["meta_info"].get("finish_reason") or {}
             if reason.get("status_code"):  # refused, and not ended by its client
                 caller.refused_for, caller.retry_after_s = reason.get("reason"), reason.get("retry_after_s")
                 self._manager.abort_request(obj.rid)
-            yield output["index"], _scored(labels[output["index"]], output)
+            scored = [scored_of(labels[output["index"]], output)]
+            (one,) = scored if reply == PLAIN else await self._with_reply(scored, reply)
+            yield output["index"], one
 
     async def _answered(self, obj: GenerateReqInput, raw_request: fastapi.Request | None) -> list[dict[str, Any]]:
         outputs = await self._manager.generate_request(obj, raw_request).__anext__()
@@ -516,28 +437,3 @@ def _labels_of(options: AnswerOptions, scored: ScoredLabels) -> list[Label]:
         best = max(forms, key=lambda form: form.logprob).token_ids
         found.append(Label(label.name, best[0], best[1:]))
     return found
-
-
-def _scored(labels: list[Label], output: dict[str, Any]) -> ScoredPrompt:
-    meta_info = output["meta_info"]
-    check_has_logprobs(meta_info)
-    by_id = {token_id: logprob for logprob, token_id, _ in meta_info["output_token_ids_logprobs"][0]}
-    return ScoredPrompt(labels, restrict([by_id[label.token_id] for label in labels]), meta_info)
-
-
-def _with_reply(scored: ScoredPrompt, reply: ReplyOptions, texts: dict[int, str]) -> ScoredPrompt:
-    """texts: of all tokens that are alternatives."""
-    calibrated = alternatives = None
-    if reply.calibration is not None:
-        names = [label.text for label in scored.labels]
-        calibrated = reply.calibration.probabilities(names, scored.distribution.probabilities)
-    if reply.top_alternatives:
-        forms = [label.token_ids for label in scored.labels]
-        if scored.long is not None:
-            forms = [form.token_ids for of_label in scored.long.forms for form in of_label]
-        alone = {tokens[0] for tokens in forms if len(tokens) == 1}
-        alternatives = [
-            Alternative(token_id, texts[token_id], logprob, token_id in alone)
-            for logprob, token_id, _ in scored.meta_info["output_top_logprobs"][0]
-        ]
-    return scored._replace(options=reply, calibrated=calibrated, alternatives=alternatives)

@@ -8,6 +8,7 @@ from sgl_prefill.api.calibration_store import StoredCalibration
 from sgl_prefill.errors import BadRequestError
 
 MOST_ALTERNATIVES = 100
+FIELDS = ("calibration", "raw_scores", "top_alternatives")  # of a body
 
 
 class ReplyOptions(NamedTuple):
@@ -18,14 +19,22 @@ class ReplyOptions(NamedTuple):
     top_alternatives: int = 0  # the likeliest tokens of the whole vocabulary
 
 
+PLAIN = ReplyOptions()
+
+
+def given(request: Any) -> str:
+    """Names those of these fields that a body gives, for a message; nothing where it gives none."""
+    values = {name: getattr(request, name) for name in FIELDS}
+    return ", ".join(name for name, value in values.items() if value is not None and value is not False)
+
+
 def check(request: Any, has_answers: bool) -> None:
     """Raises BadRequestError where these fields of a body mean nothing; has_answers: the body allows some."""
-    given = [name for name in ("calibration", "raw_scores", "top_alternatives") if getattr(request, name)]
     if request.top_alternatives is not None:
         check_alternatives(request.top_alternatives)
-    if given and not has_answers:
+    if (names := given(request)) and not has_answers:
         raise BadRequestError(
-            f"{', '.join(given)} without allowed answers: they say something about labels, so give allowed_tokens or the like,"
+            f"{names} without allowed answers: they say something about labels, so give allowed_tokens or the like,"
             " or leave them out"
         )
 

@@ -16,10 +16,13 @@ from fastapi.responses import Response, StreamingResponse
 from sglang.srt.entrypoints.openai.protocol import V1RerankReqInput
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from sgl_prefill.api import reply_options
 from sgl_prefill.api.answers import usage
-from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer, ScoredPrompt
+from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer
+from sgl_prefill.api.reply_options import PLAIN, ReplyOptions
 from sgl_prefill.api.rerank_replies import Reply, Scored, Shape
 from sgl_prefill.api.rerank_request import RerankRequest, understood
+from sgl_prefill.api.scored_prompt import ScoredPrompt
 from sgl_prefill.api.shield import refusal_of, with_nested_error
 from sgl_prefill.core import rerank_template
 from sgl_prefill.errors import BadRequestError
@@ -37,16 +40,21 @@ class Reranker:
     Args:
         scorer: made late, as SGLang makes what it needs.
         stock_endpoint: SGLang's.
+        reply_options: finds what a request asks for besides a score; the second argument is HTTP's request.
     """
 
     def __init__(
-        self, config: PrefillConfig, scorer: Callable[[], LabelScorer], stock_endpoint: Callable[..., Awaitable[Any]]
+        self,
+        config: PrefillConfig,
+        scorer: Callable[[], LabelScorer],
+        stock_endpoint: Callable[..., Awaitable[Any]],
+        reply_options: Callable[[RerankRequest, Any], Awaitable[ReplyOptions]],
     ) -> None:
         given = config.rerank_template
         self._asked_for = None if given is None else rerank_template.load(given)
         self._template = self._asked_for or rerank_template.PLAIN
         self._answers = AllowedAnswers(list(self._template.labels), None)
-        self._scorer, self._stock_endpoint = scorer, stock_endpoint
+        self._scorer, self._stock_endpoint, self._reply_options = scorer, stock_endpoint, reply_options
 
     async def answer(
         self, serving: Any, request: RerankRequest, raw_request: fastapi.Request, shape: Shape | None
@@ -58,6 +66,7 @@ class Reranker:
             shape: None for /v1/rerank: SGLang's handler answers there as in SGLang, and ours by who asks.
         """
         manager = serving.tokenizer_manager
+        reply_options.check(request, has_answers=True)
         if self._asked_for is None and not needs_our_prompt(serving, request):
             return await self._by_sglang(manager, request, raw_request, shape or Shape.SGLANG)
         if not manager.is_generation:
@@ -72,15 +81,24 @@ class Reranker:
             raise BadRequestError("this server's --rerank-template has no place for an instruction: leave it out")
         prompts = self._template.prompts(asked.instruction, asked.query, asked.passages)
         reply = Reply(shape or Shape.of_v1(request), request, asked, manager.served_model_name)
+        options = await self._reply_options(request, raw_request)
         if request.stream:
-            return StreamingResponse(self._events(manager, prompts, reply, raw_request), media_type="text/event-stream")
-        scored = await self._scorer().score(GenerateReqInput(text=prompts), self._answers, raw_request)
+            events = self._events(manager, prompts, reply, options, raw_request)
+            return StreamingResponse(events, media_type="text/event-stream")
+        obj = GenerateReqInput(text=prompts)
+        scored = await self._scorer().score(obj, self._answers, raw_request, reply=options)
         return _json(reply.whole([_scored(index, one) for index, one in enumerate(scored)], _usage(scored)))
 
     async def _by_sglang(
         self, manager: PrefillTokenizerManager, request: RerankRequest, raw_request: fastapi.Request, shape: Shape
     ) -> Any:
         """SGLang scores what it has scores for; of images its own reply is the only one."""
+        if names := reply_options.given(request):
+            remedy = ", or start the server with --rerank-template" if manager.is_generation else ""
+            raise BadRequestError(
+                f"{names}: SGLang's own handler, which serves this model, has a score of a document and no more: leave it"
+                f" out{remedy}"
+            )
         if request.is_multimodal():
             try:
                 return await self._stock_endpoint(
@@ -104,12 +122,17 @@ class Reranker:
         return _json(Reply(shape, request, asked, manager.served_model_name).whole(scored, usage_of_sglangs(scored)))
 
     async def _events(
-        self, manager: PrefillTokenizerManager, prompts: list[str], reply: Reply, raw_request: fastapi.Request
+        self,
+        manager: PrefillTokenizerManager,
+        prompts: list[str],
+        reply: Reply,
+        options: ReplyOptions,
+        raw_request: fastapi.Request,
     ) -> AsyncIterator[bytes]:
         """Yields each document as it is scored, then the whole reply. Whoever reads no more ends what is not scored yet."""
         obj = GenerateReqInput(text=prompts)
         found: asyncio.Queue[tuple[int, ScoredPrompt] | Exception] = asyncio.Queue()
-        asking = asyncio.create_task(self._ask(obj, raw_request, found))
+        asking = asyncio.create_task(self._ask(obj, options, raw_request, found))
         scored: dict[int, ScoredPrompt] = {}
         try:
             while len(scored) < len(prompts):
@@ -136,12 +159,13 @@ class Reranker:
     async def _ask(
         self,
         obj: GenerateReqInput,
+        options: ReplyOptions,
         raw_request: fastapi.Request,
         found: asyncio.Queue[tuple[int, ScoredPrompt] | Exception],
     ) -> None:
         """Puts what is scored, or why it cannot be, where the stream finds it: a task of its own, which outlives its reader."""
         try:
-            async for one in self._scorer().score_each(obj, self._answers, raw_request):
+            async for one in self._scorer().score_each(obj, self._answers, raw_request, options):
                 found.put_nowait(one)
         except Exception as error:
             found.put_nowait(error)
@@ -175,7 +199,13 @@ def _usage(scored: Sequence[ScoredPrompt]) -> dict[str, Any]:
 
 
 def _scored(index: int, one: ScoredPrompt) -> Scored:
-    return Scored(index, one.distribution.probabilities[0])
+    """The first label is the answer of a document that is relevant."""
+    score, besides = one.distribution.probabilities[0], dict[str, Any]()
+    if one.calibrated is not None:
+        besides["probability"], score = score, one.calibrated[0]
+    if one.options != PLAIN:
+        besides["label_scores"] = one.labels_to_json()
+    return Scored(index, score, besides=besides)
 
 
 def _json(shown: Any) -> Response:

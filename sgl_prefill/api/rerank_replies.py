@@ -35,6 +35,7 @@ class Scored(NamedTuple):
     place: int  # of the document in the request, from 0
     score: float
     meta_info: dict[str, Any] | None = None  # SGLang's; None where nobody asks for it
+    besides: dict[str, Any] | None = None  # what else the request asked for
 
 
 class Reply(NamedTuple):
@@ -64,11 +65,11 @@ class Reply(NamedTuple):
 
     def result(self, one: Scored) -> dict[str, Any]:
         """Returns one document's part of the reply."""
-        document = self._document(one.place)
+        document, besides = self._document(one.place), one.besides or {}
         if self.shape is Shape.SGLANG:
-            return {"score": one.score, **document, "index": one.place, "meta_info": one.meta_info}
+            return {"score": one.score, **document, "index": one.place, "meta_info": one.meta_info, **besides}
         shown = {"index": one.place, "relevance_score": one.score}
-        return {**shown, **({} if self.shape is Shape.COHERE else {"score": one.score}), **document}
+        return {**shown, **({} if self.shape is Shape.COHERE else {"score": one.score}), **document, **besides}
 
     def _document(self, index: int) -> dict[str, Any]:
         asked = self.request.return_documents

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import orjson
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, StrictBool, StrictInt
 
 from sgl_prefill.errors import BadRequestError
 
@@ -43,6 +43,9 @@ class RerankRequest(BaseModel):
     min_score: Any = None
     stop_early: bool | None = None
     stream: bool | None = None
+    calibration: str | None = None
+    raw_scores: StrictBool = False
+    top_alternatives: StrictInt | None = None
 
     def is_multimodal(self) -> bool:
         """Says whether the query or a document consists of parts, such as images; nothing has been checked yet."""

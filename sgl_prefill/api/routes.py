@@ -26,11 +26,11 @@ from sglang.srt.entrypoints.openai.protocol import (
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from starlette.routing import BaseRoute, Route
 
-from sgl_prefill.api import calibrations, conversations, reply_options, rerank, route_list
+from sgl_prefill.api import calibrations, conversations, reply_options, rerank, route_list, scores
 from sgl_prefill.api.answers import chat_choice, completion_choice, usage
 from sgl_prefill.api.calibrations import Calibrations
 from sgl_prefill.api.cut_requests import CutRequests, PartsOfPrompts, with_parts
-from sgl_prefill.api.label_scoring import LabelScorer, ScoredPrompt
+from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer
 from sgl_prefill.api.prompt_parts import note
 from sgl_prefill.api.protocol import (
     LabelChatCompletionRequest,
@@ -47,10 +47,12 @@ from sgl_prefill.api.protocol import (
     pass_generate_deadline,
     pass_salt,
 )
-from sgl_prefill.api.reply_options import ReplyOptions
+from sgl_prefill.api.reply_options import PLAIN, ReplyOptions
 from sgl_prefill.api.request_checks import check_ids_in_vocabulary, check_lists_against_prompts
 from sgl_prefill.api.rerank_replies import Shape
 from sgl_prefill.api.rerank_request import RerankRequest
+from sgl_prefill.api.scored_prompt import ScoredPrompt
+from sgl_prefill.api.scores import LabelScoringRequest
 from sgl_prefill.api.shield import HttpShield, Refusal
 from sgl_prefill.api.text_limit import OFF_LOOP_CHARACTERS
 from sgl_prefill.config import PrefillConfig
@@ -86,7 +88,7 @@ class PrefillRoutes:
         }
         self._scorer: LabelScorer | None = None
         self._calibrations: Calibrations | None = None
-        self._reranker = rerank.Reranker(config, lambda: self.scorer, self._stock["/v1/rerank"])
+        self._reranker = rerank.Reranker(config, lambda: self.scorer, self._stock["/v1/rerank"], self._asked_reply)
 
     def stock_endpoint(self, path: str) -> Callable[..., Awaitable[Any]]:
         """Returns SGLang's endpoint, in whose place ours is."""
@@ -190,6 +192,20 @@ class PrefillRoutes:
         ]
         body: Any = outputs if is_batch else outputs[0]
         return _one_chunk([body]) if streams else ORJSONResponse(body)
+
+    async def score(self, request: LabelScoringRequest, raw_request: Request) -> Any:
+        """Serves /v1/score."""
+        reply_options.check(request, has_answers=True)
+        if not reply_options.given(request):
+            return await self._stock["/v1/score"](request, raw_request)
+        with _value_errors_are_bad_requests():
+            scores.check(request, self._manager)
+            obj, reply, scored = scores.prompts_of(request), await self._asked_reply(request, raw_request), []
+            if obj is not None:
+                answers = AllowedAnswers(None, request.label_token_ids)
+                scored = await self.scorer.score(obj, answers, raw_request, reply=reply)
+            found = scores.reply_of(request, scored, self._manager)
+        return Response(orjson.dumps(found), media_type="application/json")
 
     async def rerank(self, request: RerankRequest, raw_request: Request) -> Any:
         """Serves /v1/rerank."""
@@ -296,8 +312,10 @@ class PrefillRoutes:
 
     async def _reply_options(self, request: Any, answers: Any, raw_request: Request) -> ReplyOptions:
         reply_options.check(request, answers is not None)
-        if answers is None:
-            return ReplyOptions()
+        return PLAIN if answers is None else await self._asked_reply(request, raw_request)
+
+    async def _asked_reply(self, request: Any, raw_request: Request) -> ReplyOptions:
+        """Returns what a body that was checked asks for; for a calibration, raises NotFoundError or ConflictError."""
         calibration = None
         if request.calibration is not None:
             calibration = await self.calibrations.of_request(request.calibration, raw_request)
@@ -327,6 +345,7 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
         app.post(f"{prefix}/detokenize", dependencies=only_json)(ours.detokenize)
     app.api_route("/generate", methods=["POST", "PUT"])(ours.generate)
     app.api_route("/v1/rerank", methods=["POST", "PUT"], dependencies=only_json)(ours.rerank)
+    app.post("/v1/score", dependencies=only_json)(ours.score)
     calibrations.add_routes(app, lambda: ours.calibrations)
     app.post("/rerank", dependencies=only_json)(ours.rerank_of_jina)
     app.post("/v2/rerank", dependencies=only_json)(ours.rerank_of_cohere)

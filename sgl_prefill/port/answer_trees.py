@@ -24,7 +24,7 @@ from sgl_prefill.core.kv_plan import ceil_to
 from sgl_prefill.core.packing import MOST_ANSWER_TOKENS
 from sgl_prefill.engine_state import EngineState
 from sgl_prefill.errors import UntraceableModelError
-from sgl_prefill.port import custom_params, reply_facts
+from sgl_prefill.port import custom_params, label_logprobs, reply_facts
 from sgl_prefill.port.kv_allocator import SuffixKVAllocator
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 PARAMETER = f"{custom_params.OURS}answer_tree"
 FACT = "answer_logprobs"  # of a request: for each node those of what it asks for
 Logprobs: TypeAlias = list[list[float]]  # the value of that fact
+Unread: TypeAlias = list[torch.Tensor]  # the same, where the model has computed it
 LOGIT_ROWS = 32  # at a time
 
 NOBODYS = ""  # id of a request
@@ -104,7 +105,10 @@ class AnswerRows:
     )
     slots: torch.Tensor | None = None  # int64 [nodes]
     batch: ForwardBatch | None = None  # the step without its trees
-    values: Logprobs = dataclasses.field(default_factory=list)  # found, one list a node
+    values: Unread = dataclasses.field(default_factory=list)  # found, of each node
+    unread: list[tuple[Any, Unread]] = dataclasses.field(
+        default_factory=list
+    )  # (time stats of a request, of its nodes)
 
     def forget(self) -> None:
         self.trees = self.slots = self.batch = None
@@ -137,7 +141,7 @@ def around_forward_batch_generation(
     *rest: Any,
     **options: Any,
 ) -> Any:
-    """Hook: lends slots to the trees of a step, and hands out what the pass finds. Raises MemoryError where there is no room."""
+    """Hook: lends slots to the trees of a step, and keeps what the pass finds. Raises MemoryError where there is no room."""
     rows = state.answer_rows
     trees = [] if rows is None or not batch.forward_mode.is_extend() else _trees_of(batch)
     if rows is None or not trees:
@@ -154,12 +158,24 @@ def around_forward_batch_generation(
         assert len(rows.values) == n_nodes, "the model's logits did not come by SGLang's logits processor"
         values = iter(rows.values)
         for place, nodes in trees:
-            reply_facts.add(batch.reqs[place].time_stats, **{FACT: [next(values) for _ in nodes]})
+            rows.unread.append((batch.reqs[place].time_stats, [next(values) for _ in nodes]))
         return result
     finally:
         rows.forget()
         if is_borrowed:
             batch.tree_cache.token_to_kv_pool_allocator.free(slots)
+
+
+def around_move_logprobs(state: EngineState, original: Callable[..., None], processor: Any, **options: Any) -> None:
+    """Hook: SGLang reads a step's result now, and so is what was found for its trees."""
+    rows = state.answer_rows
+    if rows is not None and rows.unread:
+        unread, rows.unread = rows.unread, []
+        read = iter(label_logprobs.on_host([value for _, values in unread for value in values]))
+        for time_stats, values in unread:
+            found: Logprobs = [next(read).tolist() for _ in values]
+            reply_facts.add(time_stats, **{FACT: found})
+    label_logprobs.around_lists_of_logprobs(original, processor, **options)
 
 
 def _trees_of(batch: ScheduleBatch) -> list[tuple[int, list[Node]]]:
@@ -291,6 +307,8 @@ def around_logits(
         piece = hidden_states[n_tokens + start : n_tokens + min(start + LOGIT_ROWS, len(asked))]
         logits = processor._get_logits(piece, lm_head, metadata, use_logits_buffer=False)
         logprobs = torch.log_softmax(logits.float(), dim=-1)
-        for row, tokens in zip(logprobs, asked[start : start + LOGIT_ROWS], strict=True):
-            rows.values.append(row[torch.tensor(tokens, device=row.device)].tolist())
+        of_piece = asked[start : start + LOGIT_ROWS]
+        places = [(row, token) for row, tokens in enumerate(of_piece) for token in tokens]
+        found = label_logprobs.gather(logprobs, places)
+        rows.values += torch.split_with_sizes(found, [len(tokens) for tokens in of_piece])
     return result

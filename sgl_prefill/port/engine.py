@@ -13,11 +13,12 @@ from sglang.srt.plugins import load_plugins
 from sgl_prefill import cuda_driver, preflight
 from sgl_prefill.api.calibration_store import CalibrationStore, store_of
 from sgl_prefill.api.cut_requests import CutRequests
-from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer, ScoredPrompt
+from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer
 from sgl_prefill.api.prompt_parts import note
 from sgl_prefill.api.protocol import LabelGenerateReqInput
 from sgl_prefill.api.protocol import allowed_answers as asked_answers
 from sgl_prefill.api.reply_options import ReplyOptions, check_alternatives
+from sgl_prefill.api.scored_prompt import ScoredPrompt
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError, SeamError
 from sgl_prefill.port import activation, fingerprints, prefork, processes

@@ -15,6 +15,7 @@ from sgl_prefill.device import this_device
 from sgl_prefill.port import (
     answer_trees,
     arrival,
+    between_steps,
     hybrid,
     idle,
     kv,
@@ -129,21 +130,40 @@ HOOKS: tuple[Hook, ...] = (
         takes_state=True,
     ),
     Hook(
+        target="sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver.recv_requests",
+        kind="around",
+        process="scheduler",
+        feature="scheduling",
+        reason="messages that are no requests have waited for SGLang's own turn",
+        function=between_steps.around_recv_requests,
+        takes_state=True,
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.process_batch_result",
+        kind="around",
+        process="scheduler",
+        feature="scheduling",
+        reason="a device would stand still while new requests are received, matched and ordered; and predicted times are compared"
+        " with what steps have taken",
+        function=between_steps.around_process_batch_result,
+        takes_state=True,
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.publish_load_snapshot",
+        kind="around",
+        process="scheduler",
+        feature="scheduling",
+        reason="with ten thousand requests waiting, adding their lengths up takes 13 ms a step",
+        function=scheduler.around_publish_load_snapshot,
+        takes_state=True,
+    ),
+    Hook(
         target="sglang.srt.managers.schedule_batch.Req.__init__",
         kind="after",
         process="scheduler",
         feature="always",
         reason="prefixes are a tenant's own, on the routes too that know no salts (embeddings, scores, reranking)",
         function=namespaces.after_req_init,
-    ),
-    Hook(
-        target="sglang.srt.managers.scheduler.Scheduler.process_batch_result",
-        kind="after",
-        process="scheduler",
-        feature="scheduling",
-        reason="compare the predicted time of a request with what it took",
-        function=scheduler.after_process_batch_result,
-        takes_state=True,
     ),
     Hook(
         target="sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends",
@@ -250,16 +270,31 @@ HOOKS: tuple[Hook, ...] = (
         function=answer_trees.around_logits,
         takes_state=True,
     ),
-    *(
-        Hook(
-            target=f"{RESULTS}.{method}",
-            kind="around",
-            process="scheduler",
-            feature="always",
-            reason="a step with labels for one request and none for another would end the scheduler",
-            function=label_logprobs.around_lists_of_logprobs,
-        )
-        for method in ("move_logprobs_to_cpu", "_normalize_decode_outputs")
+    Hook(
+        target="sglang.srt.layers.logprob_processor.get_token_ids_logprobs_batch_optimized",
+        kind="around",
+        process="scheduler",
+        feature="always",
+        reason="each step of label requests would be waited for before the next requests are looked at",
+        function=label_logprobs.around_gather,
+    ),
+    Hook(
+        target=f"{RESULTS}.move_logprobs_to_cpu",
+        kind="around",
+        process="scheduler",
+        feature="always",
+        reason="what was found for answers of several tokens is read with the rest of a step's result; and as below",
+        function=answer_trees.around_move_logprobs,
+        takes_state=True,
+    ),
+    Hook(
+        target=f"{RESULTS}._normalize_decode_outputs",
+        kind="around",
+        process="scheduler",
+        feature="always",
+        reason="a step with labels for one request and none for another would end the scheduler; each request's labels"
+        " would be read from a device by themselves",
+        function=label_logprobs.around_lists_of_logprobs,
     ),
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.on_idle",
@@ -428,6 +463,12 @@ ROUTES: tuple[Route, ...] = (
         path="/v1/rerank",
         stock_endpoint="sglang.srt.entrypoints.http_server.v1_rerank_request",
         reason="rerank with any causal language model, not only with a reranker's chat template",
+    ),
+    Route(
+        method="POST",
+        path="/v1/score",
+        stock_endpoint="sglang.srt.entrypoints.http_server.v1_score_request",
+        reason="calibration, raw_scores, top_alternatives",
     ),
 )
 
@@ -653,6 +694,14 @@ RELIED_UPON: tuple[Relied, ...] = (
     Relied(
         "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._convert_to_internal_request",
         "label scoring renders chats with it",
+    ),
+    Relied(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.score_request",
+        "label scores of /v1/score are of the prompts that it makes of a query and its items",
+    ),
+    Relied(
+        "sglang.srt.entrypoints.openai.serving_score.OpenAIServingScore._handle_non_streaming_request",
+        "and stand beside what it makes of them",
     ),
     Relied(
         "sglang.srt.entrypoints.openai.protocol.ResponsesRequest.to_sampling_params",

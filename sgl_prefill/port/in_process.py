@@ -46,6 +46,7 @@ from sgl_prefill.answer import Answer
 from sgl_prefill.api.protocol import LabelChatCompletionRequest, LabelCompletionRequest, LabelGenerateReqInput
 from sgl_prefill.api.rerank_request import RerankRequest
 from sgl_prefill.api.routes import PrefillRoutes, answer_bad_request
+from sgl_prefill.api.scores import LabelScoringRequest
 from sgl_prefill.api.shield import with_nested_error
 from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
 from sgl_prefill.config import PrefillConfig
@@ -204,7 +205,7 @@ class InProcessEngine:
                 ("/v1/completions", LabelCompletionRequest, routes.completions),
                 ("/v1/chat/completions", LabelChatCompletionRequest, routes.chat_completions),
                 ("/generate", LabelGenerateReqInput, routes.generate),
-                ("/v1/score", openai.ScoringRequest, http_server.v1_score_request),
+                ("/v1/score", LabelScoringRequest, routes.score),
                 ("/v1/rerank", RerankRequest, routes.rerank),
                 ("/v2/rerank", RerankRequest, routes.rerank_of_cohere),
                 ("/v1/embeddings", openai.EmbeddingRequest, http_server.openai_v1_embeddings),

@@ -26,7 +26,7 @@ from sgl_prefill.port import answer_trees, background, client, deadlines, reply_
 from sgl_prefill.port.arrival import arrival_s
 from sgl_prefill.port.radix_cache import RadixTree, WatchedRadixCache
 from sgl_prefill.port.ranks import these_ranks
-from sgl_prefill.port.waiting_list import WaitingList
+from sgl_prefill.port.waiting_list import Counted, WaitingList
 from sgl_prefill.scheduling.live import LiveScheduling
 from sgl_prefill.scheduling.metrics import Facts, PolicyMetrics
 
@@ -53,6 +53,7 @@ class SchedulerPort:
         self._reqs: dict[Job, Req] = {}
         self._jobs: dict[str, Job] = {}  # by request id
         self.planned: dict[str, PlannedRow] = {}  # by request id: what arrives next, where it is known ahead
+        self._left: list[Any] = []
 
     def follow(self, waiting: list[Req]) -> Followed:
         """Bring the policy up to date with SGLang's list, whatever SGLang did to it."""
@@ -80,6 +81,15 @@ class SchedulerPort:
             waiting.take_changes()
         waiting.take_out(refused)
         return Followed(waiting, refused)
+
+    def leave(self, messages: list[Any]) -> None:
+        """Keeps messages that came while a step computed, and are for SGLang's own turn (`between_steps`)."""
+        self._left = messages
+
+    def take_left(self) -> list[Any]:
+        """Returns them, once."""
+        left, self._left = self._left, []
+        return left
 
     def named(self, rid: str) -> Req | None:
         """Returns the waiting request of exactly this id."""
@@ -190,16 +200,27 @@ def after_init_schedule_policy(state: EngineState, result: None, scheduler: Sche
     if ranks.index == 0:
         policy = policies.make(config.scheduling, settings, is_fair=config.is_fair)
     else:
-        policy = Follower(settings, lambda: _port_of(state).hear())
+        policy = Follower(settings, lambda: of(state).hear())
     live = LiveScheduling(RadixTree(cache), policy, metrics)
     cache.connect(live.listener, live.advisor, scheduler.max_total_num_tokens)
     state.scheduling = SchedulerPort(live, sign, ranks)
     scheduler.waiting_queue = WaitingList(scheduler.waiting_queue)
 
 
-def _port_of(state: EngineState) -> SchedulerPort:
+def of(state: EngineState) -> SchedulerPort:
     assert state.scheduling is not None
     return state.scheduling
+
+
+def follow(state: EngineState, scheduler: Scheduler) -> WaitingList[Req]:
+    """Brings the policy up to date with who waits, and refuses those for whom there is no room."""
+    port = of(state)
+    with port.live.cost:
+        waiting, refused = port.follow(scheduler.waiting_queue)
+    scheduler.waiting_queue = waiting
+    for req, refusal in refused.items():
+        deadlines.refuse(scheduler, req, refusal)
+    return waiting
 
 
 def _step_size(state: EngineState, scheduler: Scheduler) -> StepSize:
@@ -222,17 +243,16 @@ def around_get_new_batch_prefill(
     state: EngineState, original: Callable[..., NextBatchPlan], scheduler: Scheduler, running_batch: ScheduleBatch
 ) -> NextBatchPlan:
     """Hook: let SGLang admit what the policy picked, and nothing else."""
-    port = _port_of(state)
+    port = of(state)
     live = port.live
     now_s = time.perf_counter()
+    waiting = follow(state, scheduler)
     with live.cost:
-        waiting, refused = port.follow(scheduler.waiting_queue)
         run, refuse = port.decide(now_s, running_batch.reqs)
         picked, too_late = port.reqs_of(run), port.reqs_of(refuse)
         waiting.take_out(too_late)
         port.forget(refuse)
-    refused |= zip(too_late, refuse.values(), strict=True)
-    for req, refusal in refused.items():
+    for req, refusal in zip(too_late, refuse.values(), strict=True):
         deadlines.refuse(scheduler, req, refusal)
     if (share := live.policy.output_share) is not None:
         scheduler.new_token_ratio_tracker.current = share
@@ -265,15 +285,12 @@ def around_abort_request(
     state: EngineState, original: Callable[..., None], scheduler: Scheduler, recv_req: AbortReq
 ) -> None:
     """Hook: show SGLang the one waiting request that is meant; it looks at the beginning of each one's id."""
-    port = _port_of(state)
+    port = of(state)
     if recv_req.abort_all:
         original(scheduler, recv_req)
         return
-    with port.live.cost:
-        waiting, refused = port.follow(scheduler.waiting_queue)
-        meant = port.named(recv_req.rid)
-    for req, refusal in refused.items():
-        deadlines.refuse(scheduler, req, refusal)
+    waiting = follow(state, scheduler)
+    meant = port.named(recv_req.rid)
     scheduler.waiting_queue = [] if meant is None else [meant]
     try:
         original(scheduler, recv_req)
@@ -288,12 +305,22 @@ def around_abort_request(
         scheduler.waiting_queue = waiting
 
 
-def after_process_batch_result(
-    state: EngineState, result: None, scheduler: Scheduler, batch: ScheduleBatch, *_: Any
+def around_publish_load_snapshot(
+    state: EngineState, original: Callable[..., None], scheduler: Scheduler, *rest: Any, **options: Any
 ) -> None:
-    """Hook: correct the JCT model by what this step has taken, and count."""
-    assert state.scheduling is not None
-    state.scheduling.ended(batch.reqs)
+    """Hook: SGLang tells its HTTP process how much waits, after each step; it need not look at all who wait."""
+    waiting = follow(state, scheduler)
+    scheduler.waiting_queue = Counted(len(waiting), of(state).live.n_pending_tokens)
+    try:
+        original(scheduler, *rest, **options)
+    finally:
+        scheduler.waiting_queue = waiting
+
+
+def learn(state: EngineState, batch: ScheduleBatch) -> None:
+    """Corrects the JCT model by what a step has taken, and counts."""
+    port = of(state)
+    port.ended(batch.reqs)
     if not batch.forward_mode.is_extend():
         return
     done = [req for req in batch.reqs if req.time_stats.prefill_finished_time > 0]  # the others failed
@@ -301,7 +328,7 @@ def after_process_batch_result(
     if done:
         finished_s = max(req.time_stats.prefill_finished_time for req in done)
         actual_ms = 1000 * (finished_s - done[0].time_stats.forward_entry_time)
-    state.scheduling.live.observe(actual_ms, [_facts_of(req) for req in done])
+    port.live.observe(actual_ms, [_facts_of(req) for req in done])
 
 
 def _facts_of(req: Req) -> Facts:

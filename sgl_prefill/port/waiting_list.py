@@ -7,7 +7,8 @@ looking at ten thousand requests in each step.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
@@ -47,6 +48,23 @@ class WaitingList(list[Item]):
     def _number_all(self) -> None:
         self._numbers = {item: number for number, item in enumerate(self)}  # ascending along the list
         self._next_number = len(self)
+
+
+class Counted(Collection[Any]):
+    """Stands for requests where SGLang counts them and sums their lengths: one that has the tokens of all."""
+
+    def __init__(self, n_requests: int, n_tokens: int) -> None:
+        self._n_requests = n_requests
+        self._all = SimpleNamespace(seqlen=n_tokens, num_matched_prefix_tokens=0)
+
+    def __len__(self) -> int:
+        return self._n_requests
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self._all])
+
+    def __contains__(self, request: object) -> bool:
+        return request is self._all
 
 
 def _noting_change(name: str) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_prefill.api.calibration_requests import CalibrationRequest
 from sgl_prefill.api.calibrations import CROSS_VALIDATED, EVALUATED, Calibrations
-from sgl_prefill.api.label_scoring import ScoredPrompt
+from sgl_prefill.api.scored_prompt import ScoredPrompt
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.labels import Label, restrict
 from sgl_prefill.errors import BadRequestError

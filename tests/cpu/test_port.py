@@ -194,12 +194,14 @@ def test_with_our_features_off_only_what_surrounds_a_forward_pass_is_hooked(monk
     about_long_labels = ["_build_req_to_token_pool", "forward_batch_generation", "forward", "forward"]
     about_starts = ["_set_envs_and_config", "__init__", "_resolve_dist_init_method"]
     about_conversations = ["_process_messages"]
+    about_labels_of_a_device = ["get_token_ids_logprobs_batch_optimized"]
     about_compiling = ["apply_scaling_penalties", "multinomial_with_seed"]
     assert sorted(left) == sorted(
         about_times_and_replies
         + about_memory
         + about_tenants
         + about_labels
+        + about_labels_of_a_device
         + about_long_labels
         + about_starts
         + about_compiling

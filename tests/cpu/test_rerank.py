@@ -15,11 +15,14 @@ from sglang.srt.entrypoints.openai.protocol import RerankResponse
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_prefill import preflight
-from sgl_prefill.api.label_scoring import ScoredPrompt
+from sgl_prefill.api.calibration_store import ModelName, StoredCalibration
+from sgl_prefill.api.reply_options import ReplyOptions
 from sgl_prefill.api.rerank import Reranker
 from sgl_prefill.api.rerank_replies import Reply, Scored, Shape
 from sgl_prefill.api.rerank_request import RerankRequest, understood
+from sgl_prefill.api.scored_prompt import ScoredPrompt, with_reply
 from sgl_prefill.config import PrefillConfig
+from sgl_prefill.core.label_calibration import Calibration
 from sgl_prefill.core.labels import Label, restrict
 from sgl_prefill.errors import BadRequestError, ConfigurationError
 
@@ -137,28 +140,35 @@ class Scorer:
         self.prompts: list[str] = []
         self.next: asyncio.Queue[int] = asyncio.Queue()  # places of documents
 
-    async def score(self, obj: GenerateReqInput, answers: Any, raw_request: Any) -> list[ScoredPrompt]:
+    async def score(
+        self, obj: GenerateReqInput, answers: Any, raw_request: Any, *, reply: ReplyOptions
+    ) -> list[ScoredPrompt]:
         assert isinstance(obj.text, list)
         self.prompts += obj.text
-        return [self._scored(text, answers.tokens) for text in obj.text]
+        return [self._scored(text, answers.tokens, reply) for text in obj.text]
 
     async def score_each(
-        self, obj: GenerateReqInput, answers: Any, raw_request: Any
+        self, obj: GenerateReqInput, answers: Any, raw_request: Any, reply: ReplyOptions
     ) -> AsyncIterator[tuple[int, ScoredPrompt]]:
         assert isinstance(obj.text, list)
         obj.rid = ["inside"]
         for _ in obj.text:
             place = await self.next.get()
-            yield place, self._scored(obj.text[place], answers.tokens)
+            yield place, self._scored(obj.text[place], answers.tokens, reply)
 
-    def _scored(self, text: str, labels: list[str]) -> ScoredPrompt:
+    def _scored(self, text: str, labels: list[str], reply: ReplyOptions) -> ScoredPrompt:
         if "wrong" in text:
             raise HTTPException(429, "too much waits")
         score = int(text.removesuffix("\nAnswer:")[-1]) / 10
         logs = restrict([score, 1 - score])
         distribution = logs._replace(probabilities=[score, 1 - score])
         found = [Label(label, index) for index, label in enumerate(labels)]
-        return ScoredPrompt(found, distribution, {"prompt_tokens": 7, "cached_tokens": 3})
+        meta_info = {
+            "prompt_tokens": 7,
+            "cached_tokens": 3,
+            "output_top_logprobs": [[(score, 0, None), (-9.0, 5, None)]],
+        }
+        return with_reply(ScoredPrompt(found, distribution, meta_info), reply, {0: labels[0], 5: "?"})
 
 
 class Manager:
@@ -177,6 +187,10 @@ class Manager:
 
 
 RAW: Any = SimpleNamespace()
+TURNED = StoredCalibration(  # P(yes) and P(no) change places; the labels stand in another order than the template's
+    *("turned", "vector", ModelName("m", "f", None), [" no", " yes"], Calibration([-1.0, -1.0], [0.0, 0.0])),
+    *(20, 0, None, {}),
+)
 
 
 async def asked(
@@ -193,7 +207,11 @@ async def asked(
         manager.told.append(f"SGLang was asked for {request.documents} with {request.instruct}")
         return found
 
-    reranker = Reranker(config or PrefillConfig(), lambda: scorer, stock_endpoint)  # type: ignore[arg-type,return-value]
+    async def reply_options(request: RerankRequest, _: Any) -> ReplyOptions:
+        found = None if request.calibration is None else TURNED
+        return ReplyOptions(found, request.raw_scores, request.top_alternatives or 0)
+
+    reranker = Reranker(config or PrefillConfig(), lambda: scorer, stock_endpoint, reply_options)  # type: ignore[arg-type,return-value]
     serving = SimpleNamespace(tokenizer_manager=manager)
     return await reranker.answer(serving, RerankRequest(**body), RAW, shape)
 
@@ -276,6 +294,87 @@ def test_sglangs_own_handler_serves_models_that_are_no_causal_ones() -> None:
     asyncio.run(run())
 
 
+BODY: dict[str, Any] = {"query": "q", "documents": ["doc 2", "doc 9", "doc 5"]}
+
+
+@pytest.mark.parametrize("shape", [*Shape, None])
+def test_calibrated_scores_order_and_choose_the_documents(shape: Shape | None) -> None:
+    """In every shape, with P(yes) as it was beside them; this calibration makes of each score one minus it."""
+    shown = json.loads(
+        asyncio.run(asked(Scorer(), Manager(), {**BODY, "calibration": "turned", "min_score": 0.4}, shape=shape)).body
+    )
+    results = shown if isinstance(shown, list) else shown["results"]
+    name = "score" if isinstance(shown, list) else "relevance_score"
+    assert [one["index"] for one in results] == [0, 2]
+    assert [one[name] for one in results] == pytest.approx([0.8, 0.5])
+    assert [one["probability"] for one in results] == [0.2, 0.5]
+    scores = results[0]["label_scores"]
+    assert scores["calibration"] == "turned"
+    assert [entry["label"] for entry in scores["labels"]] == [" yes", " no"]
+    assert [entry["calibrated_probability"] for entry in scores["labels"]] == pytest.approx([0.8, 0.2])
+
+
+def test_raw_scores_and_alternatives_change_nothing_of_the_scores() -> None:
+    """And a request without them has no field more than before."""
+
+    def results(**fields: Any) -> list[dict[str, Any]]:
+        reply = asyncio.run(asked(Scorer(), Manager(), {**BODY, **fields}, shape=Shape.COHERE))
+        return json.loads(reply.body)["results"]  # type: ignore[no-any-return]
+
+    plain, more = results(), results(raw_scores=True, top_alternatives=2)
+    assert [set(one) for one in plain] == [{"index", "relevance_score"}] * 3
+    scores = [one.pop("label_scores") for one in more]
+    assert more == plain
+    raw = [[entry["raw_score"] for entry in one["labels"]] for one in scores]
+    assert raw == [[score, 1 - score] for score in (0.9, 0.5, 0.2)]
+    assert [one["top_alternatives"][0]["logprob"] for one in scores] == [0.9, 0.5, 0.2]
+    assert [one["top_alternatives"][1]["text"] for one in scores] == ["?"] * 3
+
+
+def test_a_stream_shows_of_each_document_what_was_asked_for() -> None:
+    """As the whole does, which is ordered by the calibrated scores."""
+
+    async def run() -> None:
+        scorer, fields = Scorer(), {"calibration": "turned", "top_alternatives": 2, "stream": True}
+        for place in (2, 1, 0):
+            scorer.next.put_nowait(place)
+        *documents, whole = await read(await asked(scorer, Manager(), {**BODY, **fields}))
+        assert [one["index"] for one in documents] == [2, 1, 0]
+        assert [one["relevance_score"] for one in documents] == pytest.approx([0.5, 0.1, 0.8])
+        assert [one["probability"] for one in documents] == [0.5, 0.9, 0.2]
+        assert sorted(documents, key=lambda one: -one["relevance_score"]) == whole["results"]
+        assert all(len(one["label_scores"]["top_alternatives"]) == 2 for one in documents)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("field", [{"calibration": "turned"}, {"raw_scores": True}, {"top_alternatives": 1}])
+def test_sglangs_own_handler_refuses_each_of_the_fields_by_name(field: dict[str, Any]) -> None:
+    """With the remedy that there is; a false `raw_scores` asks for nothing."""
+
+    async def run() -> None:
+        (name,), manager = field, Manager()
+        manager.tokenizer = SimpleNamespace(chat_template='the answer can only be "yes" or "no"')
+        for documents in (["a"], [[{"type": "text", "text": "a"}]]):
+            with pytest.raises(
+                BadRequestError, match=f"{name}: SGLang's own .* start the server with --rerank-template"
+            ):
+                await asked(Scorer(), manager, {"query": "q", "documents": documents, **field})
+        manager.is_generation = False
+        with pytest.raises(BadRequestError, match=f"{name}: SGLang's own .* leave it out$"):
+            await asked(Scorer(), manager, {**GOOD, **field})
+        assert manager.told == []
+        await asked(Scorer(), manager, {**GOOD, "raw_scores": False}, found=[])
+        assert len(manager.told) == 1
+
+    asyncio.run(run())
+
+
+def test_a_number_of_alternatives_that_is_not_served_is_refused() -> None:
+    with pytest.raises(BadRequestError, match="top_alternatives is 0: ask for 1 to 100"):
+        asyncio.run(asked(Scorer(), Manager(), {**BODY, "top_alternatives": 0}))
+
+
 def test_the_template_of_the_flag_is_what_the_model_is_asked(tmp_path: Any) -> None:
     """Also where its chat template is a reranker's, which SGLang's own handler would serve."""
 
@@ -298,4 +397,4 @@ def test_a_template_that_cannot_be_used_is_refused_before_anything_starts(tmp_pa
     assert "--rerank-template qwen is none of yes-no, qwen3-reranker" in problem
     assert preflight.check_argv(PrefillConfig(rerank_template="qwen3-reranker"), [], listens=False) == []
     with pytest.raises(ConfigurationError):
-        Reranker(PrefillConfig(rerank_template=str(tmp_path)), lambda: None, None)  # type: ignore[arg-type,return-value]
+        Reranker(PrefillConfig(rerank_template=str(tmp_path)), lambda: None, None, None)  # type: ignore[arg-type,return-value]

@@ -28,6 +28,8 @@ def order(folder: Path) -> dict[str, Any]:
         "reversed": reversed_order(engine),
         "cancelled": cancelled(engine),
         "deadlines": deadlines(engine),
+        "while_a_step_runs": while_a_step_runs(engine),
+        "told": told(engine),
         "newest_first": newest_first(folder),
         "credit": [credit(folder, fairness_lambda) for fairness_lambda in (0.0, 500.0)],
     }
@@ -43,6 +45,94 @@ def figure_5(engine: InProcessScheduler) -> dict[str, Any]:
     engine.run_all()
     hits = {name: engine.has_answer(rid) and engine.answer(rid).cached_tokens for rid, name in rids.items()}
     return {"order": "".join(rids[rid] for rid in engine.answered), "hits": hits}
+
+
+def while_a_step_runs(engine: InProcessScheduler) -> dict[str, Any]:
+    """Three sharers of what runs, and a prompt shorter than they were without it, come with a flush of the cache."""
+    from sglang.srt.managers.io_struct import FlushCacheReqInput
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
+
+    engine.set_durable(2000)
+    rng = random.Random(9)
+    shared = prompt(rng, 300)
+    rids = {engine.submit([*shared, *prompt(rng, 10)]): "first"}
+    come = {
+        name: engine.message(tokens)
+        for name, tokens in (
+            *((f"sharer {number}", [*shared, *prompt(rng, 10 + number)]) for number in range(3)),
+            ("short", prompt(rng, 100)),
+        )
+    }
+    rids |= {message.rid: name for name, message in come.items()}
+    socket: list[Any] = []
+    seen: dict[str, Any] = {}
+    run_batch, processor = Scheduler.run_batch, type(engine.scheduler.batch_result_processor)
+    process = processor.process_batch_result_prefill
+
+    def launching(scheduler: Scheduler, batch: Any, *rest: Any) -> Any:
+        if not seen:
+            socket.extend([*come.values(), FlushCacheReqInput(), engine.message(prompt(rng, 5))])
+        return run_batch(scheduler, batch, *rest)
+
+    def reading(*arguments: Any, **options: Any) -> Any:
+        seen.setdefault("waiting_when_the_result_is_read", len(engine.live.policy.waiting))
+        return process(*arguments, **options)
+
+    def pulled(_: Any) -> list[Any]:
+        found = list(socket)
+        socket.clear()
+        return found
+
+    with (
+        mock.patch.object(SchedulerRequestReceiver, "_pull_raw_reqs", pulled),
+        mock.patch.object(Scheduler, "run_batch", launching),
+        mock.patch.object(processor, "process_batch_result_prefill", reading),
+    ):
+        engine.step()
+        left = engine.scheduler.request_receiver.recv_requests()
+        engine.run_all()
+    return {
+        **seen,
+        "left_for_sglang": [type(message).__name__ for message in left],
+        "order": [rids[rid] for rid in engine.answered],
+        "cached": {rids[rid]: engine.answer(rid).cached_tokens for rid in list(engine.answered)},
+    }
+
+
+def told(engine: InProcessScheduler) -> dict[str, Any]:
+    """What the HTTP process is told of 20 who wait, and whether they were looked at for it."""
+    from sglang.srt.managers.schedule_batch import Req
+
+    engine.flush()
+    scheduler, rng = engine.scheduler, random.Random(10)
+    for n_tokens in range(20, 40):
+        engine.submit(prompt(rng, n_tokens))
+    written: list[Any] = []
+    looked_at: list[Any] = []
+    length = Req.seqlen.fget
+
+    def seqlen(req: Any) -> int:
+        looked_at.append(req)
+        found: int = length(req)
+        return found
+
+    writer = SimpleNamespace(write=written.append, publish_counter=0, publish_interval=1)
+    with (
+        mock.patch.object(scheduler, "load_snapshot_writer", writer),
+        mock.patch.object(Req, "seqlen", property(seqlen)),
+    ):
+        scheduler.publish_load_snapshot(force=True)
+        n_looked_at = len(looked_at)
+        expected = scheduler.load_inquirer.get_loads()
+    engine.run_all()
+    names = ("num_waiting_reqs", "num_total_tokens", "num_waiting_uncached_tokens")
+    return {
+        "looked_at": n_looked_at,
+        "told": [getattr(written[0], name) for name in names],
+        "sglangs": [getattr(expected, name) for name in names],
+        "answered": len(engine.answered),
+    }
 
 
 def starvation(engine: InProcessScheduler) -> dict[str, Any]:

@@ -141,6 +141,8 @@ def test_a_job_that_is_killed_goes_on_and_is_answered_as_by_a_server(
         *of_all_urls(),
         request("calibrated", "/v1/completions", prompt="Is it so?", allowed_tokens=LABELS, calibration="job"),
         request("alternatives", "/generate", text="Is it so?", allowed_tokens=LABELS, top_alternatives=3),
+        request("scores", "/v1/score", query="Is", items=[" it", " so"], label_token_ids=[500, 600], raw_scores=True),
+        request("reranked", "/v1/rerank", query="Is it so?", documents=["It is.", "No."], calibration="job"),
     ]
     rows = [*shared_prefixes(30, 20), *others]
     output = tmp_path / "out.jsonl"

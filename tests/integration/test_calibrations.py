@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import requests
 
+from sgl_prefill.core.rerank_template import PLAIN
 from sgl_prefill.examples.label_reviews import NEGATIVE, POSITIVE, REVIEWS
 from tests.integration.conftest import Server
 
@@ -158,6 +161,64 @@ def test_raw_scores_and_alternatives_change_nothing_of_the_answer(server: Server
     assert any(one["is_label"] for one in alternatives)
 
 
+def test_scores_have_them_too_and_stay_what_they_are(server: Server, tokenizer: Any, shots: dict[str, Any]) -> None:
+    """Of SGLang's /v1/score, bit for bit on the same cache; beside them stands what the label routes say of the same prompts."""
+    ids = [tokenizer.encode(label)[0] for label in (POSITIVE, NEGATIVE)]
+    items = [example["prompt"].removeprefix(SHOTS) for example in EXAMPLES[:2]]
+    body = {"model": "demo", "query": SHOTS, "items": items, "label_token_ids": ids}
+    for one in (body, {**body, "apply_softmax": True}):
+        server.post("/v1/score", one)
+        plain = server.post("/v1/score", one).json()
+        asked = server.post("/v1/score", {**one, "calibration": "vector", "top_alternatives": 3}).json()
+        label_scores = asked.pop("label_scores")
+        assert asked == plain
+    ours = server.scores([SHOTS + item for item in items], **LABELS, calibration="vector", top_alternatives=3)
+    for found, expected in zip(label_scores, ours, strict=True):
+        assert [one["label"] for one in found["labels"]] == [POSITIVE, NEGATIVE]
+        for name in ("probability", "calibrated_probability", "logprob"):
+            values = [one[name] for one in expected["labels"]]
+            assert [one[name] for one in found["labels"]] == pytest.approx(values, abs=0.02)
+        assert found["calibration"] == shots["vector"]["name"]
+        assert len(found["top_alternatives"]) == 3
+        assert found["prompt_tokens"] == expected["prompt_tokens"]
+
+
+def test_reranked_documents_are_ordered_by_their_calibrated_scores(server: Server) -> None:
+    """In a stream too; this calibration turns the order round, and min_score goes by it."""
+    prompts = PLAIN.prompts(None, "a colour", documents := ["Blue.", "Seven is a number.", "I like to eat."])
+    truth = zip(prompts, (" no", " yes", " yes"), strict=True)
+    examples = [{"prompt": prompt, "label": label} for prompt, label in truth] * 7
+    made = {"name": "turned", "method": "vector", "allowed_tokens": [" yes", " no"], "examples": examples}
+    assert server.post(PATH, {**made, "replace": True}).status_code == 200
+    body = {"query": "a colour", "documents": documents}
+    plain = {one["index"]: one["relevance_score"] for one in server.post("/v2/rerank", body).json()["results"]}
+    asked = {**body, "calibration": "turned", "top_alternatives": 2, "raw_scores": True}
+    whole = server.post("/rerank", asked).json()["results"]
+    calibrated = {one["index"]: one["relevance_score"] for one in whole}
+    assert {one["index"]: one["probability"] for one in whole} == pytest.approx(plain, abs=0.02)
+    assert list(calibrated.values()) == sorted(calibrated.values(), reverse=True)
+    assert min(calibrated[1], calibrated[2]) > calibrated[0] + 0.1
+    scores = server.scores(prompts, allowed_tokens=[" yes", " no"], calibration="turned")
+    expected = {place: one["labels"][0]["calibrated_probability"] for place, one in enumerate(scores)}
+    assert calibrated == pytest.approx(expected, abs=0.05)
+    for one in whole:
+        yes, no = one["label_scores"]["labels"]
+        assert one["relevance_score"] == yes["calibrated_probability"]
+        assert set(yes) == {"label", "token_id", "raw_score", "logprob", "calibrated_probability"}
+        assert yes["raw_score"] - no["raw_score"] == pytest.approx(
+            math.log(one["probability"] / (1 - one["probability"]))
+        )
+        assert len(one["label_scores"]["top_alternatives"]) == 2
+    reply = server.post("/v1/rerank", {**asked, "stream": True, "min_score": calibrated[0] + 0.05}, stream=True)
+    *events, done = [line.removeprefix(b"data: ") for line in reply.iter_lines() if line]
+    assert done == b"[DONE]"
+    *shown, last = map(json.loads, events)
+    assert {one["index"]: one["relevance_score"] for one in shown} == pytest.approx(calibrated, abs=0.05)
+    assert all(len(one["label_scores"]["top_alternatives"]) == 2 for one in shown)
+    assert {one["index"] for one in last} == {1, 2}
+    requests.delete(f"{server.url}{PATH}/turned", timeout=60)
+
+
 def test_requests_with_and_without_alternatives_share_steps(server: Server) -> None:
     """Also with one that samples a token: nobody gets another's."""
 
@@ -180,7 +241,24 @@ def bad(**body: Any) -> dict[str, Any]:
 
 ANSWER = {"model": "demo", "prompt": "Is it so? Answer:"}
 ONE_CLASS = [{**example, "label": POSITIVE} for example in EXAMPLES]
+SCORE = {"model": "demo", "query": "a", "items": ["b"], "label_token_ids": [500, 600]}
+RERANK = {"query": "a", "documents": ["b"]}
 BAD: list[tuple[str, dict[str, Any], int, list[str]]] = [
+    ("/v1/score", {**SCORE, "calibration": "none-such"}, 404, ["'none-such'", "'vector'"]),
+    ("/v1/score", {**SCORE, "calibration": "vector"}, 400, ["' positive', ' negative'"]),
+    ("/v1/score", {**SCORE, "raw_scores": "yes"}, 400, ["raw_scores"]),
+    ("/v1/score", {**SCORE, "raw_scores": True, "item_embed_overrides": [[[0.5]]]}, 400, ["raw_scores", "item_embed_"]),
+    ("/v1/score", {**SCORE, "top_alternatives": 5, "items": [[7]]}, 400, ["query is a text", "items holds token ids"]),
+    ("/v1/rerank", {**RERANK, "calibration": "none-such"}, 404, ["'none-such'", "'vector'"]),
+    ("/v2/rerank", {**RERANK, "calibration": "vector"}, 400, ["' positive', ' negative'", "' yes', ' no'"]),
+    ("/rerank", {**RERANK, "calibration": "vector", "stream": True}, 400, ["' positive', ' negative'"]),
+    ("/rerank", {**RERANK, "top_alternatives": 101}, 400, ["top_alternatives is 101", "1 to 100"]),
+    (
+        "/rerank",
+        {**RERANK, "documents": ["b"] * 500, "top_alternatives": 100, "stream": True},
+        400,
+        ["top_alternatives 100 after 500 prompts", "--max-labels 50000"],
+    ),
     (PATH, bad(name="../x"), 400, ["'../x'", "1 to 64"]),
     (PATH, bad(name=""), 400, ["1 to 64"]),
     (PATH, bad(method="platt"), 400, ["method is 'platt'", "temperature, vector, contextual"]),

@@ -24,6 +24,27 @@ def test_figure_5_runs_in_the_papers_order_with_its_two_hits(order: dict[str, An
     assert order["figure_5"] == {"order": "ADCB", "hits": {"A": 0, "B": 80, "C": 0, "D": 80}}
 
 
+def test_what_comes_while_a_step_runs_is_in_order_before_its_result_is_read_and_chosen_with_its_prefix(
+    order: dict[str, Any],
+) -> None:
+    """SGLang's overlap loop would choose the short one next: it does not yet know what the running step caches."""
+    found = order["while_a_step_runs"]
+    assert found["waiting_when_the_result_is_read"] == 4
+    assert found["order"] == ["first", "sharer 0", "sharer 1", "sharer 2", "short"]
+    assert found["cached"] == {"first": 0, "sharer 0": 300, "sharer 1": 300, "sharer 2": 300, "short": 0}
+    assert found["left_for_sglang"] == ["FlushCacheReqInput", "TokenizedGenerateReqInput"]
+
+
+def test_what_waits_is_told_as_sglang_would_without_looking_at_each(order: dict[str, Any]) -> None:
+    """20 requests of 20 to 39 tokens; they run as ever afterwards."""
+    found = order["told"]
+    assert found["looked_at"] == 0
+    assert found["told"] == found["sglangs"]
+    assert found["told"][0] == 20
+    assert found["told"][2] == sum(range(20, 40))
+    assert found["answered"] == 20
+
+
 def test_a_long_request_under_an_endless_stream_runs_as_soon_as_it_is_overdue(order: dict[str, Any]) -> None:
     """lambda 0 and --max-queue-s 100: 40 steps take short ones, then the clock passes the bound."""
     assert order["starvation"] == {"short_ones_before": 40}

@@ -84,15 +84,22 @@ class InProcessScheduler:
         if getattr(output, "finished_reason", None):
             self.refusals[output.rid] = output.finished_reason
 
-    def submit(
+    def submit(self, token_ids: Sequence[int], label_ids: Sequence[int] = (5, 6, 7), **options: Any) -> str:
+        """Queue a prefill-only request; its id."""
+        request = self.message(token_ids, label_ids, **options)
+        self.scheduler.process_input_requests([request])
+        rid: str = request.rid
+        return rid
+
+    def message(
         self,
         token_ids: Sequence[int],
         label_ids: Sequence[int] = (5, 6, 7),
         *,
         logprob_start_len: int = -1,
         **options: Any,
-    ) -> str:
-        """Queue a prefill-only request; its id."""
+    ) -> Any:
+        """What the HTTP process sends for a prefill-only request."""
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
         from sglang.srt.sampling.sampling_params import SamplingParams
@@ -107,9 +114,8 @@ class InProcessScheduler:
             custom_params=custom,
         )
         params.normalize(None)
-        rid = f"request-{next(self._numbers)}"
-        request = TokenizedGenerateReqInput(
-            rid=rid,
+        return TokenizedGenerateReqInput(
+            rid=f"request-{next(self._numbers)}",
             input_text=None,
             input_ids=array("q", token_ids),
             input_embeds=None,
@@ -124,8 +130,6 @@ class InProcessScheduler:
             time_stats=APIServerReqTimeStats(),
             **options,
         )
-        self.scheduler.process_input_requests([request])
-        return rid
 
     def embed(self, token_ids: Sequence[int]) -> list[float]:
         """The embedding of a prompt, from a model that was started with `is_embedding`."""
