@@ -21,7 +21,6 @@ from unittest import mock
 
 import torch
 
-from sgl_prefill import device
 from sgl_prefill.device import Accelerator
 from sgl_prefill.kv import cuda, host
 
