@@ -40,7 +40,7 @@ def parse(argv: list[str], *, listens: bool = True) -> tuple[PrefillConfig, Any]
     What can be seen without SGLang is checked first, since its import takes 20 seconds on two cores. `listens`: a port
     will be opened, and must be free.
     """
-    from sgl_prefill import cuda_home, preflight
+    from sgl_prefill import cuda_driver, cuda_home, preflight
     from sgl_prefill.device import this_device
     from sgl_prefill.port import fingerprints, prefork
 
@@ -48,6 +48,7 @@ def parse(argv: list[str], *, listens: bool = True) -> tuple[PrefillConfig, Any]
         raise SeamError(problem)
     namespace, for_sglang = _our_parser().parse_known_args(argv)
     config = PrefillConfig.from_namespace(namespace)
+    cuda_driver.check()
     defaults = preflight.default_flags(config)
     if problems := preflight.check_argv(config, for_sglang, listens=listens):
         raise ConfigurationError("\n".join(problems))

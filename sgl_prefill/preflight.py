@@ -56,6 +56,11 @@ class Required(NamedTuple):
 # log-probabilities.
 DEVICE_MAX_REQUESTS = 128
 
+# On an accelerator too. SGLang's own default for requests in one piece keeps activations of 16,384 tokens free, which is 25 GB.
+# A smaller fraction is what SGLang makes of it: weights and KV take no more. From this one on it sets no limit: KV takes
+# what the measured activations and a margin leave.
+DEVICE_MEMORY_FRACTION = 0.9
+
 REQUIRED: tuple[Required, ...] = (
     Required("enable_metrics", True, "--enable-metrics", "queue_ms and actual_ms come from SGLang's request timing"),
     Required("prefill_max_requests", 1, "--prefill-max-requests", "one request per step", (ONE_A_STEP,)),
@@ -131,9 +136,10 @@ def default_settings(config: PrefillConfig) -> dict[str, Any]:
     fraction = memory_fraction(config)
     packs = config.has_policy and config.pack_step_tokens != 0
     most_requests = most_requests_of_step(config) if packs else None
-    limit = {} if most_requests is None else {"prefill_max_requests": most_requests}
+    limit: dict[str, Any] = {} if most_requests is None else {"prefill_max_requests": most_requests}
     if fraction is None:
-        return limit
+        runs_whole = POLICY.is_on(config) or EVICT.is_on(config)  # else SGLang's default suits its chunks
+        return {**({"mem_fraction_static": DEVICE_MEMORY_FRACTION} if runs_whole else {}), **limit}
     # An idle scheduler that polls without rest takes a core from the tokenizer and the clients on a small machine.
     settings: dict[str, Any] = {"mem_fraction_static": round(fraction, 4), "sleep_on_idle": True, **limit}
     if fast_dtype() == "float32":

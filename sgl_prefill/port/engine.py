@@ -10,7 +10,7 @@ from typing import Any
 from sglang.srt.entrypoints.engine import Engine as StockEngine
 from sglang.srt.plugins import load_plugins
 
-from sgl_prefill import cuda_home, preflight
+from sgl_prefill import cuda_driver, cuda_home, preflight
 from sgl_prefill.api.calibration_store import CalibrationStore, store_of
 from sgl_prefill.api.cut_requests import CutRequests
 from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer
@@ -114,6 +114,7 @@ def arguments_of(options: dict[str, Any]) -> tuple[PrefillConfig, Any]:
         raise SeamError(problem)
     names = {field.name for field in dataclasses.fields(PrefillConfig)}
     config = PrefillConfig(**{name: value for name, value in options.items() if name in names})
+    cuda_driver.check()
     for_sglang = {**sglang_defaults(config), **{name: value for name, value in options.items() if name not in names}}
     if "model_path" in for_sglang:
         preflight.check_model_path(for_sglang["model_path"])

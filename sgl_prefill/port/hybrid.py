@@ -271,9 +271,10 @@ class BatchIO:
             self._backend.attend_into(output, query, layer, only_last_rows=only_last_rows)
             return
         assert not only_last_rows
-        # Some backends read a batch's own K and V from their arguments, not from the pool.
-        key = self._own_rows(self._pool.get_key_buffer(layer_id))
-        value = self._own_rows(self._pool.get_value_buffer(layer_id))
+        key = value = None
+        if gathers_kv(self._backend):
+            key = self._own_rows(self._pool.get_key_buffer(layer_id))
+            value = self._own_rows(self._pool.get_value_buffer(layer_id))
         self._batch._attn_output = output  # where SGLang's FlashAttention backend writes, sparing a copy
         result = self._backend.forward(query, key, value, layer, self._batch, save_kv_cache=False)
         if result.data_ptr() != output.data_ptr():
@@ -314,3 +315,13 @@ def _picks(backend: Any) -> bool:
 def _attends_in_place(backend: Any) -> bool:
     """Tells whether the attention backend is ours, which may write its output over the queries."""
     return hasattr(prefill_backend(backend), "attend_into")
+
+
+def gathers_kv(backend: Any) -> bool:
+    """Tells whether a backend reads a batch's own K and V from its arguments, which costs a copy where their slots lie apart.
+    Ours and SGLang's FlashAttention read all from the pool."""
+    if _attends_in_place(backend):
+        return False
+    # By name: its module loads a device's kernels.
+    is_flash = any(kind.__name__ == "FlashAttentionBackend" for kind in type(backend).__mro__)
+    return not is_flash or bool(backend.fa_skip_kv_cache)
