@@ -7,7 +7,7 @@ Nothing here is measured. A start measures activations and what is free, and div
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -59,30 +59,28 @@ class ModelShape(NamedTuple):
 
 def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
     """Reads a model's config.json. Raises KeyError where it is not that of a kind in `DENSE`, in two bytes a number or FP8."""
-    quantization = config.get("quantization_config", {"quant_method": None})["quant_method"]
+    quantization = config.get("quantization_config", {}).get("quant_method")
     if config["model_type"] not in DENSE or quantization not in (None, "fp8"):
         raise KeyError(config["model_type"])
+    number_bytes = 2 if quantization is None else 1  # of a weight of a matrix product
     hidden, mlp, n_layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
     n_heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // n_heads
     query, kv = n_heads * head_dim, config.get("num_key_value_heads", n_heads) * head_dim
     products = hidden * (query + 2 * kv) + query * hidden + 3 * hidden * mlp
-    number = (
-        1 if config.get("quantization_config", {}).get("quant_method") == "fp8" else 2
-    )  # bytes of a weight of a product
     n_tables = 1 if config.get("tie_word_embeddings") else 2
     others = 2 * hidden * n_layers + hidden + n_tables * config["vocab_size"] * hidden
     rotary = config["max_position_embeddings"] * head_dim * 4  # cosines and sines in float32
     return ModelShape(
         name=name,
-        weights_bytes=n_layers * products * number + 2 * others + rotary,
+        weights_bytes=n_layers * products * number_bytes + 2 * others + rotary,
         kv_bytes_per_token=2 * kv * 2,
         n_layers=n_layers,
         # The residual stream, the query, and the output of attention, each in a buffer of full length.
         retained_bytes_per_token=2 * (hidden + 2 * query) + INDEX_BYTES,
         # The MLP: its input, what comes out of both of its first products, and the product of these; in FP8 the inputs of its
         # products once more.
-        chunk_bytes_per_token=2 * (hidden + 3 * mlp) + (hidden + mlp if number == 1 else 0),
+        chunk_bytes_per_token=2 * (hidden + 3 * mlp) + (hidden + mlp if number_bytes == 1 else 0),
         context_tokens=config["max_position_embeddings"],
     )
 
@@ -136,20 +134,21 @@ def model_name(path: str) -> str:
     return PurePath(path).name or path
 
 
-def cell(model: ModelShape, card: Card) -> tuple[str, ...]:
-    """Returns a row of the table: weights, reserve, durable tokens, longest input, longest input that could be asked for."""
-    weights = f"{model.weights_bytes / GIB:.1f}"
+def markdown(models: Sequence[ModelShape]) -> str:
+    """Returns the table of each model on each card."""
+    head = "| model | card | weights, GiB | all else but durable KV, GiB | durable KV, tokens | longest input, auto | at most |"
+    rows = [f"| {' | '.join((model.name, *_row(model, card)))} |" for model in models for card in CARDS]
+    return "\n".join([head, "|" + " --- |" * (head.count("|") - 1), *rows])
+
+
+def _row(model: ModelShape, card: Card) -> tuple[str, ...]:
+    name, weights = f"{card.gb} GB ({card.name})", f"{model.weights_bytes / GIB:.1f}"
     try:
         found = plan(model, card)
     except InputDoesNotFitError as error:
         missing = ceil_to(error.missing_bytes, GIB // 10)
         fits = what_fits(card.total_bytes + missing)
-        return weights, f"does not fit: {missing / GIB:.1f} GiB are missing; {fits} would do", "", "", ""
+        return name, weights, f"{missing / GIB:.1f} are missing: {fits} would do", "", "", ""
     held = card.total_bytes - found.use.weights_bytes - found.durable_bytes
-    return (
-        weights,
-        f"{held / GIB:.1f}",
-        f"{found.durable_tokens:,}",
-        f"{found.max_input_tokens:,}",
-        f"{found.largest_input_tokens:,}",
-    )
+    tokens = (found.durable_tokens, found.max_input_tokens, found.largest_input_tokens)
+    return name, weights, f"{held / GIB:.1f}", *(f"{n:,}" for n in tokens)

@@ -200,7 +200,7 @@ class SglangModel:
             self.device.release_unused()
             pool.commit_scratch(min(ceil_to(plan.max_input_tokens, self.page_size), pool.scratch_tokens))
             pool.commit(plan.durable_tokens)
-            allocator.scratch_tokens = pool.backed_scratch_tokens
+            allocator.resize_scratch(pool.backed_scratch_tokens)
             allocator.resize_durable(plan.durable_tokens)
         elif type(allocator) in (PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator):
             # Its own `resize` leaves the number of pages alone where a page is one token.

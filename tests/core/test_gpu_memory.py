@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -39,7 +40,9 @@ def test_weights_are_those_of_the_published_models() -> None:
     rotary angles."""
     rotary = 131_072 * 128 * 4
     embeddings = [0, 2 * 152_064 * 5120, 2 * 128_256 * 8192]
-    for shape, parameters, others, n_bytes in zip(shapes(), (8.03e9, 32.76e9, 70.55e9), embeddings, (2, 1, 1), strict=True):
+    for shape, parameters, others, n_bytes in zip(
+        shapes(), (8.03e9, 32.76e9, 70.55e9), embeddings, (2, 1, 1), strict=True
+    ):
         assert shape.weights_bytes == pytest.approx(n_bytes * parameters + others + rotary, rel=2e-3), shape.name
 
 
@@ -47,7 +50,9 @@ def test_what_a_plan_takes_is_what_the_card_has() -> None:
     """Weights, workspace, margin, CUDA's own, activations, scratch and durable KV: all of it, within one token's KV."""
     shape, card = shapes()[0], CARDS[2]
     found = gpu_memory.plan(shape, card)
-    per_token = shape.retained_bytes_per_token + 2 * shape.kv_bytes_per_token  # scratch, and a copy of one layer's K and V
+    per_token = (
+        shape.retained_bytes_per_token + 2 * shape.kv_bytes_per_token
+    )  # scratch, and a copy of one layer's K and V
     taken = found.durable_bytes + found.max_input_tokens * per_token + 8192 * shape.chunk_bytes_per_token
     taken += shape.weights_bytes + gpu_memory.CONTEXT_BYTES + gpu_memory.WORKSPACE_BYTES
     left = card.total_bytes - taken
@@ -57,7 +62,7 @@ def test_what_a_plan_takes_is_what_the_card_has() -> None:
 def test_what_would_fit_fits_and_the_next_smaller_card_does_not() -> None:
     """For each model and card in whose place another one is named."""
     for shape in shapes():
-        for smaller, card in zip(CARDS, CARDS[1:], strict=False):
+        for smaller, card in itertools.pairwise(CARDS):
             try:
                 gpu_memory.plan(shape, smaller)
             except InputDoesNotFitError as error:
