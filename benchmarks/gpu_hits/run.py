@@ -41,7 +41,7 @@ SINGLE_EAGER = engines.ours("ours, one a step, no graphs", *ONE_A_STEP, *NO_GRAP
 TOGETHER = engines.ours("ours, shared prefixes together", "--shared-prefix-attention", "on")
 APART = engines.ours("ours, shared prefixes apart", "--shared-prefix-attention", "off")
 STOCK = engines.stock("lpm", "--enable-metrics").on(engines.REFERENCES[-1])
-ENGINES = (SINGLE, SINGLE_EAGER, engines.OURS, APART, TOGETHER, PACKED_EAGER, STOCK)
+ENGINES = (engines.OURS, STOCK, SINGLE, SINGLE_EAGER, APART, TOGETHER, PACKED_EAGER)
 QUICK_ENGINES = (SINGLE_EAGER, TOGETHER, APART)
 # (numerator, denominator, what is expected of each suffix): the README says how.
 RATIOS = (

@@ -143,6 +143,11 @@ class Contest(NamedTuple):
         """The fewest that can be compared."""
         return Contest(self.policies[:1], 1, self.ours[:1], self.references[-1:])
 
+    def first(self, n_most: int) -> list[engines.Engine]:
+        """So many of those that are measured first."""
+        rivals = [policy.on(reference) for reference in self.references for policy in self.policies]
+        return [*self.ours, *rivals][:n_most]
+
 
 def take_turns(
     contest: Contest, measure: Callable[[engines.Engine, str], T | None], cost: Callable[[T], float]
