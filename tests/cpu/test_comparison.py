@@ -143,7 +143,7 @@ def test_two_engines_that_take_turns_stay_up(tmp_path: Path, monkeypatch: pytest
 
 
 def test_servers_that_start_side_by_side_are_those_that_are_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that cannot start is told, and costs the others nothing; who was up and is not wanted ends; more than fit are refused."""
+    """One that cannot start is told, and costs the others nothing; who is not wanted ends; more than fit are refused."""
     fake = FakeEngines(monkeypatch, dict.fromkeys((OURS.name, RIVAL.name, "stock lpm"), right))
     fake.cannot_start = {"stock lpm"}
     lpm = engines.stock("lpm")
