@@ -61,10 +61,10 @@ DEVICE_MAX_REQUESTS = 128
 # what the measured activations and a margin leave.
 DEVICE_MEMORY_FRACTION = 0.9
 
-# On an accelerator too. Steps of up to so many tokens, which are hits, are replayed from CUDA graphs. SGLang takes the size of its
-# chunks, and requests run in one piece here: -1 tokens, and no graph at all. Launching the kernels of a step takes a processor some
-# 10 ms, whatever its size; an H100 computes 2,048 tokens of a model of 1.5 billion weights in that time (6e12 operations at 6e14
-# a second), and of a larger model in more: longer steps keep the device busy by themselves, and each graph costs start and memory.
+# On an accelerator too. Steps of up to so many tokens, which are hits, are replayed from CUDA graphs. SGLang takes the size of
+# its chunks, and requests run in one piece here: -1 tokens, and no graph at all. To launch the kernels of a step takes a
+# processor some 10 ms, whatever its size (an estimate). An H100 computes 2,048 tokens of 1.5 billion weights in that time (6e12
+# operations at 6e14 a second), of a larger model fewer: longer steps keep it busy, and graphs cost start and memory.
 DEVICE_REPLAYED_TOKENS = 2048
 # The profile of job completion times wants steps of so many requests, however few a step of the policy has.
 FEWEST_ROWS = 16
