@@ -78,6 +78,12 @@ def body_of(model_runner: ModelRunner) -> torch.nn.Module:
     pool = model_runner.token_to_kv_pool
     if not isinstance(pool, MHATokenToKVPool) or isinstance(pool, SWAKVPool):
         raise UntraceableModelError(f"its KV cache is SGLang's {type(pool).__name__}, not one of plain K and V heads")
+    backend = prefill_backend(model_runner.attn_backend)
+    if pool.dtype != model_runner.dtype and gathers_kv(backend):
+        raise UntraceableModelError(
+            f"its KV cache holds {pool.dtype}, and {type(backend).__name__} wants K and V of a batch in {model_runner.dtype}, as"
+            " they are computed: a hybrid pass has them in the cache alone (--attention-backend fa3 reads all from there)"
+        )
     body = getattr(model_runner.model, "model", None)
     if not isinstance(body, torch.nn.Module):
         try:
