@@ -54,6 +54,7 @@ def parse(argv: list[str], *, listens: bool = True) -> tuple[PrefillConfig, Any]
         raise ConfigurationError("\n".join(problems))
     if not this_device().is_host:
         cuda_home.prepare()
+        cuda_home.shorten_warm_up()
     if listens:
         if this_device().is_host:
             # Threads that spin on after a step take the cores from this process and the detokenizer; threads that sleep between

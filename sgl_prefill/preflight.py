@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from sgl_prefill import container_memory
+from sgl_prefill import container_memory, flashinfer_version
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core import rerank_template
 from sgl_prefill.cpu import lm_head
@@ -271,6 +271,11 @@ def check_server_args(config: PrefillConfig, server_args: Any, *, listens: bool)
             " none: leave one of the two out"
         )
     problems += rank_problems(server_args.tp_size, server_args.model_path)
+    kinds = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    if not this_device().is_host and (
+        problem := flashinfer_version.problem([getattr(server_args, kind) for kind in kinds])
+    ):
+        problems.append(problem)
     if config.stable_answers:
         problems += stable_answer_problems(server_args)
     if listens:

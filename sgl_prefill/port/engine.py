@@ -121,6 +121,7 @@ def arguments_of(options: dict[str, Any]) -> tuple[PrefillConfig, Any]:
         preflight.check_model_path(for_sglang["model_path"])
     if not this_device().is_host:
         cuda_home.prepare()
+        cuda_home.shorten_warm_up()
     load_plugins()
     server_args = StockEngine.server_args_class(**for_sglang)
     preflight.check_server_args(config, server_args, listens=False)

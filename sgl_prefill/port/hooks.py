@@ -759,6 +759,10 @@ RELIED_UPON: tuple[Relied, ...] = (
         "records what our dispatcher leaves to SGLang's layers",
     ),
     Relied("sglang.srt.server_args.ServerArgs._generate_prefill_cuda_graph_batch_sizes", "42 sizes up to 2,048 tokens"),
+    Relied(
+        "sglang.srt.layers.deep_gemm_wrapper.compile_utils.update_deep_gemm_config",
+        "SGLANG_JIT_DEEPGEMM_FAST_WARMUP lets it compile typical sizes alone",
+    ),
     Relied("sglang.srt.model_executor.runner.eager_runner.EagerRunner.load_batch", "copies inputs unless told not to"),
     Relied("sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend", "the start runs batches of its own"),
     Relied(

@@ -36,8 +36,8 @@ def check(heads: int, head_dim: int) -> None:
         torch.zeros(1, dtype=torch.int64),
         *(None, True, None, NEW_TOKENS, 1.0, 1.0),  # of the first request only its first rows are looked at
     )
-    own = [tensor[first:].float().transpose(0, 1) for tensor in (queries, keys, values)]
-    expected = torch.nn.functional.scaled_dot_product_attention(*own, is_causal=True, enable_gqa=True)
+    query, key, value = (tensor[first:].float().transpose(0, 1) for tensor in (queries, keys, values))
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(output[first:].float(), expected.transpose(0, 1), rtol=2e-2, atol=2e-2)
 
 
