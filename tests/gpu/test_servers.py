@@ -105,7 +105,7 @@ def test_the_parity_gate_refuses_a_hybrid_pass_that_is_wrong(model: Path, backen
 
 
 def test_a_hit_is_replayed_from_a_graph(ours: Server) -> None:
-    """Of 2, 15, 150 and 600 tokens, each request alone in its step. One token alone is not: SGLang's smallest graph has 4, and none
+    """Of 2, 15, 150 and 600 tokens, each alone in its step. One token alone is not: SGLang's smallest graph has 4, and no graph
     is replayed for less than half of its tokens."""
     prefix = prompt(5, 1_500)
     ours.score(prefix)
