@@ -49,7 +49,7 @@ def parse(argv: list[str], *, listens: bool = True) -> tuple[PrefillConfig, Any]
     namespace, for_sglang = _our_parser().parse_known_args(argv)
     config = PrefillConfig.from_namespace(namespace)
     cuda_driver.check()
-    defaults = preflight.default_flags(config)
+    defaults = preflight.default_flags(config, for_sglang)
     if problems := preflight.check_argv(config, for_sglang, listens=listens):
         raise ConfigurationError("\n".join(problems))
     if not this_device().is_host:

@@ -115,7 +115,8 @@ def arguments_of(options: dict[str, Any]) -> tuple[PrefillConfig, Any]:
     names = {field.name for field in dataclasses.fields(PrefillConfig)}
     config = PrefillConfig(**{name: value for name, value in options.items() if name in names})
     cuda_driver.check()
-    for_sglang = {**sglang_defaults(config), **{name: value for name, value in options.items() if name not in names}}
+    asked = {name: value for name, value in options.items() if name not in names}
+    for_sglang = {**sglang_defaults(config, asked.get("prefill_max_requests")), **asked}
     if "model_path" in for_sglang:
         preflight.check_model_path(for_sglang["model_path"])
     if not this_device().is_host:
@@ -126,7 +127,7 @@ def arguments_of(options: dict[str, Any]) -> tuple[PrefillConfig, Any]:
     return config, server_args
 
 
-def sglang_defaults(config: PrefillConfig) -> dict[str, Any]:
-    """Returns SGLang's arguments that this configuration needs, and those that suit this machine."""
+def sglang_defaults(config: PrefillConfig, asked_max_requests: int | None = None) -> dict[str, Any]:
+    """Returns SGLang's arguments that this configuration needs, and those that suit this machine (`default_settings`)."""
     needs = {need.field: need.value for need in preflight.required_for(config)}
-    return {**needs, **preflight.default_settings(config)}
+    return {**needs, **preflight.default_settings(config, asked_max_requests)}

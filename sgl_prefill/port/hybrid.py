@@ -214,6 +214,7 @@ def _route(body: torch.nn.Module, hybrid: HybridBody, context: ExpertContext, *,
             "out_cache_loc": forward_batch.out_cache_loc,
         }
         last_rows = _last_rows(forward_batch) if reads_last_rows else None
+        hybrid.n_passes += 1
         with context.of(forward_batch):
             return hybrid.run(token_rows, BatchIO(forward_batch, layers), last_rows)
 

@@ -21,7 +21,7 @@ from sgl_prefill.cpu.native.build import digest
 from sgl_prefill.cpu.native.library import native
 from sgl_prefill.device import device_of
 from sgl_prefill.engine_state import EngineState
-from sgl_prefill.port import request_state
+from sgl_prefill.port import replays, request_state
 from sgl_prefill.port.hybrid import ExpertContext, body_of, gathers_kv, prefill_backend, quant_config_of
 from sgl_prefill.port.kv_allocator import SuffixKVAllocator
 from sgl_prefill.port.ranks import tensor_exchange, these_ranks
@@ -110,6 +110,13 @@ class SglangModel:
             n_new = sum(ceil_to(len(prompt) - n_cached, self.page_size) for prompt in prompts)
             self.runner.token_to_kv_pool.commit_scratch(min(n_new, self.scratch_tokens))
         return MadeUpStep(self.runner, prompts, cached_slots)
+
+    @property
+    def most_replayed_tokens(self) -> int:
+        return replays.most_tokens(self.runner)
+
+    def without_graphs(self) -> AbstractContextManager[None]:
+        return replays.none(self._state)
 
     def last_slots(self, n_tokens: int) -> torch.Tensor:
         allocator = self.runner.token_to_kv_pool_allocator
@@ -241,6 +248,7 @@ class MadeUpStep:
         self, runner: ModelRunner, prompts: Sequence[Sequence[int]], cached_slots: torch.Tensor | None = None
     ) -> None:
         self._runner = runner
+        self.was_replayed = False
         prefix = torch.empty(0, dtype=torch.int64, device=runner.device) if cached_slots is None else cached_slots
         self._reqs = [_request(f"made-up-{index}", token_ids, prefix) for index, token_ids in enumerate(prompts)]
 
@@ -263,7 +271,9 @@ class MadeUpStep:
         if batch.input_ids is None:
             batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
         forward_batch = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
-        output = runner.forward(forward_batch).logits_output
+        result = runner.forward(forward_batch)
+        self.was_replayed = bool(result.can_run_graph)
+        output = result.logits_output
         values: torch.Tensor = output.next_token_logits if runner.is_generation else output.embeddings
         return values.float()
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class MadeUpStep(Protocol):
     """Requests without clients that run in one forward pass."""
 
+    was_replayed: bool  # from a CUDA graph; known once it has run
+
     def run(self) -> torch.Tensor:
         """Runs prompts. Returns, in float32, logits of each prompt's last token, [prompts, vocabulary]; or embeddings,
         [prompts, dimensions].
@@ -90,6 +92,15 @@ class LoadedModel(Protocol):
 
         Raises NoMemoryLeftError where a device has none for the scratch of these prompts.
         """
+        ...
+
+    @property
+    def most_replayed_tokens(self) -> int:
+        """Returns how many tokens a step has at most that is replayed from a CUDA graph, 0 where there are no graphs."""
+        ...
+
+    def without_graphs(self) -> AbstractContextManager[None]:
+        """Lets every step launch its kernels one by one while the block runs."""
         ...
 
     def last_slots(self, n_tokens: int) -> torch.Tensor:

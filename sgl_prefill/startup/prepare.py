@@ -31,11 +31,11 @@ MIN_DURABLE_TOKENS = 64
 def prepare(state: EngineState, model: LoadedModel) -> None:
     """Raises MemoryPlanError, ParityError, UnsupportedModelError."""
     config = state.config
-    reference = None
+    references = None
     if config.skip_parity_gate:
         logger.warning("--skip-parity-gate: nobody has checked that all paths of this engine give the same answers")
     else:
-        reference = parity_gate.reference(model)
+        references = parity_gate.reference(model, _longest_possible(model, config))
     state.cpu_kernel, state.packed_weights = model.pack_weights()
     if model.hybrid is not None:
         choose_chunk_tokens(model, config.hybrid_chunk_tokens)
@@ -43,16 +43,23 @@ def prepare(state: EngineState, model: LoadedModel) -> None:
         state.stable_answers = model.make_stable()
     parity_gate.share_rows(model)
     assert state.memory_beyond_weights_bytes is not None
-    plan = _agreed(_plan(model, config, state.memory_beyond_weights_bytes), model)
+    with model.without_graphs():  # whose memory is there already, and does not show what other steps take
+        plan = _agreed(_plan(model, config, state.memory_beyond_weights_bytes), model)
     model.apply(plan)
-    if reference is not None:
-        state.parity_differences = parity_gate.run(model, reference)
-        if model.is_evicting:
-            model.clean_scratch(parity_gate.GATE_TOKENS)
+    if references is not None:
+        state.parity_differences = parity_gate.run(model, references, plan.max_input_tokens)
     if config.has_policy and (config.jct_model == "fitted" or config.pack_step_tokens is None):
         state.jct_ms = jct_profile.fitted_model(model, plan.max_input_tokens)
     state.memory_plan = plan
     logger.info("memory plan, %s", memory_plan.as_text(plan))
+
+
+def _longest_possible(model: LoadedModel, config: PrefillConfig) -> int:
+    """Returns the longest input that the options and the KV pool leave room for, the same on all ranks; memory may leave less."""
+    slots = model.scratch_tokens if model.is_evicting else model.most_durable_tokens
+    limit = input_limit(model.context_tokens)
+    (longest,) = smallest(model.ranks, [min(config.max_input_length or limit, limit, slots)])
+    return longest
 
 
 def _plan(model: LoadedModel, config: PrefillConfig, kv_bytes: int) -> MemoryPlan:
