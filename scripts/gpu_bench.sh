@@ -11,6 +11,8 @@
 # Results, and a report of each model and backend: $1 (default gpu-results), and all of it in $1.tar.gz; outcomes in $1/steps.json.
 # BENCH_BACKENDS="fa3 flashinfer triton": those of the device that are asked for, the first one everything (default: all it has);
 # BENCH_MODELS names configs of benchmarks/models; BENCH_USERS=20 runs WL1 with all of its users; --again NAME runs a step again.
+# BENCH_AT_ONCE=4: so many servers of the comparisons start side by side and take turns, on a card with room for their weights and
+# KV pools; BENCH_COMMIT: which commit this is, where the tree was copied without its repository.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=$PWD BENCH_USERS=${BENCH_USERS:-3}

@@ -10,15 +10,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+import psutil
 import torch
 
 from sgl_prefill.cpu.detect import has_accelerator
+from sgl_prefill.errors import NoMemoryLeftError
 from sgl_prefill.resident_memory import PeakWatch, anonymous_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SAMPLE_INTERVAL_S = 0.0005
+# Plain RuntimeErrors: of PyTorch's CPU allocator, of a kernel that cannot be loaded or run (PyTorch, Triton), of cuBLAS.
+OUT_OF_MEMORY_TEXTS = (
+    "can't allocate memory",
+    "CUDA error: out of memory",
+    "[CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 
 
 class AliasedMemory(Protocol):
@@ -29,7 +38,27 @@ class AliasedMemory(Protocol):
         """Returns the buffers as tensors, uint8."""
         ...
 
-    def commit_own(self, n_bytes: int) -> None: ...
+    @property
+    def backed_bytes(self) -> int:
+        """Counts the physical memory behind them that a plan has to know of."""
+        ...
+
+    @property
+    def rounding_bytes(self) -> int:
+        """Returns how much more than what they are asked for the two below may take, together."""
+        ...
+
+    def commit_own(self, n_bytes: int) -> None:
+        """Back the first `n_bytes` of each buffer with zeros. Raises AliasedMemoryError."""
+        ...
+
+    def commit_shared(self, n_bytes: int) -> None:
+        """Back the first `n_bytes` of the tail with zeros. Raises AliasedMemoryError."""
+        ...
+
+    def release_shared(self) -> None:
+        """Take the tail's memory back."""
+        ...
 
     def close(self) -> None: ...
 
@@ -41,11 +70,14 @@ class Device(abc.ABC):
     chunk_candidates: ClassVar[tuple[int, ...]]  # tokens of a chunk of hybrid prefilling, among which a start chooses
     budget_flag: ClassVar[str]  # with which a user gives the engine more memory
     budget_holds_activations: ClassVar[bool]  # besides the KV pool; else SGLang has set memory aside for them
-    commits_scratch_at_once: ClassVar[bool]  # all that was asked for; else pages come as they are written
+    backs_on_use: ClassVar[bool]  # aliased memory: the system, as it is written; else what was committed, and no more
     extrapolates_memory: ClassVar[
         bool
     ]  # a start measures short inputs, a line tells of longer ones; else the longest runs
     has_native_kernels: ClassVar[bool]  # of ours
+    # Of a measurement of short computations: rounds that pay for what comes once, and rounds that count whatever they take.
+    warm_up_rounds: ClassVar[int]
+    fewest_rounds: ClassVar[int]
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -53,6 +85,14 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def model(self) -> str:
         """Names the processor or the card: what was measured on another is not to be used here."""
+
+    @abc.abstractmethod
+    def free_bytes(self) -> int:
+        """Counts the memory that nobody holds, this process among them."""
+
+    @abc.abstractmethod
+    def total_bytes(self) -> int:
+        """Counts all memory."""
 
     @abc.abstractmethod
     def granularity_bytes(self) -> int:
@@ -90,12 +130,19 @@ class Host(Device):
     chunk_candidates = (256, 512, 1024, 2048)
     budget_flag = "--memory-budget-gb"
     budget_holds_activations = True
-    commits_scratch_at_once = False
+    backs_on_use = True
     extrapolates_memory = True
     has_native_kernels = True
+    warm_up_rounds, fewest_rounds = 0, 2
 
     def model(self) -> str:
         return _processor()
+
+    def free_bytes(self) -> int:
+        return int(psutil.virtual_memory().available)
+
+    def total_bytes(self) -> int:
+        return int(psutil.virtual_memory().total)
 
     def granularity_bytes(self) -> int:
         from sgl_prefill.kv.host import GRANULARITY_BYTES
@@ -129,9 +176,10 @@ class Accelerator(Device):
     chunk_candidates = (1024, 2048, 4096, 8192)
     budget_flag = "--mem-fraction-static"
     budget_holds_activations = False
-    commits_scratch_at_once = True
+    backs_on_use = False
     extrapolates_memory = False
     has_native_kernels = False
+    warm_up_rounds, fewest_rounds = 3, 5  # kernels compile at first use, and clocks are low
 
     @property
     def _module(self) -> Any:
@@ -143,7 +191,13 @@ class Accelerator(Device):
         return torch.cuda.current_device() if index is None else index
 
     def model(self) -> str:
-        return str(self._module.get_device_name())
+        return str(self._module.get_device_name(self._index))
+
+    def free_bytes(self) -> int:
+        return int(self._module.mem_get_info(self._index)[0])
+
+    def total_bytes(self) -> int:
+        return int(self._module.mem_get_info(self._index)[1])
 
     def granularity_bytes(self) -> int:
         from sgl_prefill.kv import cuda
@@ -169,6 +223,23 @@ class Accelerator(Device):
         run()
         self.synchronize()
         return int(self._module.max_memory_allocated() - before)
+
+    def time_ms(self, run: Callable[[], Any]) -> float:
+        """Measures by the device's own clock: what it does takes milliseconds, and this thread may be late by one."""
+        started, ended = (self._module.Event(enable_timing=True) for _ in range(2))
+        self.synchronize()
+        started.record()
+        run()
+        ended.record()
+        self.synchronize()
+        return float(started.elapsed_time(ended))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tells whether it says that this machine or its device has no memory left."""
+    if isinstance(error, (MemoryError, NoMemoryLeftError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
 
 
 def device_of(name: str) -> Device:

@@ -45,6 +45,7 @@ class EngineState:
     jct_ms: FittedJct | None = None
     step_size: StepSize | None = None
     answer_rows: AnswerRows | None = None  # None where answers of several tokens cannot be computed
+    runs_eagerly: bool = False  # no step is replayed from a CUDA graph: while the start compares and measures paths
     scheduling: SchedulerPort | None = None  # None under SGLang's own scheduler
     n_ranks: int = 1  # of tensor parallelism
     n_steps_when_memory_was_released: int = 0

@@ -6,6 +6,7 @@
     +-- UnsupportedModelError   start refused: the model needs what we do not compute
     |   +-- UntraceableModelError   hybrid prefilling cannot cut this model into token-wise pieces
     +-- AliasedMemoryError      start refused: memory for suffix-KV eviction cannot be reserved or mapped
+    |   +-- NoMemoryLeftError   a device has no more of it
     +-- MemoryPlanError         start refused: the longest input does not fit the memory
     +-- ParityError             start refused: two paths of the engine give different answers
     +-- ProcessError            start failed: a process of the server ended
@@ -46,6 +47,10 @@ class UntraceableModelError(UnsupportedModelError):
 
 class AliasedMemoryError(SglPrefillError):
     """The system refused to reserve or map the KV buffers."""
+
+
+class NoMemoryLeftError(AliasedMemoryError):
+    """The device has no more physical memory for the KV buffers."""
 
 
 class MemoryPlanError(SglPrefillError):

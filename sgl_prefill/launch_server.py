@@ -40,7 +40,7 @@ def parse(argv: list[str], *, listens: bool = True) -> tuple[PrefillConfig, Any]
     What can be seen without SGLang is checked first, since its import takes 20 seconds on two cores. `listens`: a port
     will be opened, and must be free.
     """
-    from sgl_prefill import cuda_home, preflight
+    from sgl_prefill import cuda_driver, cuda_home, preflight
     from sgl_prefill.device import this_device
     from sgl_prefill.port import fingerprints, prefork
 
@@ -48,11 +48,13 @@ def parse(argv: list[str], *, listens: bool = True) -> tuple[PrefillConfig, Any]
         raise SeamError(problem)
     namespace, for_sglang = _our_parser().parse_known_args(argv)
     config = PrefillConfig.from_namespace(namespace)
-    defaults = preflight.default_flags(config)
+    cuda_driver.check()
+    defaults = preflight.default_flags(config, for_sglang)
     if problems := preflight.check_argv(config, for_sglang, listens=listens):
         raise ConfigurationError("\n".join(problems))
     if not this_device().is_host:
         cuda_home.prepare()
+        cuda_home.shorten_warm_up()
     if listens:
         if this_device().is_host:
             # Threads that spin on after a step take the cores from this process and the detokenizer; threads that sleep between

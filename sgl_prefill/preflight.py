@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from sgl_prefill import container_memory
+from sgl_prefill import container_memory, flashinfer_version
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core import rerank_template
 from sgl_prefill.cpu import lm_head
@@ -55,6 +55,19 @@ class Required(NamedTuple):
 # On an accelerator. The memory plan has measured one row of logits; 128 of 150,000 words take 0.2 GB with their
 # log-probabilities.
 DEVICE_MAX_REQUESTS = 128
+
+# On an accelerator too. SGLang's own default for requests in one piece keeps activations of 16,384 tokens free, which is 25 GB.
+# A smaller fraction is what SGLang makes of it: weights and KV take no more. From this one on it sets no limit: KV takes
+# what the measured activations and a margin leave.
+DEVICE_MEMORY_FRACTION = 0.9
+
+# On an accelerator too. Steps of up to so many tokens, which are hits, are replayed from CUDA graphs. SGLang takes the size of
+# its chunks, and requests run in one piece here: -1 tokens, and no graph at all. To launch the kernels of a step takes a
+# processor some 10 ms, whatever its size (an estimate). An H100 computes 2,048 tokens of 1.5 billion weights in that time (6e12
+# operations at 6e14 a second), of a larger model fewer: longer steps keep it busy, and graphs cost start and memory.
+DEVICE_REPLAYED_TOKENS = 2048
+# The profile of job completion times wants steps of so many requests, however few a step of the policy has.
+FEWEST_ROWS = 16
 
 REQUIRED: tuple[Required, ...] = (
     Required("enable_metrics", True, "--enable-metrics", "queue_ms and actual_ms come from SGLang's request timing"),
@@ -126,14 +139,16 @@ def required_flags(config: PrefillConfig) -> list[str]:
     return flags
 
 
-def default_settings(config: PrefillConfig) -> dict[str, Any]:
-    """Returns what suits this machine where the user says nothing, by names of ServerArgs."""
+def default_settings(config: PrefillConfig, asked_max_requests: int | None = None) -> dict[str, Any]:
+    """Returns what suits this machine where the user says nothing, by names of ServerArgs. asked_max_requests: what the user
+    says of `--prefill-max-requests`.
+    """
     fraction = memory_fraction(config)
     packs = config.has_policy and config.pack_step_tokens != 0
     most_requests = most_requests_of_step(config) if packs else None
-    limit = {} if most_requests is None else {"prefill_max_requests": most_requests}
+    limit: dict[str, Any] = {} if most_requests is None else {"prefill_max_requests": most_requests}
     if fraction is None:
-        return limit
+        return {**_device_settings(config, asked_max_requests or (most_requests if packs else 1)), **limit}
     # An idle scheduler that polls without rest takes a core from the tokenizer and the clients on a small machine.
     settings: dict[str, Any] = {"mem_fraction_static": round(fraction, 4), "sleep_on_idle": True, **limit}
     if fast_dtype() == "float32":
@@ -141,6 +156,22 @@ def default_settings(config: PrefillConfig) -> dict[str, Any]:
             "this processor is many times slower in bfloat16 than in float32: --dtype is float32 if not given"
         )
         settings["dtype"] = "float32"
+    return settings
+
+
+def _device_settings(config: PrefillConfig, most_requests: int | None) -> dict[str, Any]:
+    """Returns what an accelerator wants. most_requests: of a step of the policy."""
+    settings: dict[str, Any] = {}
+    if POLICY.is_on(config) or EVICT.is_on(config):  # else SGLang's defaults suit its chunks
+        settings["mem_fraction_static"] = DEVICE_MEMORY_FRACTION
+        settings["cuda_graph_max_bs_prefill"] = DEVICE_REPLAYED_TOKENS
+    if config.allow_generation:
+        return settings
+    settings["disable_decode_cuda_graph"] = True  # nothing is decoded
+    if POLICY.is_on(config) and most_requests is not None:
+        # A row of SGLang's table of KV slots is as wide as the context, and a request that waits needs none: 2,048 rows, SGLang's
+        # own number, are 1 GiB for a context of 131,072 tokens.
+        settings["max_running_requests"] = max(most_requests, FEWEST_ROWS)
     return settings
 
 
@@ -154,10 +185,11 @@ def most_requests_of_step(config: PrefillConfig) -> int | None:
     return lm_head.MAX_ROWS if config.logits_dtype == "float32" else None
 
 
-def default_flags(config: PrefillConfig) -> list[str]:
-    """Returns the same as command line; put first too."""
+def default_flags(config: PrefillConfig, argv: Sequence[str] = ()) -> list[str]:
+    """Returns the same as command line; put first too, so that a flag of the user's command line `argv` counts."""
+    asked = value_of(list(argv), "--prefill-max-requests")
     flags = []
-    for name, value in default_settings(config).items():
+    for name, value in default_settings(config, int(asked) if asked and asked.isdigit() else None).items():
         flags += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
     return flags
 
@@ -239,6 +271,11 @@ def check_server_args(config: PrefillConfig, server_args: Any, *, listens: bool)
             " none: leave one of the two out"
         )
     problems += rank_problems(server_args.tp_size, server_args.model_path)
+    kinds = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    if not this_device().is_host and (
+        problem := flashinfer_version.problem([getattr(server_args, kind) for kind in kinds])
+    ):
+        problems.append(problem)
     if config.stable_answers:
         problems += stable_answer_problems(server_args)
     if listens:

@@ -41,7 +41,7 @@ SINGLE_EAGER = engines.ours("ours, one a step, no graphs", *ONE_A_STEP, *NO_GRAP
 TOGETHER = engines.ours("ours, shared prefixes together", "--shared-prefix-attention", "on")
 APART = engines.ours("ours, shared prefixes apart", "--shared-prefix-attention", "off")
 STOCK = engines.stock("lpm", "--enable-metrics").on(engines.REFERENCES[-1])
-ENGINES = (SINGLE, SINGLE_EAGER, engines.OURS, APART, TOGETHER, PACKED_EAGER, STOCK)
+ENGINES = (engines.OURS, STOCK, SINGLE, SINGLE_EAGER, APART, TOGETHER, PACKED_EAGER)
 QUICK_ENGINES = (SINGLE_EAGER, TOGETHER, APART)
 # (numerator, denominator, what is expected of each suffix): the README says how.
 RATIOS = (
@@ -76,13 +76,18 @@ def main() -> int:
     conditions |= {"prefix_tokens": PREFIX_TOKENS, "hits_a_round": n_hits, "rounds": n_rounds}
     kept = Kept(arguments.json, f"{conditions['commit']}, {conditions['command']}")
     measured: dict[str, dict[str, Any]] = {}
+    chosen = QUICK_ENGINES if arguments.quick else ENGINES
     with Servers(SERVED, n_most=1) as servers:
+        conditions["servers_at_once"] = servers.n_most
         try:
-            for engine in QUICK_ENGINES if arguments.quick else ENGINES:
-                if engine.name not in kept:
-                    kept[engine.name] = measure(servers, engine, n_hits, n_rounds)
-                measured[engine.name] = kept[engine.name]
-                print(json.dumps(measured[engine.name]["means"]), file=sys.stderr)
+            for first in range(0, len(chosen), servers.n_most):
+                group = chosen[first : first + servers.n_most]
+                if missing := [engine for engine in group if engine.name not in kept]:
+                    for name, found in measure(servers, missing, n_hits, n_rounds).items():
+                        kept[name] = found
+                measured |= {engine.name: kept[engine.name] for engine in group}
+                for engine in group:
+                    print(json.dumps(kept[engine.name]["means"] or kept[engine.name]["failed"]), file=sys.stderr)
         except SystemExit:  # `timeout`: what there is, where there is no result yet
             if arguments.json is not None and not arguments.json.exists():
                 write(arguments.json, conditions, measured, [])
@@ -93,20 +98,31 @@ def main() -> int:
     return 0
 
 
-def measure(servers: Servers, engine: engines.Engine, n_hits: int, n_rounds: int) -> dict[str, Any]:
-    """Rounds of hits of each length. One that cannot be started or answers wrongly says why, and the others are measured."""
-    try:
-        server = servers.of(engine)
-        client.run(server.url, hits(0, 1, "the prefix"), "prefix")
-        rows = [
-            one_round(server, engine, n_tokens, number, n_hits)
-            for number in range(n_rounds)
-            for n_tokens in SUFFIXES_TOKENS
-        ]
-    except (ServerStartError, report.InvalidRunError) as error:
-        print(f"{engine.name} failed: {error}", file=sys.stderr)
-        return {"failed": str(error)[-500:], "rows": [], "means": []}
-    return {"command": server.command, "record": server.record, "rows": rows, "means": medians(rows)}
+def measure(servers: Servers, group: Sequence[engines.Engine], n_hits: int, n_rounds: int) -> dict[str, dict[str, Any]]:
+    """Rounds of hits of each length, in turns. One that cannot be started or answers wrongly says why, and the others go on."""
+    failed: dict[engines.Engine, Exception] = dict(servers.start(group))
+    rows: dict[engines.Engine, list[dict[str, Any]]] = {engine: [] for engine in group}
+    for number in range(n_rounds):
+        for n_tokens in SUFFIXES_TOKENS:
+            for engine in group:
+                if engine in failed:
+                    continue
+                try:
+                    server = servers.of(engine)
+                    client.run(server.url, hits(0, 1, "the prefix"), "prefix")
+                    rows[engine].append(one_round(server, engine, n_tokens, number, n_hits))
+                except (ServerStartError, report.InvalidRunError) as error:
+                    failed[engine] = error
+    made: dict[str, dict[str, Any]] = {}
+    for engine in group:
+        if engine in failed:
+            print(f"{engine.name} failed: {failed[engine]}", file=sys.stderr)
+            made[engine.name] = {"failed": str(failed[engine])[-500:], "rows": [], "means": []}
+        else:
+            server = servers.of(engine)
+            found = {"rows": rows[engine], "means": medians(rows[engine])}
+            made[engine.name] = {"command": server.command, "record": server.record, **found}
+    return made
 
 
 def one_round(

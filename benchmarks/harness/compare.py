@@ -137,6 +137,8 @@ class Comparison:
         def measure(engine: engines.Engine, turn: str) -> list[Run] | None:
             return (self.measure if engine.is_ours else self.measure_rival)(engine, rates, turn)
 
+        if shapes.HAS_CUDA:  # who fails here is started once more in its turn, and reported then
+            self._servers.start(contest.first(self._servers.n_most))
         found = turns.take_turns(contest, measure, lambda runs: cost(runs[0].figures))
         return {
             engine: [median_of([runs[index].figures for runs in of_turns]) for index in range(len(rates))]

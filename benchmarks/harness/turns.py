@@ -5,9 +5,11 @@ Between minutes a machine's speed differs by more than engines do, so that engin
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple, Self, TypeVar
@@ -22,6 +24,8 @@ from sgl_prefill.errors import ServerStartError
 # A server of a small model has two to three GiB in its processes; one is not started where that would fill the machine.
 SERVER_BYTES = 4 << 30
 MANY = 8  # servers: all that take turns
+# How many a device holds side by side, which take turns then. Whoever sets it knows that the card has room for so many.
+AT_ONCE_ON_A_DEVICE = int(os.environ.get("BENCH_AT_ONCE", "1"))
 FIRST_TURN = "turn 1"
 T = TypeVar("T")
 
@@ -52,11 +56,11 @@ class Served(NamedTuple):
 class Servers:
     """Servers by engine, started when they are asked for; a context manager, which ends the last ones.
 
-    As many stay up as were allowed and memory holds, the one that was asked last longest. A device holds one.
+    As many stay up as were allowed and memory holds, the one that was asked last longest. A device holds one, or BENCH_AT_ONCE.
     """
 
     def __init__(self, served: Served, n_most: int) -> None:
-        self._served, self._n_most = served, 1 if shapes.HAS_CUDA else n_most
+        self._served, self.n_most = served, AT_ONCE_ON_A_DEVICE if shapes.HAS_CUDA else n_most
         self._running: dict[str, tuple[engines.Running, ExitStack]] = {}  # the one that was asked last is the last
         self._stack = ExitStack()
 
@@ -79,14 +83,38 @@ class Servers:
         if engine.name in self._running:
             self._running[engine.name] = self._running.pop(engine.name)
         else:
-            while len(self._running) >= self._n_most or (self._running and not _has_room()):
+            while len(self._running) >= self.n_most or (self._running and not _has_room()):
                 self.stop(next(iter(self._running)))
-            print(f"starting {engine.name}", file=sys.stderr)
-            flags = [*self._model_flags, *self._served.flags(engine)]
-            stack = ExitStack()
-            server = stack.enter_context(engines.running(engine, flags, self._folder / f"{engine.name}.log"))
-            self._running[engine.name] = server, stack
+            self._running[engine.name] = self._start(engine)
         return self._running[engine.name][0]
+
+    def start(self, wanted: Sequence[engines.Engine]) -> Mapping[engines.Engine, Exception]:
+        """Ends all servers but these, and starts those of them that are not up, side by side; returns why some failed.
+
+        A start is mostly imports and compilation, so that on a machine with cores for all of them it takes the time of one.
+        """
+        if len(wanted) > self.n_most:
+            raise ValueError(
+                f"{len(wanted)} servers at once, and {self.n_most} are allowed: {[one.name for one in wanted]}"
+            )
+        for name in set(self._running) - {engine.name for engine in wanted}:
+            self.stop(name)
+        failed: dict[engines.Engine, Exception] = {}
+        with ThreadPoolExecutor(self.n_most) as pool:
+            begun = {one: pool.submit(self._start, one) for one in wanted if one.name not in self._running}
+            for engine, started in begun.items():
+                try:
+                    self._running[engine.name] = started.result()
+                except (ServerStartError, report.InvalidRunError) as error:
+                    failed[engine] = error
+        return failed
+
+    def _start(self, engine: engines.Engine) -> tuple[engines.Running, ExitStack]:
+        print(f"starting {engine.name}", file=sys.stderr)
+        flags = [*self._model_flags, *self._served.flags(engine)]
+        stack = ExitStack()
+        server = stack.enter_context(engines.running(engine, flags, self._folder / f"{engine.name}.log"))
+        return server, stack
 
     def why_failed(self, engine: engines.Engine, error: Exception) -> str | None:
         """What a rival that cannot be started, or ends under the load, is reported with; None for any other error."""
@@ -114,6 +142,11 @@ class Contest(NamedTuple):
     def smoke(self) -> Contest:
         """The fewest that can be compared."""
         return Contest(self.policies[:1], 1, self.ours[:1], self.references[-1:])
+
+    def first(self, n_most: int) -> list[engines.Engine]:
+        """So many of those that are measured first."""
+        rivals = [policy.on(reference) for reference in self.references for policy in self.policies]
+        return [*self.ours, *rivals][:n_most]
 
 
 def take_turns(

@@ -37,8 +37,10 @@ MODELS = (shapes.DEVICE_MODEL,) if shapes.HAS_CUDA else ("llama-3.1-8b-quarter",
 DEVICE_GIB = {"llama-3.1-8b": 24, "qwen-32b-fp8": 40, "llama-3.3-70b-fp8": 80}
 DEVICE_POSITIONS = 1 << 20  # a larger rotary table than the models have: memory is to be the limit, not they
 LEAST_OF_CARD = 0.95  # of the size that a card is sold by
-# SGLang's default depends on the size of the whole device; nothing is decoded here, and a start is shorter without those graphs.
-DEVICE_FLAGS = ("--mem-fraction-static", "0.88", "--disable-decode-cuda-graph")
+# Nothing is decoded here, and a start is shorter without those graphs.
+DEVICE_FLAGS = ("--disable-decode-cuda-graph",)
+# For stock: its default depends on the size of the whole device, which it takes for larger than it is here. Ours measures.
+STOCK_FLAGS = ("--mem-fraction-static", "0.88")
 DEVICE_TRIES, DEVICE_STEP = 4, 0.75
 MARGIN_TOKENS = 16
 # A server that does not start, refuses, ends, or leaves no memory for the input.
@@ -121,15 +123,15 @@ def main() -> int:
 
 
 @contextmanager
-def only(gib: int | None) -> Iterator[None]:
-    """On a CUDA device: leave so much of its memory to others, who then see a smaller device."""
-    if not shapes.HAS_CUDA or gib is None:
-        yield
-        return
+def only(gib: int | None) -> Iterator[float]:
+    """On a CUDA device: leave so much of its memory to others, who then see a smaller device; all that is free where a card that
+    is sold with so much shows less. Yields the GiB that are left.
+    """
     free_bytes, _ = torch.cuda.mem_get_info()
-    held = torch.empty(bytes_to_hold(free_bytes, gib), dtype=torch.uint8, device="cuda")
+    held_bytes = 0 if gib is None else bytes_to_hold(free_bytes, gib)
+    held = torch.empty(held_bytes, dtype=torch.uint8, device="cuda")
     try:
-        yield
+        yield (free_bytes - held_bytes) / 2**30
     finally:
         del held
         torch.cuda.empty_cache()
@@ -182,7 +184,7 @@ def difference_from_stock(folder: Path, n_tokens: int, logprobs: list[float]) ->
 
 def measure_on_device(model: str, engine: Engine) -> dict[str, Any]:
     """Does the same where the memory left by `only` is the budget. No answer at all is a result: None."""
-    with tempfile.TemporaryDirectory() as name, only(DEVICE_GIB.get(model)):
+    with tempfile.TemporaryDirectory() as name, only(DEVICE_GIB.get(model)) as left_gib:
         folder = shapes.write(model, Path(name))
         (folder / "config.json").write_text(
             json.dumps({**shapes.config(model), "max_position_embeddings": DEVICE_POSITIONS})
@@ -203,8 +205,9 @@ def measure_on_device(model: str, engine: Engine) -> dict[str, Any]:
             # What the engine says, if it fits, or a shorter one.
             served = first_that_fits(serve_one, predicted)
         except FAILURES as error:
-            return {"longest_input_tokens": None, "how": {"failed": str(error)[-500:]}, "served": None}
-    return {"longest_input_tokens": served["tokens"], "how": how, "served": served}
+            how, served = {"failed": str(error)[-500:]}, None
+    longest = None if served is None else served["tokens"]
+    return {"longest_input_tokens": longest, "how": how, "served": served, "gib_free": round(left_gib, 1)}
 
 
 def first_that_fits(serve: Callable[[int], dict[str, Any]], n_tokens: int) -> dict[str, Any]:
@@ -231,7 +234,7 @@ def weight_bytes(model: str) -> int:
     return int(2 * (config["num_hidden_layers"] * layer + embeddings + rotary))
 
 
-def common_flags(folder: Path) -> list[str]:
+def common_flags(engine: Engine, folder: Path) -> list[str]:
     return [
         *(shapes.weight_flags(folder) if list(folder.glob("*.safetensors")) else shapes.dummy_flags(folder)),
         "--sleep-on-idle",
@@ -241,12 +244,13 @@ def common_flags(folder: Path) -> list[str]:
         "--watchdog-timeout",
         "7200",
         *(DEVICE_FLAGS if shapes.HAS_CUDA else ()),
+        *(STOCK_FLAGS if shapes.HAS_CUDA and not engine.is_ours else ()),
     ]
 
 
 def ask_mil(engine: Engine, folder: Path, budget: list[str]) -> tuple[int, dict[str, Any]]:
     """`python -m sgl_prefill.mil` with the flags of the engine."""
-    command = [sys.executable, "-m", "sgl_prefill.mil", *common_flags(folder), *engine.flags, *budget]
+    command = [sys.executable, "-m", "sgl_prefill.mil", *common_flags(engine, folder), *engine.flags, *budget]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()
     if done.returncode != 0 or not lines:
@@ -316,7 +320,7 @@ def running(engine: Engine, folder: Path, flags: list[str]) -> Iterator[local_se
     """A healthy server that has answered one short request, whose prompt is not the beginning of the long one."""
     log = folder / "server.log"
     environment = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]}
-    all_flags = [*common_flags(folder), *engine.flags, *flags]
+    all_flags = [*common_flags(engine, folder), *engine.flags, *flags]
     server = local_server.start(engine.module, all_flags, log, environment=environment)
     try:
         record = requests.get(f"{server.url}/server_info", timeout=60).json().get("sgl_prefill")

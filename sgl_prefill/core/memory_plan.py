@@ -41,11 +41,12 @@ class MemoryPlan(NamedTuple):
 
 
 class InputDoesNotFitError(ValueError):
-    """There is no plan; how many tokens the longest input has that would fit."""
+    """There is no plan; how many tokens the longest input has that would fit, and what is missing for the one that was to."""
 
-    def __init__(self, largest_tokens: int, message: str) -> None:
+    def __init__(self, largest_tokens: int, missing_bytes: int, message: str) -> None:
         super().__init__(message)
         self.largest_tokens = largest_tokens
+        self.missing_bytes = missing_bytes
 
 
 def largest_input(use: MemoryUse, min_durable_tokens: int) -> int:
@@ -84,6 +85,7 @@ def plan_memory(
         fits = f"the longest input that fits has {largest} tokens" if largest else "no input fits"
         raise InputDoesNotFitError(
             largest,
+            max(needed - use.budget_bytes, 1),
             f"inputs of {max(max_input_tokens, 1)} tokens need {needed / 2**20:.0f} MiB beyond the weights"
             f" ({kept} durable KV slots among them), and there are {use.budget_bytes / 2**20:.0f} MiB:"
             f" {fits}",

@@ -42,6 +42,7 @@ class HybridBody:
         # computed, in buffers that are all written once. All other layers do the same in the same buffers, so that a
         # pass over any length costs next to nothing and takes the memory of a whole one.
         self.only_what_decides_memory = False
+        self.n_passes = 0  # that were sent here and not to SGLang's own layers
         # With several ranks: the buffers that they hold together, and how (`shared_rows`).
         self.shared: frozenset[int] = frozenset()
         self.exchange: Exchange | None = None

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOLERATED_SLOWDOWN = 1.03
-ROUNDS, ENOUGH_S = 5, 1.0  # rounds, fewer where they have taken so long
+# Rounds, no more than the device asks for (`Device.fewest_rounds`) where they have taken so long.
+ROUNDS, ENOUGH_S = 5, 1.0
 
 
 def choose_chunk_tokens(model: LoadedModel, asked_tokens: int | None) -> None:
@@ -53,10 +54,12 @@ def measure_chunk_tokens(split: SplitBody, device: Device, ranks: Ranks = ALONE)
     """
     candidates = device.chunk_candidates
     piece = split.pieces[len(split.pieces) // 2]
+    for chunk_tokens in candidates * device.warm_up_rounds:
+        _time_ms(piece, split, device, chunk_tokens, candidates[-1])
     best_ms = dict.fromkeys(candidates, float("inf"))
     started = time.perf_counter()
     for number in range(ROUNDS):  # in turn, so that a slow moment of the machine hits all
-        if number > 1 and ranks.of_first(time.perf_counter() - started > ENOUGH_S):
+        if number >= device.fewest_rounds and ranks.of_first(time.perf_counter() - started > ENOUGH_S):
             break
         for chunk_tokens in candidates:
             ms = _time_ms(piece, split, device, chunk_tokens, candidates[-1])

@@ -1,27 +1,38 @@
 """Buffers in CUDA memory whose tails are one and the same physical memory: the counterpart of `host.py`.
 
-    buffer i:   own handles, mapped as they are committed | gap, never touched | the one shared handle
+    buffer i:   own memory as far as it is committed | gap, never touched | shared memory, as far as it is committed | gap
+                0 ................. committed_own .... own_bytes ............ own_bytes + committed_shared ........ n_bytes
 
-An address range is reserved for each buffer at its full size; physical memory comes later (`commit_own`), once the profile
-run has shown how much is left. The driver's virtual memory calls are those of `cuda-python`.
+An address range is reserved for each buffer at its full size; physical memory comes later, once it is known how much is needed
+and how much is left (`commit_own`, `commit_shared`). The driver's virtual memory calls are those of `cuda-python`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from typing import Any
+import logging
+from typing import Any, NamedTuple
 
 import torch
 
-from sgl_prefill.errors import AliasedMemoryError
+from sgl_prefill.errors import AliasedMemoryError, NoMemoryLeftError
+
+logger = logging.getLogger(__name__)
+
+
+class _Piece(NamedTuple):
+    """Physical memory, and where it is mapped."""
+
+    handle: Any
+    n_bytes: int
+    addresses: list[int]
 
 
 class AliasedCudaMemory:
     """`n_buffers` buffers of `own_bytes` + `shared_bytes` each on one device, multiples of `granularity_bytes(device)`.
 
-    Only the shared tails and one granule of each buffer have memory at first. Raises AliasedMemoryError with the
-    driver's error where it refuses, with everything undone.
+    Only one granule of each buffer has memory at first. Raises AliasedMemoryError with the driver's error where it refuses,
+    NoMemoryLeftError where it has no more memory; what was made by the call that raises is undone.
     """
 
     def __init__(self, n_buffers: int, own_bytes: int, shared_bytes: int, device_index: int) -> None:
@@ -30,58 +41,130 @@ class AliasedCudaMemory:
         self._granularity_bytes = granularity_bytes(device_index)
         assert own_bytes % self._granularity_bytes == 0, (own_bytes, self._granularity_bytes)
         assert shared_bytes % self._granularity_bytes == 0, (shared_bytes, self._granularity_bytes)
-        self._own_bytes = own_bytes
+        self._own_bytes, self._shared_bytes = own_bytes, shared_bytes
         self._n_bytes = own_bytes + shared_bytes
-        self._committed_bytes = 0
+        self._committed_own = self._committed_shared = 0  # bytes of each buffer
         self._addresses: list[int] = []
-        self._mapped: list[tuple[int, int]] = []  # (address, bytes)
-        self._handles: list[Any] = []
+        self._own: list[_Piece] = []
+        self._shared: list[_Piece] = []
         try:
-            shared = self._create(shared_bytes)
             for _ in range(n_buffers):
                 address = self._call("cuMemAddressReserve", self._n_bytes, self._granularity_bytes, 0, 0)
                 self._addresses.append(int(address))
-                self._map(int(address) + own_bytes, shared_bytes, shared)
-            self.commit_own(min(self._granularity_bytes, own_bytes))
-        except AliasedMemoryError:
+            first = min(self._granularity_bytes, own_bytes)
+            self._back_own(first)  # torch asks the driver whose memory an address is: it must have some
+            self.tensors = [self._as_tensor(address) for address in self._addresses]
+            self._zero(self.tensors, 0, first)
+        except BaseException:
             self.close()
             raise
-        self.tensors = [self._as_tensor(address) for address in self._addresses]
+
+    @property
+    def backed_bytes(self) -> int:
+        """Counts the physical memory."""
+        return sum(piece.n_bytes for piece in (*self._own, *self._shared))
+
+    @property
+    def rounding_bytes(self) -> int:
+        """Returns how much more than was asked for `commit_own` and `commit_shared` may take, together."""
+        return (len(self._addresses) + 1) * self._granularity_bytes
 
     def commit_own(self, n_bytes: int) -> None:
-        """Back the first `n_bytes` of every buffer with memory, rounded up to the granularity; never takes any back."""
-        target = min(-(-n_bytes // self._granularity_bytes) * self._granularity_bytes, self._own_bytes)
-        missing = target - self._committed_bytes
-        if missing <= 0:
-            return
-        for address in self._addresses:
-            self._map(address + self._committed_bytes, missing, self._create(missing))
-        self._committed_bytes = target
+        """Back the first `n_bytes` of every buffer with zeros, rounded up to the granularity; never takes any back."""
+        start, end = self._committed_own, min(self._rounded(n_bytes), self._own_bytes)
+        if end > start:
+            self._back_own(end)
+            self._zero(self.tensors, start, end)
+
+    def commit_shared(self, n_bytes: int) -> None:
+        """Back the first `n_bytes` behind every buffer's own part with the same zeros; as `commit_own`."""
+        start, end = self._committed_shared, min(self._rounded(n_bytes), self._shared_bytes)
+        if end > start:
+            self._shared += self._backed(
+                [[address + self._own_bytes + start for address in self._addresses]], end - start
+            )
+            self._committed_shared = end
+            self._zero(self.tensors[:1], self._own_bytes + start, self._own_bytes + end)
+
+    def release_shared(self) -> None:
+        """Take all memory of the tail back, once nothing runs that may use it."""
+        _synchronize(self._device_index)
+        pieces, self._shared, self._committed_shared = self._shared, [], 0
+        _report(self._free(pieces))
 
     def close(self) -> None:
-        """Gives all memory back; idempotent. A driver that is shutting down may refuse; its memory goes with the process."""
-        with contextlib.suppress(AliasedMemoryError):
-            for address, n_bytes in self._mapped:
-                self._call("cuMemUnmap", address, n_bytes)
-            for handle in self._handles:
-                self._call("cuMemRelease", handle)
-            for address in self._addresses:
-                self._call("cuMemAddressFree", address, self._n_bytes)
-        self._mapped, self._handles, self._addresses = [], [], []
+        """Gives all memory back, once nothing runs that may use it; idempotent.
+
+        A call that the driver refuses keeps none of the others from being made: what it held goes with the process.
+        """
+        if not self._addresses:
+            return
+        try:
+            _synchronize(self._device_index)
+        except RuntimeError as error:  # the device has failed before: its memory is to be given back all the same
+            logger.warning("the device has not ended its work before its KV memory is given back: %s", error)
+        refused = self._free([*self._own, *self._shared])
+        for address in self._addresses:
+            refused += self._tried("cuMemAddressFree", address, self._n_bytes)
+        self._own, self._shared, self._addresses = [], [], []
+        self._committed_own = self._committed_shared = 0
+        _report(refused)
+
+    def _back_own(self, end: int) -> None:
+        start = self._committed_own
+        self._own += self._backed([[address + start] for address in self._addresses], end - start)
+        self._committed_own = end
+
+    def _zero(self, tensors: list[torch.Tensor], start: int, end: int) -> None:
+        """What the driver hands out may hold NaN, and attention may read a row that no request has written, with weight 0."""
+        for tensor in tensors:
+            tensor[start:end].zero_()
+        _synchronize(self._device_index)  # whichever stream uses it first
+
+    def _rounded(self, n_bytes: int) -> int:
+        return -(-n_bytes // self._granularity_bytes) * self._granularity_bytes
+
+    def _backed(self, targets: list[list[int]], n_bytes: int) -> list[_Piece]:
+        """Makes a piece of memory for each list of addresses, and maps it there. All or nothing."""
+        made: list[_Piece] = []
+        try:
+            for addresses in targets:
+                piece = _Piece(self._create(n_bytes), n_bytes, [])
+                made.append(piece)
+                for address in addresses:
+                    self._call("cuMemMap", address, n_bytes, 0, piece.handle, 0)
+                    piece.addresses.append(address)
+                    self._allow(address, n_bytes)
+        except AliasedMemoryError:
+            _report(self._free(made))
+            raise
+        return made
 
     def _create(self, n_bytes: int) -> Any:
-        handle = self._call("cuMemCreate", n_bytes, _properties(self._driver, self._device_index), 0)
-        self._handles.append(handle)
-        return handle
+        return self._call("cuMemCreate", n_bytes, _properties(self._driver, self._device_index), 0)
 
-    def _map(self, address: int, n_bytes: int, handle: Any) -> None:
-        self._call("cuMemMap", address, n_bytes, 0, handle, 0)
-        self._mapped.append((address, n_bytes))
+    def _allow(self, address: int, n_bytes: int) -> None:
         access = self._driver.CUmemAccessDesc()
         access.location.type = self._driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = self._device_index
         access.flags = self._driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self._call("cuMemSetAccess", address, n_bytes, [access], 1)
+
+    def _free(self, pieces: list[_Piece]) -> list[AliasedMemoryError]:
+        """Returns what was refused."""
+        refused: list[AliasedMemoryError] = []
+        for piece in pieces:
+            for address in piece.addresses:
+                refused += self._tried("cuMemUnmap", address, piece.n_bytes)
+            refused += self._tried("cuMemRelease", piece.handle)
+        return refused
+
+    def _tried(self, name: str, *arguments: Any) -> list[AliasedMemoryError]:
+        try:
+            self._call(name, *arguments)
+        except AliasedMemoryError as error:
+            return [error]
+        return []
 
     def _call(self, name: str, *arguments: Any) -> Any:
         return _call(self._driver, name, *arguments)
@@ -120,6 +203,10 @@ def _driver() -> Any:
         ) from error
 
 
+def _synchronize(device_index: int) -> None:
+    torch.cuda.synchronize(device_index)
+
+
 def _properties(driver: Any, device_index: int) -> Any:
     properties = driver.CUmemAllocationProp()
     properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -133,8 +220,14 @@ def _call(driver: Any, name: str, *arguments: Any) -> Any:
     error, *results = getattr(driver, name)(*arguments)
     if error != driver.CUresult.CUDA_SUCCESS:
         shown = ", ".join(str(argument) for argument in arguments if isinstance(argument, int))
-        raise AliasedMemoryError(
+        kind = NoMemoryLeftError if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY else AliasedMemoryError
+        raise kind(
             f"{name}({shown}) failed with {error}: lower --mem-fraction-static or --max-input-length,"
             " or start with --suffix-kv keep"
         )
     return results[0] if results else None
+
+
+def _report(refused: list[AliasedMemoryError]) -> None:
+    if refused:
+        logger.warning("KV memory goes with this process, since %d calls were refused: %s", len(refused), refused[0])

@@ -58,8 +58,16 @@ class AliasedHostMemory:
             ) from error
         self.tensors = [self._as_tensor(address) for address in self._addresses]
 
+    backed_bytes = rounding_bytes = 0  # the kernel commits on first use, and counts by itself
+
     def commit_own(self, n_bytes: int) -> None:
-        """Does nothing on a host: the kernel commits on first use."""
+        """Does nothing on a host: the kernel commits zeros on first use."""
+
+    def commit_shared(self, n_bytes: int) -> None:
+        """Does nothing either."""
+
+    def release_shared(self) -> None:
+        """Does nothing either."""
 
     def close(self) -> None:
         """Gives all memory back; idempotent."""

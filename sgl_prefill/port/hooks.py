@@ -25,6 +25,7 @@ from sgl_prefill.port import (
     namespaces,
     out_of_memory,
     processes,
+    replays,
     reply_facts,
     scheduler,
     shared_prefixes,
@@ -200,6 +201,15 @@ HOOKS: tuple[Hook, ...] = (
         feature="shared-prefixes-asked",
         reason="the CPU kernel is told to read no prefix for several, and what is asked for in vain is refused",
         function=shared_prefixes.after_init_attention_backends,
+        takes_state=True,
+    ),
+    Hook(
+        target="sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph",
+        kind="around",
+        process="scheduler",
+        feature="accelerator",
+        reason="a replay knows nothing of answers of several tokens, and the start compares paths without it",
+        function=replays.around_can_run_graph,
         takes_state=True,
     ),
     Hook(
@@ -786,6 +796,27 @@ RELIED_UPON: tuple[Relied, ...] = (
         "sglang.srt.model_executor.model_runner_components.layer_setup.compute_attention_and_moe_layers",
         "lists the layers that it holds",
     ),
+    Relied(
+        "sglang.srt.model_executor.model_runner.ModelRunner._forward_raw",
+        "asks before each extend whether to replay it",
+    ),
+    Relied(
+        "sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.load_batch",
+        "a replay has no ids of requests, and its padding the slot that is nobody's",
+    ),
+    Relied(
+        "sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner._execute_body_capture",
+        "logits are computed behind the graph, and our dispatcher is put back",
+    ),
+    Relied(
+        "sglang.srt.model_executor.model_runner_components.cuda_graph_setup.capture_prefill_graph",
+        "records what our dispatcher leaves to SGLang's layers",
+    ),
+    Relied("sglang.srt.server_args.ServerArgs._generate_prefill_cuda_graph_batch_sizes", "42 sizes up to 2,048 tokens"),
+    Relied(
+        "sglang.srt.layers.deep_gemm_wrapper.compile_utils.update_deep_gemm_config",
+        "SGLANG_JIT_DEEPGEMM_FAST_WARMUP lets it compile typical sizes alone",
+    ),
     Relied("sglang.srt.model_executor.runner.eager_runner.EagerRunner.load_batch", "copies inputs unless told not to"),
     Relied("sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend", "the start runs batches of its own"),
     Relied(
@@ -811,6 +842,7 @@ def hooks_for(config: PrefillConfig, process: str) -> tuple[Hook, ...]:
         "scheduling": config.has_policy,
         "hybrid-prefill": config.hybrid_prefill != "off",
         "suffix-kv": config.evicts_suffix_kv,
+        "accelerator": not this_device().is_host,
         "no-accelerator": this_device().is_host,
         "neighbours": config.shared_prefix_attention != "off" and not this_device().is_host,
         "shared-prefixes-asked": config.shared_prefix_attention

@@ -78,6 +78,12 @@ def body_of(model_runner: ModelRunner) -> torch.nn.Module:
     pool = model_runner.token_to_kv_pool
     if not isinstance(pool, MHATokenToKVPool) or isinstance(pool, SWAKVPool):
         raise UntraceableModelError(f"its KV cache is SGLang's {type(pool).__name__}, not one of plain K and V heads")
+    backend = prefill_backend(model_runner.attn_backend)
+    if pool.dtype != model_runner.dtype and gathers_kv(backend):
+        raise UntraceableModelError(
+            f"its KV cache holds {pool.dtype}, and {type(backend).__name__} wants K and V of a batch in {model_runner.dtype}, as"
+            " they are computed: a hybrid pass has them in the cache alone (--attention-backend fa3 reads all from there)"
+        )
     body = getattr(model_runner.model, "model", None)
     if not isinstance(body, torch.nn.Module):
         try:
@@ -214,6 +220,7 @@ def _route(body: torch.nn.Module, hybrid: HybridBody, context: ExpertContext, *,
             "out_cache_loc": forward_batch.out_cache_loc,
         }
         last_rows = _last_rows(forward_batch) if reads_last_rows else None
+        hybrid.n_passes += 1
         with context.of(forward_batch):
             return hybrid.run(token_rows, BatchIO(forward_batch, layers), last_rows)
 
@@ -271,9 +278,10 @@ class BatchIO:
             self._backend.attend_into(output, query, layer, only_last_rows=only_last_rows)
             return
         assert not only_last_rows
-        # Some backends read a batch's own K and V from their arguments, not from the pool.
-        key = self._own_rows(self._pool.get_key_buffer(layer_id))
-        value = self._own_rows(self._pool.get_value_buffer(layer_id))
+        key = value = None
+        if gathers_kv(self._backend):
+            key = self._own_rows(self._pool.get_key_buffer(layer_id))
+            value = self._own_rows(self._pool.get_value_buffer(layer_id))
         self._batch._attn_output = output  # where SGLang's FlashAttention backend writes, sparing a copy
         result = self._backend.forward(query, key, value, layer, self._batch, save_kv_cache=False)
         if result.data_ptr() != output.data_ptr():
@@ -314,3 +322,13 @@ def _picks(backend: Any) -> bool:
 def _attends_in_place(backend: Any) -> bool:
     """Tells whether the attention backend is ours, which may write its output over the queries."""
     return hasattr(prefill_backend(backend), "attend_into")
+
+
+def gathers_kv(backend: Any) -> bool:
+    """Tells whether a backend reads a batch's own K and V from its arguments, which costs a copy where their slots lie apart.
+    Ours and SGLang's FlashAttention read all from the pool."""
+    if _attends_in_place(backend):
+        return False
+    # By name: its module loads a device's kernels.
+    is_flash = any(kind.__name__ == "FlashAttentionBackend" for kind in type(backend).__mro__)
+    return not is_flash or bool(backend.fa_skip_kv_cache)

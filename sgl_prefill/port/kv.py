@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sgl_prefill.core.kv_plan import ceil_to, plan_kv
+from sgl_prefill.core.kv_plan import ceil_to, floor_to, plan_kv
+from sgl_prefill.core.ranks import smallest
+from sgl_prefill.device import device_of
 from sgl_prefill.engine_state import EngineState
 from sgl_prefill.errors import UnsupportedModelError
 from sgl_prefill.port import background, reply_facts, request_state
 from sgl_prefill.port.kv_allocator import SuffixKVAllocator
 from sgl_prefill.port.kv_pool import SuffixKVPool
+from sgl_prefill.port.ranks import these_ranks
+from sgl_prefill.preflight import DEVICE_MEMORY_FRACTION
 
 if TYPE_CHECKING:
     import torch
@@ -51,8 +55,8 @@ def around_build_pool(
     _refuse_other_pools(configurator)
     model = configurator.model_config
     return SuffixKVPool(
-        durable_tokens=options["sizes"].max_total_num_tokens,
-        # For the longest input; host memory for it is committed only as it is used.
+        durable_tokens=_most_durable_tokens(configurator, options["sizes"].max_total_num_tokens),
+        # For the longest input; memory for it comes only as it is used, or once the plan has been made.
         scratch_tokens=ceil_to(state.config.max_input_length or model.context_len, configurator.pool_page_size),
         page_size=configurator.pool_page_size,
         dtype=configurator.kv_cache_dtype,
@@ -65,6 +69,23 @@ def around_build_pool(
         start_layer=configurator.layer_info.start_layer,
         end_layer=configurator.layer_info.end_layer,
     )
+
+
+def _most_durable_tokens(configurator: KVCacheConfigurator, sglangs_tokens: int) -> int:
+    """Returns SGLang's number where the user has set it; on a device else all that is free now, since only as much gets memory
+    as the profile run leaves (see `preflight.DEVICE_MEMORY_FRACTION`).
+    """
+    from sglang.srt.runtime_context import get_parallel, get_schedule
+
+    device, schedule = device_of(configurator.device), get_schedule()
+    is_set = schedule.max_total_tokens is not None or schedule.mem_fraction_static < DEVICE_MEMORY_FRACTION
+    if device.backs_on_use or is_set:
+        return sglangs_tokens
+    model = configurator.model_config
+    row_bytes = model.get_num_kv_heads(get_parallel().attn_tp_size) * (model.head_dim + model.v_head_dim)
+    per_token = row_bytes * configurator.kv_cache_dtype.itemsize * configurator.layer_info.num_effective_layers
+    (free_bytes,) = smallest(these_ranks(), [device.free_bytes()])
+    return max(floor_to(free_bytes // per_token, configurator.pool_page_size), sglangs_tokens)
 
 
 def _refuse_other_pools(configurator: KVCacheConfigurator) -> None:

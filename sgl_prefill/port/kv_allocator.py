@@ -71,6 +71,11 @@ class SuffixKVAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         self.size, self.num_pages = durable_tokens, durable_tokens // self.page_size
         self.clear()
 
+    def resize_scratch(self, scratch_tokens: int) -> None:
+        """Lend this many slots at most from now on; none of them may be lent."""
+        assert self.n_scratch_lent == 0, self.n_scratch_lent
+        self.scratch_tokens = scratch_tokens
+
     def _alloc_planned(self, n_tokens: int) -> torch.Tensor:
         assert self._plans is not None
         assert n_tokens == sum(plan.n_input - plan.n_cached for plan in self._plans), (n_tokens, self._plans)

@@ -33,40 +33,83 @@ class SuffixKVPool(MHATokenToKVPool):  # type: ignore[misc]
     """
 
     def __init__(self, durable_tokens: int, scratch_tokens: int, **options: Any) -> None:
-        """Makes the pool. `durable_tokens` is an upper limit: only what `commit` names gets memory. Both are rounded up to
-        what the mapping granularity asks for.
+        """Makes the pool. Both are upper limits: only what `commit` and `commit_scratch` name gets memory. They are rounded up
+        to what the mapping granularity asks for.
         """
         page_size: int = options["page_size"]
         unit = _slots_per_granule(options)
+        self.most_durable_tokens = durable_tokens
         self.durable_tokens = ceil_to(durable_tokens + page_size, unit) - page_size
         self.scratch_tokens = ceil_to(scratch_tokens, unit)
         self.first_scratch_slot = page_size + self.durable_tokens
+        self.backed_scratch_tokens = self.scratch_tokens if device_of(options["device"]).backs_on_use else 0
         self._memory: list[AliasedMemory] = []
-        super().__init__(self.durable_tokens + self.scratch_tokens, enable_alt_stream=False, **options)
+        try:
+            super().__init__(self.durable_tokens + self.scratch_tokens, enable_alt_stream=False, **options)
+            self._commit_own(0)  # the padding page, which SGLang reads and writes before there is a plan
+        except BaseException:
+            self.close()
+            raise
         atexit.register(self.close)
+
+    @property
+    def backed_bytes(self) -> int:
+        """Counts the physical memory of a device behind the buffers; on a host 0."""
+        return sum(memory.backed_bytes for memory in self._memory)
+
+    @property
+    def rounding_bytes(self) -> int:
+        """Returns how much more memory of a device than their slots all durable and scratch slots may take; on a host 0."""
+        if device_of(self.device).backs_on_use:
+            return 0
+        padding: int = self.layer_num * self.page_size * sum(self._row_bytes())
+        return padding + sum(memory.rounding_bytes for memory in self._memory)
 
     def commit(self, durable_tokens: int) -> None:
         """Give the first `durable_tokens` durable slots memory, once it is known how many fit."""
         assert durable_tokens <= self.durable_tokens
+        self._commit_own(durable_tokens)
         self.durable_tokens = durable_tokens
+
+    def commit_scratch(self, n_tokens: int) -> None:
+        """Give the first `n_tokens` scratch slots memory. Raises NoMemoryLeftError, and some of them may have it then."""
+        assert n_tokens <= self.scratch_tokens, (n_tokens, self.scratch_tokens)
+        if n_tokens <= self.backed_scratch_tokens:
+            return
         for memory, row_bytes in zip(self._memory, self._row_bytes(), strict=True):
-            memory.commit_own((self.page_size + durable_tokens) * row_bytes)
+            memory.commit_shared(n_tokens * row_bytes)
+        self.backed_scratch_tokens = n_tokens
+
+    def release_scratch(self) -> None:
+        """Take a device's memory for scratch back."""
+        if device_of(self.device).backs_on_use:
+            return
+        for memory in self._memory:
+            memory.release_shared()
+        self.backed_scratch_tokens = 0
 
     def fill_scratch(self, value: float, n_tokens: int | None = None) -> None:
-        """Fills scratch, for checks: whatever reads scratch that it has not written must show. None: all of it."""
+        """Fills scratch, for checks: whatever reads scratch that it has not written must show. None: all that has memory."""
         first = self.first_scratch_slot
-        last = None if n_tokens is None else first + n_tokens
+        last = first + (self.backed_scratch_tokens if n_tokens is None else n_tokens)
         for buffer in (self.k_buffer[0], self.v_buffer[0]):
             buffer[first:last] = value
 
+    def _commit_own(self, durable_tokens: int) -> None:
+        for memory, row_bytes in zip(self._memory, self._row_bytes(), strict=True):
+            memory.commit_own((self.page_size + durable_tokens) * row_bytes)
+
     def close(self) -> None:
+        """Gives all memory back; no buffer may be touched after it. Idempotent."""
         for memory in self._memory:
             memory.close()
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
         """Returns (K, V): physical memory, scratch counted once."""
         slots = self.page_size + self.durable_tokens
-        key, value = ((self.layer_num * slots + self.scratch_tokens) * row_bytes for row_bytes in self._row_bytes())
+        key, value = (
+            (self.layer_num * slots + self.backed_scratch_tokens) * row_bytes for row_bytes in self._row_bytes()
+        )
         return key, value
 
     def _row_bytes(self) -> tuple[int, int]:

@@ -13,17 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sgl_prefill.core.gpu_memory import margin_bytes, model_name
+from sgl_prefill.core.kv_plan import ceil_to
 from sgl_prefill.core.memory_plan import MemoryPlan
 from sgl_prefill.cpu import experts, fused
 from sgl_prefill.cpu.native.build import digest
 from sgl_prefill.cpu.native.library import native
 from sgl_prefill.device import device_of
 from sgl_prefill.engine_state import EngineState
-from sgl_prefill.port import request_state
-from sgl_prefill.port.hybrid import ExpertContext, body_of, prefill_backend, quant_config_of
+from sgl_prefill.port import replays, request_state
+from sgl_prefill.port.hybrid import ExpertContext, body_of, gathers_kv, prefill_backend, quant_config_of
 from sgl_prefill.port.kv_allocator import SuffixKVAllocator
 from sgl_prefill.port.ranks import tensor_exchange, these_ranks
 from sgl_prefill.port.stable_answers import make_stable
+from sgl_prefill.preflight import DEVICE_MEMORY_FRACTION
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -55,6 +58,7 @@ class SglangModel:
         self.context_tokens: int = runner.model_config.context_len
         self.vocab_size: int = runner.model_config.vocab_size
         self.is_generation: bool = runner.is_generation
+        self.name: str = model_name(runner.model_config.model_path)
         self.is_evicting = isinstance(runner.token_to_kv_pool_allocator, SuffixKVAllocator)
 
     @property
@@ -76,7 +80,8 @@ class SglangModel:
 
     @property
     def most_durable_tokens(self) -> int:
-        return int(self.runner.max_total_num_tokens)
+        pool = self.runner.token_to_kv_pool
+        return int(pool.most_durable_tokens if self.is_evicting else self.runner.max_total_num_tokens)
 
     @property
     def scratch_tokens(self) -> int:
@@ -95,8 +100,23 @@ class SglangModel:
     def n_places(self) -> int:
         return int(self.runner.req_to_token_pool.available_size())
 
+    def gathered_kv_bytes_per_token(self) -> int:
+        gathers = self.hybrid is not None and gathers_kv(prefill_backend(self.runner.attn_backend))
+        return self.kv_bytes_per_token()[0] if gathers else 0
+
     def step(self, prompts: Sequence[Sequence[int]], cached_slots: torch.Tensor | None = None) -> MadeUpStep:
+        if self.is_evicting:
+            n_cached = 0 if cached_slots is None else len(cached_slots)
+            n_new = sum(ceil_to(len(prompt) - n_cached, self.page_size) for prompt in prompts)
+            self.runner.token_to_kv_pool.commit_scratch(min(n_new, self.scratch_tokens))
         return MadeUpStep(self.runner, prompts, cached_slots)
+
+    @property
+    def most_replayed_tokens(self) -> int:
+        return replays.most_tokens(self.runner)
+
+    def without_graphs(self) -> AbstractContextManager[None]:
+        return replays.none(self._state)
 
     def last_slots(self, n_tokens: int) -> torch.Tensor:
         allocator = self.runner.token_to_kv_pool_allocator
@@ -108,6 +128,8 @@ class SglangModel:
 
     def forget_slots(self) -> None:
         self.runner.token_to_kv_pool_allocator.clear()
+        if self.is_evicting:
+            self.runner.token_to_kv_pool.release_scratch()
 
     @contextmanager
     def only_durable(self, n_tokens: int) -> Iterator[None]:
@@ -123,7 +145,14 @@ class SglangModel:
             allocator.resize_durable(before)
 
     def poison_scratch(self, n_tokens: int) -> None:
-        self.runner.token_to_kv_pool.fill_scratch(float("nan"), n_tokens)
+        self._fill_scratch(float("nan"), n_tokens)
+
+    def clean_scratch(self, n_tokens: int) -> None:
+        self._fill_scratch(0.0, n_tokens)
+
+    def _fill_scratch(self, value: float, n_tokens: int) -> None:
+        pool = self.runner.token_to_kv_pool
+        pool.fill_scratch(value, min(n_tokens + self.page_size, pool.backed_scratch_tokens))
 
     @contextmanager
     def only_last_block(self) -> Iterator[None]:
@@ -166,13 +195,19 @@ class SglangModel:
         return layers
 
     def apply(self, plan: MemoryPlan) -> None:
-        """Give the KV pool the plan's durable slots."""
+        """Give the KV pool the plan's durable slots, and scratch for its longest input."""
         from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 
         runner = self.runner
         allocator = runner.token_to_kv_pool_allocator
         if isinstance(allocator, SuffixKVAllocator):
-            runner.token_to_kv_pool.commit(plan.durable_tokens)
+            pool = runner.token_to_kv_pool
+            # What the profile run has left, in the pool and with torch, is not for the driver to give away.
+            self.forget_slots()
+            self.device.release_unused()
+            pool.commit_scratch(min(ceil_to(plan.max_input_tokens, self.page_size), pool.scratch_tokens))
+            pool.commit(plan.durable_tokens)
+            allocator.resize_scratch(pool.backed_scratch_tokens)
             allocator.resize_durable(plan.durable_tokens)
         elif type(allocator) in (PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator):
             # Its own `resize` leaves the number of pages alone where a page is one token.
@@ -182,14 +217,28 @@ class SglangModel:
             return  # a pool of several parts: SGLang has divided it, and the plan only limits the input
         runner.max_total_num_tokens = plan.durable_tokens
 
-    def slack_bytes(self) -> int:
-        """Returns what --mem-fraction-static leaves free on a device; on a host activations are part of the budget."""
+    def close(self) -> None:
+        """Gives the KV pool's memory back where the start has failed; nothing runs after it."""
+        if self.is_evicting:
+            self.runner.token_to_kv_pool.close()
+
+    def room_bytes(self, kv_bytes: int) -> int:
         if self.device.budget_holds_activations:
-            return 0
+            return kv_bytes
+        self.device.synchronize()
+        self.device.release_unused()
+        free_bytes = self.device.free_bytes() - margin_bytes(self.device.total_bytes())
+        if not self.is_evicting:
+            return free_bytes
+        pool = self.runner.token_to_kv_pool
+        return free_bytes + int(pool.backed_bytes - pool.rounding_bytes)
+
+    def kv_limit_bytes(self, kv_bytes: int) -> int | None:
         from sglang.srt.runtime_context import get_schedule
 
-        free_bytes = int(self.runner.pre_model_load_memory * 2**30)
-        return int(free_bytes * (1 - get_schedule().mem_fraction_static))
+        if self.device.budget_holds_activations or get_schedule().mem_fraction_static >= DEVICE_MEMORY_FRACTION:
+            return None
+        return kv_bytes
 
 
 class MadeUpStep:
@@ -199,6 +248,7 @@ class MadeUpStep:
         self, runner: ModelRunner, prompts: Sequence[Sequence[int]], cached_slots: torch.Tensor | None = None
     ) -> None:
         self._runner = runner
+        self.was_replayed = False
         prefix = torch.empty(0, dtype=torch.int64, device=runner.device) if cached_slots is None else cached_slots
         self._reqs = [_request(f"made-up-{index}", token_ids, prefix) for index, token_ids in enumerate(prompts)]
 
@@ -221,7 +271,9 @@ class MadeUpStep:
         if batch.input_ids is None:
             batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
         forward_batch = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
-        output = runner.forward(forward_batch).logits_output
+        result = runner.forward(forward_batch)
+        self.was_replayed = bool(result.can_run_graph)
+        output = result.logits_output
         values: torch.Tensor = output.next_token_logits if runner.is_generation else output.embeddings
         return values.float()
 
@@ -231,6 +283,8 @@ class MadeUpStep:
     def release(self) -> None:
         allocator = self._runner.token_to_kv_pool_allocator
         for req in self._reqs:
+            if req.req_pool_idx is None:  # memory ran out before it had slots
+                continue
             plan = request_state.of(req).kv_plan
             n_durable = len(req.origin_input_ids) if plan is None else plan.n_durable
             n_cached = len(req.prefix_indices)

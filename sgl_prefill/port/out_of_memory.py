@@ -12,18 +12,13 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from sgl_prefill.device import device_of
+from sgl_prefill.device import device_of, is_out_of_memory
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
-
-# PyTorch's CPU allocator raises a plain RuntimeError.
-CPU_ALLOCATOR_TEXT = "can't allocate memory"
 
 
 class FailedPass:
@@ -52,10 +47,6 @@ def around_process_batch_result(
     """Hook: nothing is left to do for a failed pass."""
     if not isinstance(result, FailedPass):
         original(scheduler, batch, result)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or CPU_ALLOCATOR_TEXT in str(error)
 
 
 def _fail(scheduler: Scheduler, batch: ScheduleBatch, reason: str) -> None:

@@ -14,17 +14,20 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import requests
 
 from sgl_prefill.config import PrefillConfig
+from sgl_prefill.device import device_of, is_out_of_memory
 from sgl_prefill.engine_state import EngineState
-from sgl_prefill.errors import SglPrefillError
+from sgl_prefill.errors import MemoryPlanError, SglPrefillError
 from sgl_prefill.port import prefork, priority
 from sgl_prefill.port.prefork import Launcher, ParentEnvironment
+from sgl_prefill.startup import card_check
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -75,16 +78,43 @@ def _activate_or_end(config: PrefillConfig, process: str, launcher: Launcher) ->
 def around_scheduler_init(
     state: EngineState, original: Callable[..., None], scheduler: Scheduler, *arguments: Any, **options: Any
 ) -> None:
-    """Hook: an error that was written for people is shown as it is, and ends the start."""
+    """Hook: an error that was written for people is shown as it is, and ends the start. On a device: whether the model's weights
+    fit is seen before they are loaded, and running out of memory is such an error too.
+    """
+    server_args, _, gpu_id, tp_rank, *_ = arguments if arguments[3:] else _scheduler_arguments(*arguments, **options)
     try:
-        original(scheduler, *arguments, **options)
+        with _named_out_of_memory(server_args, gpu_id):
+            original(scheduler, *arguments, **options)
     except SglPrefillError as error:
         if state.launcher is None:  # nobody waits for this scheduler but who made it
             raise
-        _, _, _, tp_rank, *_ = arguments  # of (server_args, port_args, gpu_id, tp_rank, ...)
         if tp_rank > 0:
             time.sleep(OTHER_RANKS_WAIT_S)
         end_with_launcher(error, state.launcher)
+
+
+def _scheduler_arguments(
+    server_args: ServerArgs, port_args: PortArgs, gpu_id: int, tp_rank: int, **_: Any
+) -> tuple[Any, ...]:
+    return server_args, port_args, gpu_id, tp_rank
+
+
+@contextmanager
+def _named_out_of_memory(server_args: ServerArgs, gpu_id: int) -> Iterator[None]:
+    """On a device: refuses weights that do not fit, and says what it means that memory has run out. Raises MemoryPlanError."""
+    device = device_of(server_args.device if server_args.device == "cpu" else f"{server_args.device}:{gpu_id}")
+    if device.is_host:
+        yield
+        return
+    is_changed = server_args.quantization is not None or server_args.cpu_offload_gb > 0
+    free_bytes = device.free_bytes()
+    card_check.check(device, server_args.model_path, server_args.tp_size, loads_all_as_it_is=not is_changed)
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryPlanError(card_check.out_of_memory(device, server_args.model_path, free_bytes, error)) from error
 
 
 def end_with_launcher(error: SglPrefillError, launcher: Launcher) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sgl_prefill.core.gpu_memory import model_name
 from sgl_prefill.core.ranks import Ranks, smallest
 from sgl_prefill.device import device_of
 from sgl_prefill.engine_state import ANSWERS_KEY, PACKS_WEIGHTS_KEY, RECORD_KEY, EngineState
@@ -12,6 +13,7 @@ from sgl_prefill.errors import MemoryPlanError
 from sgl_prefill.port import answer_trees
 from sgl_prefill.port.loaded_model import SglangModel, weights_bytes
 from sgl_prefill.port.ranks import these_ranks
+from sgl_prefill.startup import card_check
 from sgl_prefill.startup.prepare import ANSWER_MARGIN_TOKENS, prepare
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ def around_profile_available_bytes(
     if budget_gb is None and ranks.count > 1:  # all of them are on this machine
         budget_gb = round(get_schedule().mem_fraction_static * pre_model_load_memory, 2)
     if not device_of(configurator.device).is_host or budget_gb is None:
-        n_bytes = original(configurator, pre_model_load_memory)
+        n_bytes = _sglangs_bytes(original, configurator, pre_model_load_memory)
     else:
         weights = weights_bytes(configurator.model)
         n_bytes = int(budget_gb * 2**30) // ranks.count - weights
@@ -43,6 +45,24 @@ def around_profile_available_bytes(
     (n_bytes,) = smallest(ranks, [n_bytes])
     state.memory_beyond_weights_bytes = n_bytes
     return n_bytes
+
+
+def _sglangs_bytes(
+    original: Callable[..., int], configurator: KVCacheConfigurator, pre_model_load_memory: float
+) -> int:
+    from sglang.srt.runtime_context import get_schedule
+
+    try:
+        return original(configurator, pre_model_load_memory)
+    except ValueError as error:
+        device = device_of(configurator.device)
+        if device.is_host:
+            raise
+        name = model_name(configurator.model_config.model_path)
+        weights, fraction = weights_bytes(configurator.model), get_schedule().mem_fraction_static
+        raise MemoryPlanError(
+            card_check.no_room_for_kv(device, name, weights, device.free_bytes(), fraction)
+        ) from error
 
 
 def _for_each(ranks: Ranks) -> str:
@@ -64,7 +84,11 @@ def around_get_worker_info(
     if state.memory_plan is None:
         model = SglangModel(state, worker.model_runner)
         state.n_ranks = model.ranks.count
-        prepare(state, model)
+        try:
+            prepare(state, model)
+        except BaseException:
+            model.close()
+            raise
     assert state.memory_plan is not None
     longest = state.memory_plan.max_input_tokens
     max_total, max_prefill, max_running, max_queued, max_req, _, *rest = original(worker)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class MadeUpStep(Protocol):
     """Requests without clients that run in one forward pass."""
 
+    was_replayed: bool  # from a CUDA graph; known once it has run
+
     def run(self) -> torch.Tensor:
         """Runs prompts. Returns, in float32, logits of each prompt's last token, [prompts, vocabulary]; or embeddings,
         [prompts, dimensions].
@@ -37,6 +39,7 @@ class MadeUpStep(Protocol):
 class LoadedModel(Protocol):
     """A model with its KV pool, before the first request: nobody holds a slot."""
 
+    name: str  # for messages
     device: Device
     exchange: Exchange | None  # between the ranks; None where there is one
     ranks: Ranks  # that hold a part of it each; all take the same steps of the start together
@@ -75,12 +78,29 @@ class LoadedModel(Protocol):
         """Returns the bytes (of one layer, of all layers)."""
         ...
 
+    def gathered_kv_bytes_per_token(self) -> int:
+        """Returns what attention copies of a batch's own K and V, one layer at a time, where their slots lie apart. In scratch,
+        where made-up inputs lie, they do not."""
+        ...
+
     def n_places(self) -> int:
         """Returns how many requests one step can hold."""
         ...
 
     def step(self, prompts: Sequence[Sequence[int]], cached_slots: torch.Tensor | None = None) -> MadeUpStep:
-        """Runs nothing yet. cached_slots: KV slots that hold the same prefix of every prompt already, one a token."""
+        """Runs nothing yet. cached_slots: KV slots that hold the same prefix of every prompt already, one a token.
+
+        Raises NoMemoryLeftError where a device has none for the scratch of these prompts.
+        """
+        ...
+
+    @property
+    def most_replayed_tokens(self) -> int:
+        """Returns how many tokens a step has at most that is replayed from a CUDA graph, 0 where there are no graphs."""
+        ...
+
+    def without_graphs(self) -> AbstractContextManager[None]:
+        """Lets every step launch its kernels one by one while the block runs."""
         ...
 
     def last_slots(self, n_tokens: int) -> torch.Tensor:
@@ -88,7 +108,7 @@ class LoadedModel(Protocol):
         ...
 
     def forget_slots(self) -> None:
-        """Hears that all of them are free again."""
+        """Hears that all of them are free again; takes a device's memory for scratch back."""
         ...
 
     def only_durable(self, n_tokens: int) -> AbstractContextManager[None]:
@@ -96,7 +116,11 @@ class LoadedModel(Protocol):
         ...
 
     def poison_scratch(self, n_tokens: int) -> None:
-        """Fills scratch: whoever reads scratch that it has not written gets NaN."""
+        """Fills scratch for so many tokens and a page more: whoever reads scratch that it has not written gets NaN."""
+        ...
+
+    def clean_scratch(self, n_tokens: int) -> None:
+        """Fills as much with zeros."""
         ...
 
     def only_last_block(self) -> AbstractContextManager[None]:
@@ -117,10 +141,16 @@ class LoadedModel(Protocol):
         what was checked. Raises UnsupportedModelError, naming every part of the model that keeps this from holding."""
         ...
 
-    def slack_bytes(self) -> int:
-        """Returns the memory for activations that SGLang leaves free beside the KV budget."""
+    def room_bytes(self, kv_bytes: int) -> int:
+        """Returns the memory for activations and KV. kv_bytes: what SGLang found for its pool. On a device: what is free now or
+        behind the pool, less a margin.
+        """
+        ...
+
+    def kv_limit_bytes(self, kv_bytes: int) -> int | None:
+        """Returns what --mem-fraction-static leaves for KV beside the weights, None where it sets no limit."""
         ...
 
     def apply(self, plan: MemoryPlan) -> None:
-        """Give the KV pool the plan's durable slots."""
+        """Give the KV pool the plan's durable slots, and scratch for its longest input. Raises AliasedMemoryError."""
         ...

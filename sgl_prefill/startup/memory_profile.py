@@ -3,7 +3,8 @@
 Made-up inputs of several lengths run, each with no durable slot. Activations grow linearly with the input, so that two lengths
 give the fixed part and the part for each token.
 
-- On a device the longest input runs in full, and one of half its length, and the allocator names the peak of each.
+- On a device the longest input runs in full, and one of half its length, and the allocator names the peak of each. Where that
+  runs out of memory and the user has named no length, a shorter one is the longest.
 - On a host a whole run of the longest input would take minutes. There the tensors' part comes from what PyTorch's profiler
   says of its allocator, which is exact, at lengths that show the slope, from passes that compute what decides the peak: the
   first and the last chunk of a few pieces and the last block of their attention (`HybridBody.only_what_decides_memory`,
@@ -15,16 +16,24 @@ The result is kept on disk under everything that it depends on.
 
 from __future__ import annotations
 
+import functools
+import gc
+import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from sgl_prefill import disk_cache, tensor_memory
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.memory_plan import MemoryUse
 from sgl_prefill.core.ranks import smallest
-from sgl_prefill.errors import MemoryPlanError
+from sgl_prefill.device import is_out_of_memory
+from sgl_prefill.errors import MemoryPlanError, NoMemoryLeftError
 from sgl_prefill.startup.loaded_model import LoadedModel
+
+logger = logging.getLogger(__name__)
+Measured = TypeVar("Measured")
 
 # What malloc holds beside the tensors varies from run to run: by this factor, and with any model up to so much.
 HOST_MARGIN = 1.5
@@ -34,6 +43,9 @@ HOST_FIRST_TOKENS = 8192  # the CPU attention's tiles grow up to here
 HOST_LONGEST_TOKENS = 32768
 HOST_PLAIN_PATH_TOKENS = 1024
 DEVICE_FIRST_TOKENS = 8192
+SHORTER = 0.75  # the next length, where memory has run out
+FEWEST_TOKENS = 16
+UNBOUNDED_TOKENS = sys.maxsize
 
 
 class Activations(NamedTuple):
@@ -41,85 +53,175 @@ class Activations(NamedTuple):
 
     fixed_bytes: int
     bytes_per_token: float
+    longest_tokens: int = UNBOUNDED_TOKENS  # a longer input has run out of memory, or may do so
 
 
-def measure_activations(model: LoadedModel, config: PrefillConfig, limit_tokens: int, budget_bytes: int) -> Activations:
+def measure_activations(model: LoadedModel, config: PrefillConfig, limit_tokens: int, kv_bytes: int) -> Activations:
     """Measures activations: from this model's cached profile, or by running inputs of at most `limit_tokens`.
 
-    Raises MemoryPlanError before running an input that shorter ones show to be far over `budget_bytes`.
+    kv_bytes: what SGLang found for its KV pool. Raises MemoryPlanError where an input of the length that the user has named, or
+    any at all, is too long.
     """
-    hybrid, extrapolates = model.hybrid, model.device.extrapolates_memory
-    depends_on = {
-        **model.circumstances,
-        "chunk_tokens": None if hybrid is None else hybrid.chunk_tokens,
-        "options": (config.suffix_kv, config.logits_dtype),
-        "device_lengths": None if extrapolates else (config.max_input_length, limit_tokens, budget_bytes >> 20),
-    }
-    longest = limit_tokens
-    if extrapolates:
-        longest = min(limit_tokens, HOST_PLAIN_PATH_TOKENS if hybrid is None else HOST_LONGEST_TOKENS)
+    if model.device.extrapolates_memory:
+        return _of_host(model, config, limit_tokens)
+    return _of_device(model, config, limit_tokens, kv_bytes)
+
+
+def _of_host(model: LoadedModel, config: PrefillConfig, limit_tokens: int) -> Activations:
+    hybrid = model.hybrid
+    longest = min(limit_tokens, HOST_PLAIN_PATH_TOKENS if hybrid is None else HOST_LONGEST_TOKENS)
+    depends_on = _circumstances(model, config, None)
     fields = {"fixed_bytes": int, "bytes_per_token": float, "longest_tokens": int}
     stored = disk_cache.load_for_all(
         model.ranks, "memory profile", depends_on, fields, lambda found: bool(found["longest_tokens"] >= longest)
     )
     if stored is not None:
         return Activations(stored["fixed_bytes"], stored["bytes_per_token"])
-    if not extrapolates:
-        activations = _measure_on_device(model, config.max_input_length, limit_tokens, budget_bytes)
-    elif hybrid is None:
-        # All tensors of the plain path grow with the input, and malloc's free pieces between them too (as much again).
-        activations = Activations(0, _peak_bytes(model, longest) / longest)
-    else:
-        activations = _measure_on_host(model, longest)
+    activations = _measure_on_host(model, longest)
     disk_cache.store("memory profile", depends_on, {**activations._asdict(), "longest_tokens": longest})
     return activations
 
 
+def _of_device(model: LoadedModel, config: PrefillConfig, limit_tokens: int, kv_bytes: int) -> Activations:
+    # Pays for what stays, kernels and workspaces, also where the profile is cached: the plan asks what is free then.
+    first_tokens, first_bytes = _first_that_runs(model, min(limit_tokens, DEVICE_FIRST_TOKENS))
+    (room_bytes,) = smallest(model.ranks, [model.room_bytes(kv_bytes)])
+    lengths = (config.max_input_length, limit_tokens, room_bytes >> 30)
+    depends_on = _circumstances(model, config, lengths)
+    fields = {"fixed_bytes": int, "bytes_per_token": float, "longest_tokens": int}
+    if (stored := disk_cache.load_for_all(model.ranks, "memory profile", depends_on, fields)) is not None:
+        return Activations(**stored)
+    activations = _measure_on_device(
+        model, config.max_input_length, limit_tokens, room_bytes, first_tokens, first_bytes
+    )
+    disk_cache.store("memory profile", depends_on, activations._asdict())
+    return activations
+
+
+def _circumstances(
+    model: LoadedModel, config: PrefillConfig, device_lengths: tuple[int | None, ...] | None
+) -> dict[str, Any]:
+    """Returns what a profile depends on."""
+    return {
+        **model.circumstances,
+        "chunk_tokens": None if model.hybrid is None else model.hybrid.chunk_tokens,
+        "options": (config.suffix_kv, config.logits_dtype),
+        "device_lengths": device_lengths,
+    }
+
+
 def _measure_on_host(model: LoadedModel, longest_tokens: int) -> Activations:
+    if model.hybrid is None:
+        # All tensors of the plain path grow with the input, and malloc's free pieces between them too (as much again).
+        return Activations(0, _peak_bytes(model, longest_tokens) / longest_tokens)
     first = min(longest_tokens, HOST_FIRST_TOKENS)
     with _memory_decides_only(model):
         beside_tensors = _peak_bytes(model, first) - _tensor_bytes(model, first)
-        fixed, per_token = _fit(model, longest_tokens, _tensor_bytes)
+        fixed, per_token = _line(model, longest_tokens, _tensor_bytes)
     return Activations(fixed + int(max(HOST_MARGIN * beside_tensors, HOST_RESERVE_BYTES)), per_token)
 
 
+def _first_that_runs(model: LoadedModel, n_tokens: int) -> tuple[int, int]:
+    """Returns the length of a short input that does not run out of memory, and its peak."""
+    while True:
+        first_bytes = _unless_memory_runs_out(model, functools.partial(_peak_once_warm, model, n_tokens))
+        if not isinstance(first_bytes, _RanOut):
+            return n_tokens, first_bytes
+        if model.ranks.count > 1 or n_tokens // 2 < FEWEST_TOKENS:
+            raise MemoryPlanError(
+                f"an input of {n_tokens} tokens runs out of memory beside the weights of {model.name} on {model.device.model()}"
+                f" ({first_bytes.reason}): {_free(model)}. Take a card with more memory, more cards with --tp-size, or a smaller"
+                " or quantized model"
+            )
+        n_tokens //= 2
+
+
+def _peak_once_warm(model: LoadedModel, n_tokens: int) -> int:
+    _run(model, n_tokens)
+    return _peak_bytes(model, n_tokens)
+
+
 def _measure_on_device(
-    model: LoadedModel, wanted_tokens: int | None, limit_tokens: int, budget_bytes: int
+    model: LoadedModel,
+    wanted_tokens: int | None,
+    limit_tokens: int,
+    room_bytes: int,
+    first_tokens: int,
+    first_bytes: int,
 ) -> Activations:
     """Runs the longest input that is wanted or may fit, and one of half its length: a line through both."""
     one_layer, _ = model.kv_bytes_per_token()
-    first = min(limit_tokens, DEVICE_FIRST_TOKENS)
-    _run(model, first)  # pays for what stays: kernels, workspaces
-    first_bytes = _peak_bytes(model, first)
-    grows_by = first_bytes / first if model.hybrid is None else model.hybrid.retained_bytes_per_token + one_layer
-    fits = first + int(max(budget_bytes - first_bytes, 0) / grows_by)
+    scratch = (one_layer if model.is_evicting else 0) + model.gathered_kv_bytes_per_token()
+    grows_by = first_bytes / first_tokens if model.hybrid is None else model.hybrid.retained_bytes_per_token
+    base_bytes = first_bytes - first_tokens * grows_by
+    fits = int(max(room_bytes - base_bytes, 0) / (grows_by + scratch))
     (fits,) = smallest(model.ranks, [fits])
-    longest = wanted_tokens or min(limit_tokens, fits)
+    longest = min(wanted_tokens or fits, limit_tokens)
     if longest > fits:
         raise MemoryPlanError(
-            f"an input of {longest} tokens needs about"
-            f" {(first_bytes + (longest - first) * grows_by) / 2**20:.0f} MiB beyond the weights, and there are"
-            f" {budget_bytes / 2**20:.0f} MiB: the longest that fits has about {fits} tokens."
+            f"an input of {longest} tokens needs about {(base_bytes + longest * (grows_by + scratch)) / 2**20:.0f} MiB beyond the"
+            f" weights, and there are {room_bytes / 2**20:.0f} MiB: the longest that fits has about {fits} tokens."
             " Lower --max-input-length, or give the engine more memory"
         )
-    # No more than the KV pool holds; the plan says so if that is too little.
-    return _fit(model, min(longest, limit_tokens), _peak_bytes)
+    longest = max(longest, 1)
+    limit_tokens = UNBOUNDED_TOKENS
+    while True:
+        line = _unless_memory_runs_out(model, functools.partial(_line, model, longest, _peak_bytes))
+        if not isinstance(line, _RanOut):
+            return Activations(*line, limit_tokens)
+        if wanted_tokens is not None or model.ranks.count > 1 or longest <= first_tokens:
+            raise MemoryPlanError(
+                f"an input of {longest} tokens runs out of memory ({line.reason}): {_free(model)}. Name a shorter"
+                " --max-input-length, or give the engine more memory"
+            )
+        logger.warning("an input of %d tokens runs out of memory, a shorter one is tried: %s", longest, line.reason)
+        limit_tokens = longest = max(int(longest * SHORTER), first_tokens)
 
 
-def _fit(model: LoadedModel, n_long: int, measure: Callable[[LoadedModel, int], int]) -> Activations:
-    """Returns the line through the peaks at this length and half of it; where noise makes the slope negative, all is fixed."""
+class _RanOut(NamedTuple):
+    """Stands for what could not be measured."""
+
+    reason: str
+
+
+def _unless_memory_runs_out(model: LoadedModel, measure: Callable[[], Measured]) -> Measured | _RanOut:
+    """Returns what was measured. Where memory has run out nothing is held any more."""
+    try:
+        return measure()
+    except (MemoryError, RuntimeError, NoMemoryLeftError) as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    # Outside the handler: the exception's traceback would keep the failed pass's tensors alive.
+    gc.collect()
+    model.forget_slots()
+    model.device.release_unused()
+    return _RanOut(reason)
+
+
+def _free(model: LoadedModel) -> str:
+    free, total = model.device.free_bytes() / 2**30, model.device.total_bytes() / 2**30
+    return f"{free:.1f} of its {total:.1f} GiB are free beside {model.weights_bytes() / 2**30:.1f} GiB of weights"
+
+
+def _line(model: LoadedModel, n_long: int, measure: Callable[[LoadedModel, int], int]) -> tuple[int, float]:
+    """Returns (fixed bytes, bytes a token) through the peaks at this length and half of it; where noise makes the slope negative,
+    all is fixed.
+    """
     n_short = max(n_long // 2, 1)
     short_bytes, long_bytes = measure(model, n_short), measure(model, n_long)
     per_token = max(long_bytes - short_bytes, 0) / max(n_long - n_short, 1)
-    return Activations(int(max(long_bytes - per_token * n_long, 0)), per_token)
+    return int(max(long_bytes - per_token * n_long, 0)), per_token
 
 
 def _run(model: LoadedModel, n_tokens: int) -> None:
     # Nobody holds a slot yet. The same slots each time: their memory is committed at the first, and counted elsewhere.
     model.forget_slots()
     step = model.step([[1] * n_tokens])
-    step.run()
-    step.release()
+    try:
+        step.run()
+    finally:
+        step.release()
 
 
 def _tensor_bytes(model: LoadedModel, n_tokens: int) -> int:
@@ -152,7 +254,7 @@ def memory_use(model: LoadedModel, activations: Activations, budget_bytes: int) 
         weights_bytes=model.weights_bytes(),
         budget_bytes=budget_bytes,
         fixed_bytes=activations.fixed_bytes,
-        activation_bytes_per_token=activations.bytes_per_token,
+        activation_bytes_per_token=activations.bytes_per_token + model.gathered_kv_bytes_per_token(),
         scratch_bytes_per_token=one_layer if model.is_evicting else 0,
         durable_bytes_per_token=all_layers,
     )

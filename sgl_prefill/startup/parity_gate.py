@@ -1,110 +1,168 @@
-"""Before the first request: hybrid against plain, cache hit against miss, scratch against durable slots.
+"""Before the first request: hybrid against plain, cache hit against miss, scratch against durable slots, replay against plain.
 
-Each pair runs the same made-up prompt. Nothing is served where two log-probability rows differ by more than the tolerance.
-The plain path is SGLang's own layers; with native kernels it runs before their weights are packed, and then never again.
+Each pair runs the same made-up prompts. Nothing is served where log-probability rows differ by more than the tolerance. The plain
+path is SGLang's own layers, launched one by one; with native kernels it runs before their weights are packed, and then never
+again. All pairs but the last run without CUDA graphs: a short prompt would be replayed from one, and the hybrid pass never
+reached. So that it is reached is checked too.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import statistics
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import TypeAlias
 
 import torch
 
+from sgl_prefill.core.kv_plan import floor_to
 from sgl_prefill.errors import ParityError
 from sgl_prefill.hybrid.shared_rows import share_equal_buffers
 from sgl_prefill.startup.loaded_model import LoadedModel, MadeUpStep
 
 logger = logging.getLogger(__name__)
 
-GATE_TOKENS = 60
-GATE_CHUNK_TOKENS = 16
+SHORT_TOKENS = 60
+# On a device, where kernels are chosen by the number of rows: as many as serve. Chunks have at most 2,048 of them here, so that
+# the plain path, which runs all at once, needs no more memory than SGLang's own graphs of that size and a half.
+DEVICE_TOKENS = 5_120
 # Log-probabilities of the 100 likeliest tokens. Chunks change the row count of each matrix product, and with it the order
 # of its sums: bfloat16 keeps 8 bits, and a logit of 16 moves by 2^-4 where one of 30 layers rounds the other way. A wrong
 # K or V row moves them by whole units.
 TOLERANCE = {torch.float32: 0.01, torch.float16: 0.25, torch.bfloat16: 0.5}
 COMPARED_TOKENS = 100
-SEED = 0
+# A router of experts that has two close ones may take the other for a prompt; a path that is wrong is so for all prompts.
+SEEDS = (0, 1, 2)
+
+References: TypeAlias = Mapping[int, Sequence[torch.Tensor]]  # by length of the prompt: the answer to each seed's
 
 
-def reference(model: LoadedModel) -> torch.Tensor:
-    """Asks SGLang's own layers, for `run`."""
+def reference(model: LoadedModel, longest_tokens: int) -> References:
+    """Asks SGLang's own layers, for `run`. longest_tokens: of an input."""
+    lengths = {SHORT_TOKENS} if model.device.is_host else {SHORT_TOKENS, DEVICE_TOKENS}
     with _plain_path(model):
-        return answer(model)
+        return {
+            n: [answer(model, seed, n) for seed in SEEDS] for n in sorted({min(n, longest_tokens) for n in lengths})
+        }
 
 
 def share_rows(model: LoadedModel) -> None:
     """Lets the ranks hold together what is the same on all of them, by what the gate's prompt leaves in chunks."""
     if model.exchange is None or model.hybrid is None:
         return
-    with _chunks_of(model, GATE_CHUNK_TOKENS), _room_for_two(model, GATE_TOKENS):
+    with model.without_graphs(), _three_chunks(model, SHORT_TOKENS), _room_for_two(model, SHORT_TOKENS):
         share_equal_buffers(model.hybrid, lambda: _run_made_up(model), model.ranks, model.exchange)
 
 
 def _run_made_up(model: LoadedModel) -> None:
-    step = model.step([_token_ids(model)])
+    step = model.step([_token_ids(model, SEEDS[0], SHORT_TOKENS)])
     step.run()
     step.release()
 
 
-def answer(model: LoadedModel) -> torch.Tensor:
-    """Asks the engine as it stands for its answer to the gate's prompt: log-probabilities, or the embedding of a model without
-    a vocabulary to answer from.
+def answer(model: LoadedModel, seed: int, n_tokens: int) -> torch.Tensor:
+    """Asks the engine as it stands for its answer to a prompt: log-probabilities, or the embedding of a model without a
+    vocabulary to answer from.
     """
-    return _answer(model, model.step([_token_ids(model)]))
+    return _answer(model, model.step([_token_ids(model, seed, n_tokens)]))
 
 
-def run(model: LoadedModel, reference: torch.Tensor) -> dict[str, float]:
-    """Returns the largest difference of each pair that this engine has. Raises ParityError above the tolerance."""
+def run(model: LoadedModel, references: References, longest_tokens: int) -> dict[str, float]:
+    """Returns the difference of each pair that this engine has: the median of the prompts' largest. longest_tokens: of an input.
+
+    Raises ParityError above the tolerance, and where a prompt has not taken the path that it was to show.
+    """
     started = time.perf_counter()
-    differences = dict(_pairs(model, reference))
+    n_tokens = max((n for n in references if n <= longest_tokens), default=min(references))
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for number, seed in enumerate(SEEDS):
+        for pair, difference in _pairs(model, seed, n_tokens, references[n_tokens][number]):
+            found[pair].append(difference)
+        of_replay = _replay_and_plain(model, seed, references, number)
+        if of_replay is not None:
+            found["replay and plain"].append(of_replay)
+    differences = {pair: _median(of_seeds) for pair, of_seeds in found.items()}
     tolerance = TOLERANCE.get(model.dtype, TOLERANCE[torch.bfloat16])
     if wrong := {pair: difference for pair, difference in differences.items() if not difference <= tolerance}:
         shown = ", ".join(f"{pair} differ by {difference:.3g}" for pair, difference in wrong.items())
         raise ParityError(
-            f"the paths of this engine disagree on a made-up prompt: {shown} in a log-probability, and {tolerance} is"
-            f" the limit for {model.dtype}. Nothing is served. Start with --hybrid-prefill off or --suffix-kv"
-            " keep to find the part, and please report it; --skip-parity-gate serves in spite of it"
+            f"the paths of this engine disagree on most of {len(SEEDS)} made-up prompts: {shown} in a log-probability, and"
+            f" {tolerance} is the limit for {model.dtype}. Nothing is served. Start with --hybrid-prefill off, --suffix-kv keep"
+            " or --disable-prefill-cuda-graph to find the part, and please report it; --skip-parity-gate serves in spite of it"
         )
     logger.info("parity gate passed in %.2f s: %s", time.perf_counter() - started, differences)
     return differences
 
 
-def _token_ids(model: LoadedModel) -> list[int]:
-    generator = torch.Generator().manual_seed(SEED)
-    token_ids: list[int] = torch.randint(0, model.vocab_size, (GATE_TOKENS,), generator=generator).tolist()
+def _median(differences: Sequence[float]) -> float:
+    """Returns NaN where one is: a row that was never written is wrong, whatever the others say."""
+    return math.nan if any(map(math.isnan, differences)) else statistics.median(differences)
+
+
+def _token_ids(model: LoadedModel, seed: int, n_tokens: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    token_ids: list[int] = torch.randint(0, model.vocab_size, (n_tokens,), generator=generator).tolist()
     return token_ids
 
 
-def _pairs(model: LoadedModel, reference: torch.Tensor) -> Iterator[tuple[str, float]]:
-    token_ids, hybrid = _token_ids(model), model.hybrid
+def _pairs(model: LoadedModel, seed: int, n_tokens: int, reference: torch.Tensor) -> Iterator[tuple[str, float]]:
+    """Runs all that is compared without graphs."""
+    token_ids, hybrid = _token_ids(model, seed, n_tokens), model.hybrid
     if hybrid is not None and hybrid.serves_short:
-        with _chunks_of(model, 2 * GATE_TOKENS), _room_for_two(model, GATE_TOKENS):
-            yield "native kernels and plain", _difference(reference, answer(model))
-    if hybrid is not None:
-        with _chunks_of(model, GATE_CHUNK_TOKENS), _room_for_two(model, GATE_TOKENS):
-            yield "hybrid and plain", _difference(reference, answer(model))
-    with _chunks_of(model, GATE_CHUNK_TOKENS), _room_for_two(model, GATE_TOKENS):
-        n_cached = GATE_TOKENS // 2 // model.page_size * model.page_size
-        if n_cached > 0:
-            first = model.step([token_ids[:n_cached]])
-            first.run()
-            again = model.step([token_ids], cached_slots=first.slots(0))
-            yield "cache hit and miss", _difference(reference, _answer(model, again))
-            first.release()
-    if model.is_evicting:
-        # A layer that reads scratch which it has not written must show.
-        model.poison_scratch(GATE_TOKENS)
-        with _chunks_of(model, GATE_CHUNK_TOKENS), model.only_durable(0):
-            yield "scratch and durable slots", _difference(reference, answer(model))
+        with model.without_graphs(), _chunks_of(model, n_tokens), _room_for_two(model, n_tokens):
+            yield "native kernels and plain", _difference(reference, _hybrid_answer(model, model.step([token_ids])))
+    with model.without_graphs(), _three_chunks(model, n_tokens):
+        if hybrid is not None:
+            with _room_for_two(model, n_tokens):
+                yield "hybrid and plain", _difference(reference, _hybrid_answer(model, model.step([token_ids])))
+        with _room_for_two(model, n_tokens):
+            n_cached = floor_to(min(n_tokens // 2, model.most_durable_tokens), model.page_size)
+            if n_cached > 0:
+                first = model.step([token_ids[:n_cached]])
+                first.run()
+                again = model.step([token_ids], cached_slots=first.slots(0))
+                yield "cache hit and miss", _difference(reference, _answer(model, again))
+                first.release()
+        if model.is_evicting:
+            # A layer that reads scratch which it has not written must show.
+            model.poison_scratch(n_tokens)
+            with model.only_durable(0):
+                yield "scratch and durable slots", _difference(reference, _answer(model, model.step([token_ids])))
+            model.clean_scratch(n_tokens)
+
+
+def _replay_and_plain(model: LoadedModel, seed: int, references: References, number: int) -> float | None:
+    """Compares where the shortest prompt is replayed from a CUDA graph; None where it is not."""
+    n_tokens = min(references)
+    if n_tokens > model.most_replayed_tokens:
+        return None
+    with _room_for_two(model, n_tokens):
+        step = model.step([_token_ids(model, seed, n_tokens)])
+        found = _answer(model, step)
+    return _difference(references[n_tokens][number], found) if step.was_replayed else None
 
 
 def _answer(model: LoadedModel, step: MadeUpStep) -> torch.Tensor:
     output = step.run()[0]
     step.release()
     return output.log_softmax(-1) if model.is_generation else output
+
+
+def _hybrid_answer(model: LoadedModel, step: MadeUpStep) -> torch.Tensor:
+    assert model.hybrid is not None
+    before = model.hybrid.n_passes
+    found = _answer(model, step)
+    if model.hybrid.n_passes == before:
+        raise ParityError(
+            "a made-up prompt that was to run chunk by chunk has run in SGLang's own layers: the hybrid pass would serve without"
+            " having been checked. Nothing is served. Start with --hybrid-prefill off, and please report it; --skip-parity-gate"
+            " serves in spite of it"
+        )
+    return found
 
 
 def _difference(reference: torch.Tensor, other: torch.Tensor) -> float:
@@ -120,15 +178,21 @@ def _room_for_two(model: LoadedModel, n_tokens: int) -> AbstractContextManager[N
 @contextmanager
 def _plain_path(model: LoadedModel) -> Iterator[None]:
     hybrid = model.hybrid
-    if hybrid is None:
-        yield
-        return
-    kept, hybrid.serves_short = hybrid.serves_short, False
-    try:
-        with _chunks_of(model, 2 * GATE_TOKENS):
+    with model.without_graphs(), _chunks_of(model, max(SHORT_TOKENS, DEVICE_TOKENS)):
+        if hybrid is None:
             yield
-    finally:
-        hybrid.serves_short = kept
+            return
+        kept, hybrid.serves_short = hybrid.serves_short, False
+        try:
+            yield
+        finally:
+            hybrid.serves_short = kept
+
+
+def _three_chunks(model: LoadedModel, n_tokens: int) -> AbstractContextManager[None]:
+    """Divides a prompt into two whole chunks and a shorter one, or into more where those of this engine are smaller."""
+    served = n_tokens if model.hybrid is None else model.hybrid.chunk_tokens
+    return _chunks_of(model, max(min(served, n_tokens * 2 // 5), 1))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.core import memory_plan
+from sgl_prefill.core import gpu_memory, memory_plan
 from sgl_prefill.core.kv_plan import ceil_to
 from sgl_prefill.core.memory_plan import MemoryPlan
 from sgl_prefill.core.ranks import smallest
@@ -31,11 +31,11 @@ MIN_DURABLE_TOKENS = 64
 def prepare(state: EngineState, model: LoadedModel) -> None:
     """Raises MemoryPlanError, ParityError, UnsupportedModelError."""
     config = state.config
-    reference = None
+    references = None
     if config.skip_parity_gate:
         logger.warning("--skip-parity-gate: nobody has checked that all paths of this engine give the same answers")
     else:
-        reference = parity_gate.reference(model)
+        references = parity_gate.reference(model, _longest_possible(model, config))
     state.cpu_kernel, state.packed_weights = model.pack_weights()
     if model.hybrid is not None:
         choose_chunk_tokens(model, config.hybrid_chunk_tokens)
@@ -43,14 +43,23 @@ def prepare(state: EngineState, model: LoadedModel) -> None:
         state.stable_answers = model.make_stable()
     parity_gate.share_rows(model)
     assert state.memory_beyond_weights_bytes is not None
-    plan = _agreed(_plan(model, config, state.memory_beyond_weights_bytes), model)
+    with model.without_graphs():  # whose memory is there already, and does not show what other steps take
+        plan = _agreed(_plan(model, config, state.memory_beyond_weights_bytes), model)
     model.apply(plan)
-    if reference is not None:
-        state.parity_differences = parity_gate.run(model, reference)
+    if references is not None:
+        state.parity_differences = parity_gate.run(model, references, plan.max_input_tokens)
     if config.has_policy and (config.jct_model == "fitted" or config.pack_step_tokens is None):
         state.jct_ms = jct_profile.fitted_model(model, plan.max_input_tokens)
     state.memory_plan = plan
     logger.info("memory plan, %s", memory_plan.as_text(plan))
+
+
+def _longest_possible(model: LoadedModel, config: PrefillConfig) -> int:
+    """Returns the longest input that the options and the KV pool leave room for, the same on all ranks; memory may leave less."""
+    slots = model.scratch_tokens if model.is_evicting else model.most_durable_tokens
+    limit = input_limit(model.context_tokens)
+    (longest,) = smallest(model.ranks, [min(config.max_input_length or limit, limit, slots)])
+    return longest
 
 
 def _plan(model: LoadedModel, config: PrefillConfig, kv_bytes: int) -> MemoryPlan:
@@ -63,32 +72,56 @@ def _plan(model: LoadedModel, config: PrefillConfig, kv_bytes: int) -> MemoryPla
             f"--max-input-length is {config.max_input_length}, and this model's context length of"
             f" {model.context_tokens} tokens allows {limit}: lower it, or raise --context-length"
         )
-    budget_bytes = kv_bytes + model.slack_bytes()
     scratch = model.scratch_tokens if model.is_evicting else model.most_durable_tokens
     (wanted,) = smallest(model.ranks, [min(config.max_input_length or limit, scratch)])
-    measured = memory_profile.measure_activations(model, config, wanted, budget_bytes)
-    use = memory_profile.memory_use(model, measured, budget_bytes)
-    page_size = model.page_size
+    measured = memory_profile.measure_activations(model, config, wanted, kv_bytes)
+    use = memory_profile.memory_use(model, measured, _room(model, kv_bytes))
     try:
         plan = memory_plan.plan_memory(
             use,
             config.max_input_length,
-            input_limit_tokens=limit,
-            min_durable_tokens=ceil_to(MIN_DURABLE_TOKENS, page_size),
-            page_size=page_size,
+            input_limit_tokens=min(limit, measured.longest_tokens),
+            min_durable_tokens=ceil_to(MIN_DURABLE_TOKENS, model.page_size),
+            page_size=model.page_size,
         )
     except memory_plan.InputDoesNotFitError as error:
-        shorter = "lower --max-input-length, or " if error.largest_tokens else ""
-        remedy = f"{shorter}raise {model.device.budget_flag}"
-        raise MemoryPlanError(f"{error}. {remedy[0].upper()}{remedy[1:]}") from error
-    if model.is_evicting and model.device.commits_scratch_at_once:  # for the longest input that could be asked for
-        kv_bytes -= scratch * use.scratch_bytes_per_token
-    most = max(kv_bytes, 0) // use.durable_bytes_per_token // page_size * page_size
+        raise MemoryPlanError(_does_not_fit(model, error, use)) from error
+    return plan._replace(
+        largest_input_tokens=min(plan.largest_input_tokens, measured.longest_tokens),
+        durable_tokens=min(plan.durable_tokens, _most_durable_tokens(model, plan, kv_bytes)),
+    )
+
+
+def _room(model: LoadedModel, kv_bytes: int) -> int:
+    (room_bytes,) = smallest(model.ranks, [model.room_bytes(kv_bytes)])
+    return room_bytes
+
+
+def _does_not_fit(model: LoadedModel, error: memory_plan.InputDoesNotFitError, use: memory_plan.MemoryUse) -> str:
+    if not error.largest_tokens and not model.device.is_host:
+        return gpu_memory.too_small(
+            model.name, model.device.model(), model.device.total_bytes(), use.weights_bytes, error.missing_bytes
+        )
+    shorter = "lower --max-input-length, or " if error.largest_tokens else ""
+    remedy = f"{shorter}raise {model.device.budget_flag}"
+    return f"{error}. {remedy[0].upper()}{remedy[1:]}"
+
+
+def _most_durable_tokens(model: LoadedModel, plan: MemoryPlan, kv_bytes: int) -> int:
+    """Counts the durable slots that the pool has addresses for, and that the user's limit on KV leaves beside scratch."""
+    most = model.most_durable_tokens
+    if (kv_limit_bytes := model.kv_limit_bytes(kv_bytes)) is None:
+        return most
+    scratch_bytes = plan.max_input_tokens * plan.use.scratch_bytes_per_token
+    for_kv = max(kv_limit_bytes - scratch_bytes, 0) // plan.use.durable_bytes_per_token
+    most = min(most, for_kv // model.page_size * model.page_size)
     if most < MIN_DURABLE_TOKENS:
         raise MemoryPlanError(
-            f"scratch for inputs of {scratch} tokens leaves {most} durable KV slots: name a shorter --max-input-length"
+            f"of the {kv_limit_bytes / 2**20:.0f} MiB that {model.device.budget_flag} leaves for KV, suffix scratch for inputs of"
+            f" {plan.max_input_tokens} tokens takes {scratch_bytes / 2**20:.0f} MiB, and {most} durable KV slots are left:"
+            f" raise {model.device.budget_flag}, or name a shorter --max-input-length"
         )
-    return plan._replace(durable_tokens=min(plan.durable_tokens, most, model.most_durable_tokens))
+    return most
 
 
 def _sglangs_own(model: LoadedModel, config: PrefillConfig, kv_bytes: int) -> MemoryPlan:

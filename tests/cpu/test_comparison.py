@@ -142,6 +142,22 @@ def test_two_engines_that_take_turns_stay_up(tmp_path: Path, monkeypatch: pytest
     assert fake.ended == ["ours", "stock lpm", "stock fcfs", "ours"]
 
 
+def test_servers_that_start_side_by_side_are_those_that_are_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that cannot start is told, and costs the others nothing; who is not wanted ends; more than fit are refused."""
+    fake = FakeEngines(monkeypatch, dict.fromkeys((OURS.name, RIVAL.name, "stock lpm"), right))
+    fake.cannot_start = {"stock lpm"}
+    lpm = engines.stock("lpm")
+    with turns.Servers(Served("llama-small", [], []), 2) as servers:
+        assert servers.start([OURS, RIVAL]) == {}
+        assert set(servers.start([RIVAL, lpm])) == {lpm}
+        assert fake.ended == ["ours"]
+        assert servers.of(RIVAL).url == RIVAL.name
+        assert sorted(fake.started) == ["ours", "stock fcfs", "stock lpm"]
+        with pytest.raises(ValueError, match="3 servers at once, and 2 are allowed"):
+            servers.start([OURS, RIVAL, lpm])
+    assert fake.ended == ["ours", "stock fcfs"]
+
+
 def test_answers_that_are_all_alike_show_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with SGLang's dummy weights: each label is as likely as any other, whatever was computed."""
     FakeEngines(monkeypatch, {OURS.name: lambda first_token: [-10.8, -10.8]})

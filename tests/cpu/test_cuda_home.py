@@ -7,6 +7,8 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -117,3 +119,47 @@ def test_a_shell_gets_what_the_launcher_sets(tmp_path: Path) -> None:
     printed = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
     lines = [shlex.split(line) for line in printed.splitlines()]
     assert all(words[0] == "export" and "=" in words[1] for words in lines)
+
+
+def test_deepgemm_compiles_typical_sizes_alone_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where requests run in one piece SGLang knows no limit, and compiles 65,536 kernels of each shape of weights."""
+    from sglang.srt.environ import envs
+    from sglang.srt.layers.deep_gemm_wrapper import compile_utils
+
+    monkeypatch.setenv(cuda_home.FAST_WARM_UP, "")
+    monkeypatch.delenv(cuda_home.FAST_WARM_UP)
+    monkeypatch.setattr(compile_utils, "_BUILTIN_M_LIST", [])
+    whole: Any = SimpleNamespace(chunked_prefill_size=-1, base_gpu_id=0)
+    n_kernels = {}
+    for says in ("", "1", "0"):
+        if says:
+            monkeypatch.setenv(cuda_home.FAST_WARM_UP, says)
+        before = envs.SGLANG_JIT_DEEPGEMM_FAST_WARMUP.get()
+        cuda_home.shorten_warm_up()
+        monkeypatch.setattr(compile_utils, "_FAST_WARMUP", envs.SGLANG_JIT_DEEPGEMM_FAST_WARMUP.get())
+        compile_utils.update_deep_gemm_config(0, whole)
+        n_kernels[says] = (before, len(compile_utils._BUILTIN_M_LIST))
+    assert n_kernels == {"": (False, 3072), "1": (True, 3072), "0": (False, 65_536)}
+
+
+def test_the_launcher_says_so_before_anything_of_sglang_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang reads the variable once, when its module is imported, in a process that is forked first of all."""
+    from sgl_prefill import cuda_driver, launch_server
+    from sgl_prefill.port import launch, prefork
+
+    class BegunError(Exception):
+        pass
+
+    def begin() -> None:
+        assert os.environ[cuda_home.FAST_WARM_UP] == "1"
+        raise BegunError
+
+    monkeypatch.setenv(cuda_home.FAST_WARM_UP, "")
+    monkeypatch.delenv(cuda_home.FAST_WARM_UP)
+    monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: True)
+    monkeypatch.setattr(cuda_driver, "check", lambda: None)
+    monkeypatch.setattr(cuda_home, "prepare", lambda: None)
+    monkeypatch.setattr(prefork, "begin", begin)
+    monkeypatch.setattr(launch, "server_args_of", lambda _: pytest.fail("too late"))
+    with pytest.raises(BegunError):
+        launch_server.parse(["--model-path", "org/model", "--port", "39999"])

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import os
+import re
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +14,14 @@ import pytest
 import torch
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import get_tc_piecewise_forward_context
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sgl_prefill import preflight
 from sgl_prefill.config import PrefillConfig
+from sgl_prefill.errors import UntraceableModelError
 from sgl_prefill.port import device_logits, hybrid
 from sgl_prefill.port.hooks import hooks_for
 from sgl_prefill.preflight import DEVICE_MAX_REQUESTS
@@ -52,6 +60,62 @@ def test_opaque_products_find_how_weights_are_quantized() -> None:
     body.layers = torch.nn.ModuleList()
     with hybrid.ExpertContext(body, quant_config).of(None):
         assert get_tc_piecewise_forward_context().quant_config is quant_config
+
+
+class FlashAttentionBackend:
+    """SGLang's module of this name loads a device's kernels."""
+
+    fa_skip_kv_cache = False
+
+
+def loaded(backend: Any, kv_dtype: torch.dtype, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A model runner whose KV pool holds numbers of this type."""
+    model = torch.nn.Module()
+    model.model = torch.nn.Module()
+    model.model.layers = torch.nn.ModuleList()
+    return SimpleNamespace(
+        ps=SimpleNamespace(pp_size=1),
+        server_args=SimpleNamespace(enable_lora=False),
+        is_multimodal=False,
+        token_to_kv_pool=without_device(MHATokenToKVPool, dtype=kv_dtype),
+        attn_backend=backend,
+        dtype=dtype,
+        model=model,
+    )
+
+
+@pytest.mark.parametrize("kind", [FlashInferAttnBackend, TritonAttnBackend])
+def test_an_fp8_cache_is_served_on_the_plain_path(kind: type) -> None:
+    """A checkpoint may ask for one. A hybrid pass has K and V in the cache alone, and these backends would get rows of 8 bits
+    beside queries of 16. The log says so."""
+    with pytest.raises(
+        UntraceableModelError,
+        match=rf"float8_e4m3fn, and {kind.__name__} wants .* in the cache alone .--attention-backend fa3",
+    ):
+        hybrid.body_of(loaded(without_device(kind, prefill_backend="fa2"), torch.float8_e4m3fn))
+    assert hybrid.body_of(loaded(without_device(kind, prefill_backend="fa2"), torch.bfloat16)) is not None
+
+
+def test_fa3_prefills_an_fp8_cache_in_a_hybrid_way() -> None:
+    """It reads all K and V from the cache, with their scales; also where another backend decodes."""
+    fa3 = FlashAttentionBackend()
+    for backend in (fa3, without_device(HybridAttnBackend, prefill_backend=fa3)):
+        assert hybrid.body_of(loaded(backend, torch.float8_e4m3fn)) is not None
+
+
+def test_triton_finds_the_rows_of_the_longest_inputs() -> None:
+    """A request whose queries begin at the number 2^31, which is 524,288 tokens of 32 heads of 128, gets its own attention: where
+    a request begins is told in 64 bits, and all offsets are computed from that. With 32 bits the same child ends by a signal."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    child = [sys.executable, "-m", "tests.cpu.far_rows_child"]
+    ended = subprocess.run(child, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert ended.stdout.strip().endswith("compared 3"), ended.stderr[-3000:]
+
+
+def test_triton_is_told_in_64_bits_where_requests_begin() -> None:
+    """By SGLang's backend, which makes the indices once."""
+    source = inspect.getsource(TritonAttnBackend.__init__)
+    assert re.search(r"self\.qo_indptr = torch\.zeros\(\s*\(max_bs \+ 1,\), dtype=torch\.int64", source)
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,9 @@ from tests.gpu.conftest import (
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-# Of bfloat16 over four layers, where only the order of sums differs. A wrong row of K or V moves log-probabilities by units.
-MAX_LOGPROB_DIFFERENCE = 0.1
+# Of bfloat16 over four layers, where only the order of sums differs, and stock's logits are bfloat16 too, whose steps are 0.06 at
+# the size that these have: an H200 showed up to 0.19. A wrong row of K or V moves log-probabilities by units.
+MAX_LOGPROB_DIFFERENCE = 0.3
 LONG_TOKENS = 11_000
 CHUNK_TOKENS = 1024
 GRAPH_TOKENS = 2048  # of a step, at most, that a graph replays
@@ -104,13 +105,14 @@ def test_the_parity_gate_refuses_a_hybrid_pass_that_is_wrong(model: Path, backen
 
 
 def test_a_hit_is_replayed_from_a_graph(ours: Server) -> None:
-    """Of 1, 15 and 150 tokens, and a cold prompt of 600 tokens too; each request alone in its step."""
+    """Of 2, 15, 150 and 600 tokens, each alone in its step. One token alone is not: SGLang's smallest graph has 4, and no graph
+    is replayed for less than half of its tokens."""
     prefix = prompt(5, 1_500)
     ours.score(prefix)
     wait_until_idle(ours)
     ours.score(prefix)
     before = ours.passes()
-    for number, n_tokens in enumerate((1, 15, 150, 600)):
+    for number, n_tokens in enumerate((2, 15, 150, 600)):
         ours.score([*prefix, *prompt(50 + number, n_tokens)])
     ours.score(prompt(60, 3_000))  # the last step before is counted by now
     after = ours.passes()

@@ -250,7 +250,8 @@ def faults(folder: Path) -> dict[str, Any]:
     result["one_token_beyond_durable"] = engine.ask(prompt(rng, 500), max_new_tokens=1).finish_reason
 
     engine.flush()
-    gate = functools.partial(parity_gate.run, engine.model, parity_gate.answer(engine.model))
+    own = {parity_gate.SHORT_TOKENS: [parity_gate.answer(engine.model, seed, 60) for seed in parity_gate.SEEDS]}
+    gate = functools.partial(parity_gate.run, engine.model, own, 4_000)
     result["gate"] = gate()
     replace_run(engine, lambda *a: run(*a) * 1.5)
     result["gate_with_wrong_hybrid"] = raised(gate)
