@@ -105,14 +105,13 @@ def _is_plain_extend(batch: ForwardBatch) -> bool:
     )
 
 
-def serves_layer(layer: RadixAttention, key: torch.Tensor | None, options: dict[str, Any]) -> bool:
+def serves_layer(layer: RadixAttention, options: dict[str, Any]) -> bool:
     """Tells whether the two parts compute this layer: causal attention over everything, K and V as wide as each other.
 
     options: what else the model hands to its attention (sinks, scales, modified scores).
     """
     return (
-        key is not None
-        and layer.attn_type == AttentionType.DECODER
+        layer.attn_type == AttentionType.DECODER
         and not layer.is_cross_attention
         and (layer.sliding_window_size is None or layer.sliding_window_size < 0)
         and layer.qk_head_dim == layer.v_head_dim
@@ -272,7 +271,7 @@ class SharedPrefixFlashInfer(FlashInferAttnBackend):  # type: ignore[misc]
 
         # SGLang compiles no soft cap into this kernel.
         planned = self._planned
-        if planned is None or not planned.is_of(q) or layer.logit_cap or not serves_layer(layer, k, options):
+        if planned is None or k is None or not planned.is_of(q) or layer.logit_cap or not serves_layer(layer, options):
             found: torch.Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **options)
             return found
         if save_kv_cache:
@@ -319,7 +318,7 @@ class SharedPrefixTriton(TritonAttnBackend):  # type: ignore[misc]
         **options: Any,
     ) -> torch.Tensor:
         planned = self._planned
-        if planned is None or not planned.is_of(q) or not serves_layer(layer, k, options):
+        if planned is None or k is None or not planned.is_of(q) or not serves_layer(layer, options):
             found: torch.Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **options)
             return found
         if save_kv_cache:

@@ -48,10 +48,11 @@ class SharedPrefixFlashAttention(FlashAttentionBackend):  # type: ignore[misc]
         **options: Any,
     ) -> torch.Tensor:
         planned = self._planned
-        if planned is None or not planned.is_of(q) or not serves_layer(layer, k, options):
+        if planned is None or not planned.is_of(q) or not serves_layer(layer, options):
             found: torch.Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **options)
             return found
-        if save_kv_cache:
+        # A hybrid pass has written K and V, and hands none over.
+        if save_kv_cache and k is not None:
             store(self, layer, forward_batch, k, v)
         queries = q.contiguous().view(-1, layer.tp_q_head_num, layer.head_dim)
         written = getattr(forward_batch, "_attn_output", None)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
+from sgl_prefill.port.hybrid import gathers_kv
 from sgl_prefill.port.shared_prefix_attention import SharedPrefixTriton, Sharing
 from tests.support import (
     quiet_imports,  # noqa: F401  (before all else that imports SGLang)
@@ -38,7 +39,8 @@ def check(backend: Any, step: sharing_steps.SharingStep, soft_cap: float = 0.0) 
         if is_written:
             backend.token_to_kv_pool.set_kv_buffer(None, SimpleNamespace(loc=step.new_slots), key, value)
             batch._attn_output = torch.empty_like(step.query)
-        found = backend.forward(step.query, key, value, layer, batch, save_kv_cache=not is_written)
+        given = (None, None) if is_written and not gathers_kv(backend) else (key, value)
+        found = backend.forward(step.query, *given, layer, batch, save_kv_cache=not is_written)
         if is_written:
             assert found.data_ptr() == batch._attn_output.data_ptr(), "the output has its place"
         torch.testing.assert_close(found.view_as(step.query), step.expected(soft_cap), rtol=CLOSE, atol=CLOSE)

@@ -272,13 +272,11 @@ LAYERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_layers_that_two_parts_do_not_compute_keep_the_stock_path(
     layer: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    key = torch.empty(1)
-    assert serves_layer(RadixAttention(4, 8, 0.3, 2, 0, logit_cap=30.0), key, {"sinks": None})
-    assert not serves_layer(RadixAttention(4, 8, 0.3, 2, 0), None, {})
-    assert not serves_layer(RadixAttention(4, 8, 0.3, 2, 0, **layer), key, options)
+    assert serves_layer(RadixAttention(4, 8, 0.3, 2, 0, logit_cap=30.0), {"sinks": None})
+    assert not serves_layer(RadixAttention(4, 8, 0.3, 2, 0, **layer), options)
     scaled = RadixAttention(4, 8, 0.3, 2, 0)
     scaled.k_scale = torch.ones(1)
-    assert not serves_layer(scaled, key, {}), "K is stored in FP8"
+    assert not serves_layer(scaled, {}), "K is stored in FP8"
 
 
 @pytest.mark.usefixtures("no_stock_plans")
@@ -343,7 +341,7 @@ def test_a_replayed_graph_attends_in_two_parts_between_its_pieces(
 def test_other_queries_than_those_that_were_planned_get_the_stock_path(
     make_backend: Any, stock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of padding that SGLang has not cut away, and a plan that another pass has left."""
+    """Rows of padding that SGLang has not cut away, a plan that another pass has left, and layers that hand over no K and V."""
     monkeypatch.setattr(stock, "forward_extend", lambda *_, **__: "stock")
     step = sharers()
     backend = make_backend(step)
@@ -352,6 +350,9 @@ def test_other_queries_than_those_that_were_planned_get_the_stock_path(
     for n_more in (-1, 1):
         query = torch.cat((step.query, step.query))[: len(step.query) + n_more]
         assert backend.forward(query, step.keys, step.values, step.layer, batch, save_kv_cache=False) == "stock"
+    assert backend.forward(step.query, None, None, step.layer, batch, save_kv_cache=False) == "stock", (
+        "another layer's K"
+    )
 
 
 @pytest.mark.usefixtures("no_stock_plans")
