@@ -34,7 +34,7 @@ QUESTIONS = {
     "credit_verification": 360,
     "hybrid_overhead": 360,
 }
-WARM_UP_S, MEMORY_S, SERVERS_S, MODELS_S = 480, 240, 480, 480
+WARM_UP_S, MEMORY_S, SERVERS_S, SHARED_PREFIX_S, MODELS_S = 480, 240, 480, 300, 480
 PYTEST = ("-m", "pytest", "-q", "-rA")
 GRACE_S = 45  # for a benchmark that is told to end, to end its servers
 LEAST_S = 60  # a step is not begun for less
@@ -105,12 +105,18 @@ def steps(models: Sequence[str], backends: Sequence[str]) -> list[Step]:
         _warm_up(first, best),
         Step("memory", (*PYTEST, "tests/gpu/test_memory.py"), MEMORY_S),
         _servers(best),
+        _shared_prefix(best),
         *(_asked(question, first, best) for question in QUESTIONS),
         Step("models", (*PYTEST, "tests/gpu/test_models.py"), MODELS_S),
         *(
             step
             for backend in other_backends
-            for step in (_warm_up(first, backend), _servers(backend), _asked("gpu_hits", first, backend))
+            for step in (
+                _warm_up(first, backend),
+                _servers(backend),
+                _shared_prefix(backend),
+                _asked("gpu_hits", first, backend),
+            )
         ),
         *(_warm_up(model, best) for model in other_models),
         *(_asked(question, model, best) for question in QUESTIONS for model in other_models),
@@ -119,6 +125,12 @@ def steps(models: Sequence[str], backends: Sequence[str]) -> list[Step]:
 
 def _servers(backend: str) -> Step:
     return Step(f"servers-{backend}", (*PYTEST, "-k", backend, "tests/gpu/test_servers.py"), SERVERS_S)
+
+
+def _shared_prefix(backend: str) -> Step:
+    return Step(
+        f"shared_prefix-{backend}", (*PYTEST, "-k", backend, "tests/gpu/test_shared_prefix.py"), SHARED_PREFIX_S
+    )
 
 
 def _warm_up(model: str, backend: str) -> Step:

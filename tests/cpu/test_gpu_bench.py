@@ -35,11 +35,12 @@ def test_what_decides_most_is_asked_first() -> None:
     """Kernels are compiled, then is it right, then the first model's speed, then other backends and models."""
     steps = gpu_steps.steps(MODELS, ["fa3", "triton"])
     names = [step.name for step in steps]
-    assert names[:9] == [
+    assert names[:10] == [
         "look",
         "warm_up-llama-3.1-8b-fa3",
         "memory",
         "servers-fa3",
+        "shared_prefix-fa3",
         "mil-llama-3.1-8b-fa3",
         "gpu_hits-llama-3.1-8b-fa3",
         "post_recommendation-llama-3.1-8b-fa3",
@@ -56,7 +57,7 @@ def test_every_test_of_a_device_is_asked() -> None:
     steps = gpu_steps.steps(MODELS, ["fa3", "flashinfer", "triton"])
     folder = gpu_steps.HERE.parent / "tests" / "gpu"
     assert {file.name for file in folder.glob("test_*.py")} <= {Path(step.command[-1]).name for step in steps}
-    fixtures = {"ours", "stock", "backend", "long_ones", "sharing"}
+    fixtures = {"ours", "stock", "backend", "long_ones"}
     for function in ast.parse((folder / "test_servers.py").read_text()).body:
         if isinstance(function, ast.FunctionDef) and function.name.startswith("test_"):
             assert fixtures & {argument.arg for argument in function.args.args}, function.name

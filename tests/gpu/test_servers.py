@@ -6,8 +6,6 @@ graphs replayed for a hit; then what else a device may do to answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,6 @@ from sgl_prefill.errors import ServerStartError
 from tests.gpu.conftest import (
     DURABLE_TOKENS,
     LONGEST_TOKENS,
-    MEMORY,
     ON,
     Scored,
     Server,
@@ -158,29 +155,3 @@ def test_labels_do_not_tie(ours: Server) -> None:
 def test_the_request_table_fits_what_a_step_packs(ours: Server) -> None:
     """Not 2,048 rows of the whole context."""
     assert ours.info()["internal_states"][0]["effective_max_running_requests_per_dp"] <= 256
-
-
-@pytest.fixture(scope="session")
-def sharing(start: Callable[..., Server], model: Path, backend: str) -> Iterator[Server]:
-    """Requests of a step attend to a prefix that they share together, wherever there is one."""
-    flags = ["--attention-backend", backend, "--shared-prefix-attention", "on", "--max-input-length", "8000", *MEMORY]
-    with ExitStack() as stack:
-        yield start("sgl_prefill.launch_server", model, *flags, "--max-total-tokens", "24000", stack=stack)
-
-
-def test_a_shared_prefix_attended_together_gives_the_answers_of_each_alone(sharing: Server, stock: Server) -> None:
-    """Groups of 20, 7, 2 and 1 in one step, prefixes short and long, suffixes of 1 to 150 tokens; and once more, as hits."""
-    prefixes = [prompt(300 + number, n_tokens) for number, n_tokens in enumerate((3_000, 1_100, 64, 5_000))]
-    sizes = (20, 7, 2, 1)
-    asked = [
-        [*prefix, *prompt(400 + 50 * group + number, 1 + 37 * number % 150)]
-        for group, (prefix, size) in enumerate(zip(prefixes, sizes, strict=True))
-        for number in range(size)
-    ]
-    expected = [stock.score(one)[0] for one in asked]
-    for prefix in prefixes:
-        sharing.score(prefix)
-    first = sharing.score(*asked)
-    assert min(one.cached_tokens for one in first) >= 64
-    assert difference(first, expected) <= MAX_LOGPROB_DIFFERENCE
-    assert difference(sharing.score(*asked), expected) <= MAX_LOGPROB_DIFFERENCE
