@@ -6,6 +6,7 @@ The right answers are transformers' in float32; those of `--shared-prefix-attent
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,8 +21,9 @@ from tests.gpu.conftest import MEMORY, Scored, Server, difference, prompt
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-# Of bfloat16 over four layers, logits in float32. A wrong row of K or V, or a wrong weight of a part, moves them by units.
-MAX_LOGPROB_DIFFERENCE = 0.3
+# Bfloat16 moves single log-probabilities of this model by up to 1 (transformers' on a CPU, from its float32 ones), and another
+# prefix by more than 8. What moves few of them little is seen in the mean, beside that of each request alone.
+MAX_LOGPROB_DIFFERENCE, MAX_MEAN_RATIO = 2.0, 1.25
 PREFIX_TOKENS, SHARERS = 4_000, 24
 # (tokens of the prefix, how many share it)
 GROUPS = ((PREFIX_TOKENS, SHARERS), (1_100, 7), (64, 2), (3_000, 1))
@@ -43,6 +45,11 @@ def counts(server: Server) -> dict[str, int] | None:
     """What the server says that it has shared so far."""
     found: dict[str, int] | None = server.info()["internal_states"][0].get(COUNTS_KEY)
     return found
+
+
+def mean_difference(one: Sequence[Scored], other: Sequence[Scored]) -> float:
+    pairs = [pair for a, b in zip(one, other, strict=True) for pair in zip(a.logprobs, b.logprobs, strict=True)]
+    return statistics.fmean(abs(a - b) for a, b in pairs)
 
 
 @pytest.fixture(scope="session")
@@ -69,7 +76,8 @@ def exact(model: Path) -> list[Scored]:
     """Answers in float32, each prompt alone."""
     from transformers import AutoModelForCausalLM
 
-    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).cuda().eval()
+    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    network.eval().to("cuda")
     found = []
     with torch.inference_mode():
         for one in MIXED:
@@ -97,10 +105,12 @@ def test_a_prefix_attended_together_gives_the_answers_of_each_alone(
     alone = apart.score(*MIXED, token_ids=TOKEN_IDS)
     assert counts(apart) is None
     assert sum(one.cached_tokens >= 64 for one in found) == len(ASKED)
-    assert difference(alone, exact) <= MAX_LOGPROB_DIFFERENCE
-    assert difference(found, exact) <= MAX_LOGPROB_DIFFERENCE
-    assert difference(found, alone) <= MAX_LOGPROB_DIFFERENCE
-    assert difference(together.score(*MIXED, token_ids=TOKEN_IDS), exact) <= MAX_LOGPROB_DIFFERENCE
+    again = together.score(*MIXED, token_ids=TOKEN_IDS)
+    noise = mean_difference(alone, exact)
+    for answers in (found, again):
+        assert difference(answers, exact) <= MAX_LOGPROB_DIFFERENCE
+        assert difference(answers, alone) <= MAX_LOGPROB_DIFFERENCE
+        assert mean_difference(answers, exact) <= MAX_MEAN_RATIO * noise
 
 
 def test_the_comparison_would_see_another_prefix(exact: Sequence[Scored]) -> None:
@@ -108,7 +118,7 @@ def test_the_comparison_would_see_another_prefix(exact: Sequence[Scored]) -> Non
     firsts = [next(number for number, one in enumerate(MIXED) if one[:64] == prefix[:64]) for prefix in PREFIXES]
     answers = [exact[number] for number in firsts]
     for one, other in itertools.combinations(answers, 2):
-        assert difference([one], [other]) > 3 * MAX_LOGPROB_DIFFERENCE
+        assert difference([one], [other]) > 2 * MAX_LOGPROB_DIFFERENCE
 
 
 def test_hits_that_are_replayed_from_a_graph_share_their_prefix(together: Server) -> None:
@@ -127,9 +137,7 @@ def test_hits_that_are_replayed_from_a_graph_share_their_prefix(together: Server
 def test_answers_of_several_tokens_share_the_prefix_and_stay_right(together: Server, apart: Server) -> None:
     """Every token of an answer is a request of its own in the step, behind the whole prompt."""
     found, expected = (long_answers(server) for server in (together, apart))
-    assert (
-        max(abs(a - b) for a, b in zip(found, expected, strict=True)) <= MAX_LOGPROB_DIFFERENCE * 3
-    )  # tokens an answer
+    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) <= MAX_LOGPROB_DIFFERENCE
 
 
 def long_answers(server: Server) -> list[float]:
