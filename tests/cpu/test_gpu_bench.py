@@ -172,7 +172,7 @@ def test_a_request_that_found_no_prefix_makes_a_run_of_hits_invalid() -> None:
 
 
 def test_a_setting_that_failed_costs_its_own_ratios_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a gain of graphs that were not replayed is a missed target on a device."""
+    """And a gain of graphs that were not replayed is a missed target on a device, as is one of prefixes that nobody shared."""
     monkeypatch.setattr("benchmarks.shapes.HAS_CUDA", True)
 
     def measured(engine: Any, per_s: float, replayed: float) -> dict[str, Any]:
@@ -183,6 +183,7 @@ def test_a_setting_that_failed_costs_its_own_ratios_only(monkeypatch: pytest.Mon
                 "requests_per_s": per_s,
                 "steps": 300,
                 "replayed_share": replayed,
+                "saved_tokens": 0,
             }
             for n in gpu_hits.SUFFIXES_TOKENS
         ]
@@ -191,14 +192,16 @@ def test_a_setting_that_failed_costs_its_own_ratios_only(monkeypatch: pytest.Mon
     found = {
         gpu_hits.SINGLE.name: measured(gpu_hits.SINGLE, 90.0, 0.0),
         gpu_hits.SINGLE_EAGER.name: measured(gpu_hits.SINGLE_EAGER, 50.0, 0.0),
+        gpu_hits.TOGETHER.name: measured(gpu_hits.TOGETHER, 90.0, 0.0),
         gpu_hits.APART.name: {"failed": "why", "rows": [], "means": []},
     }
     targets = {target.name: target for target in gpu_hits.targets_of(found)}
     assert targets["hits of 15 tokens a second, ours, one a step / ours, one a step, no graphs"].value == 1.8
-    replayed = [target for name, target in targets.items() if "replayed" in name]
-    assert len(replayed) == 2
-    assert not any(target.met for target in replayed)
-    assert len(targets) == 4
+    for missed in ("replayed", "not read again"):
+        of_both_lengths = [target for name, target in targets.items() if missed in name]
+        assert len(of_both_lengths) == 2
+        assert not any(target.met for target in of_both_lengths)
+    assert len(targets) == 6
 
 
 def test_engines_that_answer_one_hit_differently_are_not_compared() -> None:

@@ -30,6 +30,7 @@ from sgl_prefill.engine_state import EngineState
 from sgl_prefill.errors import ConfigurationError
 from sgl_prefill.gpu import plans, two_parts
 from sgl_prefill.port import shared_prefix_attention, shared_prefixes
+from sgl_prefill.port.hooks import hooks_for
 from sgl_prefill.port.shared_prefix_attention import (
     SharedPrefixFlashInfer,
     SharedPrefixTriton,
@@ -501,6 +502,27 @@ def test_on_is_refused_where_no_kernel_reads_a_prefix_for_several() -> None:
     for can in (triton_backend(sharers()), SimpleNamespace(shares_prefixes=True, kernels=object())):
         checked("on", can)
         checked("on", both_of(can, SimpleNamespace()))
+
+
+@pytest.mark.parametrize(
+    ("has_accelerator", "switch", "expected"),
+    [
+        (False, "auto", set()),
+        (False, "on", {"after_init_attention_backends"}),
+        (False, "off", {"after_init_attention_backends"}),
+        (True, "auto", {"around_init_new", "after_get_internal_state"}),
+        (True, "on", {"around_init_new", "after_get_internal_state", "after_init_attention_backends"}),
+        (True, "off", set()),
+    ],
+)
+def test_one_switch_is_for_both_kinds_of_machine(
+    has_accelerator: bool, switch: str, expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is as SGLang or as the CPU kernel has it, is not hooked."""
+    monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: has_accelerator)
+    hooks = hooks_for(PrefillConfig(shared_prefix_attention=switch), "scheduler")
+    ours = {hook.function.__name__ for hook in hooks if hook.function.__module__ == shared_prefixes.__name__}
+    assert ours == expected
 
 
 def test_what_was_read_together_is_counted_and_told() -> None:
