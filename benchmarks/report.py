@@ -84,7 +84,9 @@ def conditions() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """What BENCH_COMMIT names, or else `unknown`, where the tree was copied to a machine without its repository."""
+    """What BENCH_COMMIT names, where the tree was copied to a machine without its repository, or else what git says."""
+    if named := os.environ.get("BENCH_COMMIT"):
+        return named
     git = ["git", "-C", str(REPOSITORY)]
     # Results beside the benchmarks are written by runs; they change nothing that another run measures.
     results = [":(exclude)benchmarks/*/result*", ":(exclude)benchmarks/figures", ":(exclude)benchmarks/REPORT.md"]
@@ -93,7 +95,7 @@ def _commit() -> str:
         commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
         dirty = subprocess.run(status, capture_output=True, text=True, check=True).stdout.strip()
     except (FileNotFoundError, subprocess.CalledProcessError):
-        return os.environ.get("BENCH_COMMIT", "unknown")
+        return "unknown"
     return commit + (" with uncommitted changes" if dirty else "")
 
 

@@ -24,6 +24,9 @@ from sgl_prefill.core.shared_groups import Group, shared_groups
 # with 14,000 cached positions are 44 kB that come from the device in one copy, where all their slots would be 2.8 MB.
 PIECE_TOKENS = 64
 
+# By tests/gpu/test_shared_prefix.py on a card, whose answers are compared. Until then only who says `on` has two parts.
+AUTO_IS_PROVED = False
+
 # What two parts save and cost on an H100: worked out in the README beside this file, and not measured.
 SAVED_BYTES_PER_S = 10e12  # K and V that need not be read again: half a tile of products each
 MERGED_BYTES_PER_S = 3.35e12  # outputs go through the card's memory
@@ -70,6 +73,11 @@ class TwoParts(NamedTuple):
     def saved_positions(self) -> int:
         """Counts the positions that are read once in the place of once a request."""
         return sum(self.own.first_positions) - sum(self.shared.kv_tokens)
+
+
+def asked_for(switch: str) -> str:
+    """Returns what `--shared-prefix-attention` comes to on a GPU: `auto` leaves SGLang's backends alone until it is proved."""
+    return "off" if switch == "auto" and not AUTO_IS_PROVED else switch
 
 
 def are_worth_it(parts: TwoParts, layer: LayerBytes) -> bool:

@@ -18,6 +18,7 @@ from sgl_prefill.config import PrefillConfig
 from sgl_prefill.device import this_device
 from sgl_prefill.engine_state import EngineState
 from sgl_prefill.errors import SeamError
+from sgl_prefill.gpu import two_parts
 from sgl_prefill.port import hybrid, kv, radix_cache
 from sgl_prefill.port.declare import Hook
 from sgl_prefill.port.fingerprints import check_source
@@ -50,7 +51,7 @@ def activate(config: PrefillConfig, process: str) -> EngineState:
     if process == "scheduler" and config.hybrid_prefill != "off":
         hybrid.use_small_logprob_chunks()
     if process == "scheduler" and not this_device().is_host:
-        _register_attention(config.shared_prefix_attention)
+        _register_attention(two_parts.asked_for(config.shared_prefix_attention))
     HookRegistry.apply_hooks()  # plugins may have been loaded before; targets that are already patched are skipped
     problems = [problem for hook in hooks for problem in _problems_of(hook)]
     if problems:

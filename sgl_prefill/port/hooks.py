@@ -12,6 +12,7 @@ from sgl_prefill.api import conversations
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.cpu import kernels, lm_head, ranks
 from sgl_prefill.device import this_device
+from sgl_prefill.gpu import two_parts
 from sgl_prefill.port import (
     answer_trees,
     arrival,
@@ -844,7 +845,7 @@ def hooks_for(config: PrefillConfig, process: str) -> tuple[Hook, ...]:
         "suffix-kv": config.evicts_suffix_kv,
         "accelerator": not this_device().is_host,
         "no-accelerator": this_device().is_host,
-        "neighbours": config.shared_prefix_attention != "off" and not this_device().is_host,
+        "neighbours": two_parts.asked_for(config.shared_prefix_attention) != "off" and not this_device().is_host,
         "shared-prefixes-asked": config.shared_prefix_attention
         in (("on", "off") if this_device().is_host else ("on",)),
         "logits-dtype": config.logits_dtype == "float32" and this_device().is_host,

@@ -510,7 +510,7 @@ def test_on_is_refused_where_no_kernel_reads_a_prefix_for_several() -> None:
         (False, "auto", set()),
         (False, "on", {"after_init_attention_backends"}),
         (False, "off", {"after_init_attention_backends"}),
-        (True, "auto", {"around_init_new", "after_get_internal_state"}),
+        (True, "auto", set()),
         (True, "on", {"around_init_new", "after_get_internal_state", "after_init_attention_backends"}),
         (True, "off", set()),
     ],
@@ -523,6 +523,16 @@ def test_one_switch_is_for_both_kinds_of_machine(
     hooks = hooks_for(PrefillConfig(shared_prefix_attention=switch), "scheduler")
     ours = {hook.function.__name__ for hook in hooks if hook.function.__module__ == shared_prefixes.__name__}
     assert ours == expected
+
+
+def test_auto_on_a_gpu_waits_for_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever proves it on a card changes one name, and has what is expected to gain."""
+    assert [two_parts.asked_for(switch) for switch in ("auto", "on", "off")] == ["off", "on", "off"]
+    monkeypatch.setattr(two_parts, "AUTO_IS_PROVED", True)
+    assert [two_parts.asked_for(switch) for switch in ("auto", "on", "off")] == ["auto", "on", "off"]
+    monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: True)
+    hooks = {hook.function.__name__ for hook in hooks_for(PrefillConfig(), "scheduler")}
+    assert {"around_init_new", "after_get_internal_state"} <= hooks
 
 
 def test_what_was_read_together_is_counted_and_told() -> None:
