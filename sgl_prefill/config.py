@@ -138,6 +138,12 @@ class PrefillConfig:
         type=_auto_or_int,
         none="auto",
     )
+    shared_prefix_attention: str = _option(
+        "auto",
+        "requests of a step that share a cached prefix attend to it together; auto: where that is expected to gain; on: wherever"
+        " they share one; off: each alone, as stock",
+        choices=("auto", "on", "off"),
+    )
     suffix_kv: str = _option(
         "evict",
         "evict: of a long prompt keep only as much prefix KV as fits, on one layer's KV of scratch; keep: as stock",

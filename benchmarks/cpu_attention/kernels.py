@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import ceiling, report
+from sgl_prefill.core.shared_groups import shared_groups
 from sgl_prefill.cpu.attention import KVRows, attend, runs_of
 from sgl_prefill.cpu.native.calls import StepRequests
-from sgl_prefill.cpu.native.groups import shared_groups
 from sgl_prefill.cpu.native.library import native
 
 ROUNDS, LONG_ROUNDS = 15, 3

@@ -7,6 +7,7 @@ Runs without a GPU too, where the switches of CUDA graphs change nothing. See th
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -48,6 +49,7 @@ RATIOS = (
     (SINGLE, SINGLE_EAGER, (1.5, 1.2)),
     (engines.OURS, SINGLE, (3.0, 1.5)),
     (TOGETHER, APART, (1.3, 1.05)),
+    (engines.OURS, APART, (1.3, 1.05)),
     (engines.OURS, STOCK, (1.0, 1.0)),
 )
 LEAST_REPLAYED = 0.95
@@ -82,15 +84,20 @@ def main() -> int:
         try:
             for first in range(0, len(chosen), servers.n_most):
                 group = chosen[first : first + servers.n_most]
-                if missing := [engine for engine in group if engine.name not in kept]:
-                    for name, found in measure(servers, missing, n_hits, n_rounds).items():
-                        kept[name] = found
+                missing = [engine for engine in group if engine.name not in kept]
+                try:
+                    measure(servers, missing, n_hits, n_rounds, measured)
+                finally:
+                    for engine in missing:
+                        if engine.name in measured:
+                            kept[engine.name] = measured[engine.name]
                 measured |= {engine.name: kept[engine.name] for engine in group}
                 for engine in group:
                     print(json.dumps(kept[engine.name]["means"] or kept[engine.name]["failed"]), file=sys.stderr)
         except SystemExit:  # `timeout`: what there is, where there is no result yet
             if arguments.json is not None and not arguments.json.exists():
-                write(arguments.json, conditions, measured, [])
+                conditions["cut_off"] = True
+                write(arguments.json, conditions, measured, targets_of(measured))
             raise
     check_agreement(measured)
     write(arguments.json, conditions, measured, targets_of(measured))
@@ -98,31 +105,36 @@ def main() -> int:
     return 0
 
 
-def measure(servers: Servers, group: Sequence[engines.Engine], n_hits: int, n_rounds: int) -> dict[str, dict[str, Any]]:
-    """Rounds of hits of each length, in turns. One that cannot be started or answers wrongly says why, and the others go on."""
+def measure(
+    servers: Servers, group: Sequence[engines.Engine], n_hits: int, n_rounds: int, measured: dict[str, dict[str, Any]]
+) -> None:
+    """Rounds of hits of each length, in turns, into `measured`, also where `timeout` cuts them off.
+
+    One that cannot be started or answers wrongly says why, and the others go on.
+    """
+    if not group:
+        return
     failed: dict[engines.Engine, Exception] = dict(servers.start(group))
     rows: dict[engines.Engine, list[dict[str, Any]]] = {engine: [] for engine in group}
-    for number in range(n_rounds):
-        for n_tokens in SUFFIXES_TOKENS:
-            for engine in group:
-                if engine in failed:
-                    continue
-                try:
-                    server = servers.of(engine)
-                    client.run(server.url, hits(0, 1, "the prefix"), "prefix")
-                    rows[engine].append(one_round(server, engine, n_tokens, number, n_hits))
-                except (ServerStartError, report.InvalidRunError) as error:
-                    failed[engine] = error
-    made: dict[str, dict[str, Any]] = {}
-    for engine in group:
-        if engine in failed:
-            print(f"{engine.name} failed: {failed[engine]}", file=sys.stderr)
-            made[engine.name] = {"failed": str(failed[engine])[-500:], "rows": [], "means": []}
-        else:
-            server = servers.of(engine)
-            found = {"rows": rows[engine], "means": medians(rows[engine])}
-            made[engine.name] = {"command": server.command, "record": server.record, **found}
-    return made
+    try:
+        for number, n_tokens, engine in itertools.product(range(n_rounds), SUFFIXES_TOKENS, group):
+            if engine in failed:
+                continue
+            try:
+                server = servers.of(engine)
+                client.run(server.url, hits(0, 1, "the prefix"), "prefix")
+                rows[engine].append(one_round(server, engine, n_tokens, number, n_hits))
+            except (ServerStartError, report.InvalidRunError) as error:
+                print(f"{engine.name} failed: {error}", file=sys.stderr)
+                failed[engine] = error
+    finally:
+        for engine in group:
+            if engine in failed:
+                measured[engine.name] = {"failed": str(failed[engine])[-500:], "rows": [], "means": []}
+            elif rows[engine]:
+                server = servers.of(engine)
+                found = {"rows": rows[engine], "means": medians(rows[engine])}
+                measured[engine.name] = {"command": server.command, "record": server.record, **found}
 
 
 def one_round(

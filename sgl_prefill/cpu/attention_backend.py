@@ -11,9 +11,9 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
+from sgl_prefill.core.shared_groups import groups_of_one, shared_groups
 from sgl_prefill.cpu.attention import KVRows, Run, attend, runs_of
 from sgl_prefill.cpu.native.calls import Kernels, StepRequests
-from sgl_prefill.cpu.native.groups import shared_groups
 from sgl_prefill.cpu.native.library import native
 from sgl_prefill.errors import UnsupportedModelError
 
@@ -49,6 +49,7 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.kernels = native().kernels
+        self.shares_prefixes = True  # --shared-prefix-attention off: each request is a group of its own
         self._step: StepRequests | None = None  # of this forward, made when a layer first asks
         self._last_rows_step: StepRequests | None = None
         self._runs: list[list[Run]] | None = None
@@ -161,9 +162,12 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
     def _native_requests(self, first_tokens: Sequence[int]) -> StepRequests:
         table = self.req_to_token_pool.req_to_token
         numbers, pool_rows = table.numpy(), [request.pool_row for request in self._requests]
-        groups = shared_groups(
-            lambda request, position: int(numbers[pool_rows[request], position]), self._cached_tokens
-        )
+        if self.shares_prefixes:
+            groups = shared_groups(
+                lambda request, position: int(numbers[pool_rows[request], position]), self._cached_tokens
+            )
+        else:
+            groups = groups_of_one(range(len(pool_rows)))
         return StepRequests(table, pool_rows, first_tokens, [request.n_kv for request in self._requests], groups)
 
     # A decode step is an extend of one token per request.

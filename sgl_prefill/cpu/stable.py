@@ -15,9 +15,9 @@ import torch
 from torch import fx
 
 from sgl_prefill.core.kv_plan import ceil_to
+from sgl_prefill.core.shared_groups import Group
 from sgl_prefill.cpu.fused import Linear
 from sgl_prefill.cpu.native.calls import Kernels, StepRequests
-from sgl_prefill.cpu.native.groups import Group
 from sgl_prefill.errors import UnsupportedModelError
 from sgl_prefill.hybrid.trace import op_name
 

@@ -15,6 +15,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
 from sgl_prefill.config import PrefillConfig
+from sgl_prefill.device import this_device
 from sgl_prefill.engine_state import EngineState
 from sgl_prefill.errors import SeamError
 from sgl_prefill.port import hybrid, kv, radix_cache
@@ -48,12 +49,20 @@ def activate(config: PrefillConfig, process: str) -> EngineState:
         radix_cache.register()
     if process == "scheduler" and config.hybrid_prefill != "off":
         hybrid.use_small_logprob_chunks()
+    if process == "scheduler" and not this_device().is_host:
+        _register_attention(config.shared_prefix_attention)
     HookRegistry.apply_hooks()  # plugins may have been loaded before; targets that are already patched are skipped
     problems = [problem for hook in hooks for problem in _problems_of(hook)]
     if problems:
         raise SeamError("hooks are not in place:\n  " + "\n  ".join(problems))
     _state = EngineState(config, [hook.target for hook in hooks])
     return _state
+
+
+def _register_attention(switch: str) -> None:
+    from sgl_prefill.port import shared_prefix_attention
+
+    shared_prefix_attention.register(switch)
 
 
 def registered(hook: Hook) -> Callable[..., Any]:

@@ -6,8 +6,10 @@ python -m sgl_prefill.port.fingerprints --write    after reading the differences
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.metadata
+import importlib.util
 import inspect
 import json
 import pkgutil
@@ -18,6 +20,8 @@ from pathlib import Path
 from sgl_prefill.errors import SeamError
 
 SUPPORTED_SGLANG_VERSION = "0.5.17"
+# Methods of classes in it are read from the file: its import fails without a CUDA device, and hashes are the same everywhere.
+NEEDS_A_DEVICE = ("sglang.srt.layers.attention.flashattention_backend.",)
 FINGERPRINT_FILE = Path(__file__).with_name("fingerprints.json")
 
 
@@ -35,10 +39,30 @@ def fingerprint(target: str) -> str:
     A hooked function still answers with SGLang's source, since `inspect` follows `__wrapped__`.
     """
     try:
-        source = inspect.getsource(pkgutil.resolve_name(target))
+        if target.startswith(NEEDS_A_DEVICE):
+            source = source_from_file(target, target.rsplit(".", 2)[0])
+        else:
+            source = inspect.getsource(pkgutil.resolve_name(target))
     except (ImportError, AttributeError):
         return "missing"
     return hashlib.sha256(source.encode()).hexdigest()
+
+
+def source_from_file(target: str, module: str) -> str:
+    """Returns the source of a function or class of a module, which is not imported. Raises AttributeError where it has none."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise AttributeError(f"there is no module {module}")
+    lines = Path(spec.origin).read_text().splitlines(keepends=True)
+    found: ast.AST = ast.parse("".join(lines))
+    for name in target.removeprefix(f"{module}.").split("."):
+        inside = [node for node in ast.iter_child_nodes(found) if getattr(node, "name", None) == name]
+        if not inside:
+            raise AttributeError(f"{module} has no {name} of {target}")
+        found = inside[-1]
+    assert isinstance(found, ast.FunctionDef | ast.ClassDef)
+    first = min([found.lineno, *(decorator.lineno for decorator in found.decorator_list)])
+    return "".join(lines[first - 1 : found.end_lineno])
 
 
 def differing(targets: Iterable[str]) -> list[str]:

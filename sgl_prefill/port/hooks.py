@@ -28,11 +28,13 @@ from sgl_prefill.port import (
     replays,
     reply_facts,
     scheduler,
+    shared_prefixes,
     startup,
     uncompiled,
 )
 from sgl_prefill.port.declare import Hook, Override, Poke, Relied, Route, Switch
 
+FLASH_ATTENTION = "flashattention_backend.FlashAttentionBackend"  # not to be imported without a CUDA device
 RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 
 HOOKS: tuple[Hook, ...] = (
@@ -174,6 +176,31 @@ HOOKS: tuple[Hook, ...] = (
         feature="hybrid-prefill",
         reason="trace the model's body and run long extends through it, all but attention chunk by chunk",
         function=hybrid.after_init_attention_backends,
+        takes_state=True,
+    ),
+    Hook(
+        target="sglang.srt.managers.schedule_batch.ScheduleBatch.init_new",
+        kind="around",
+        process="scheduler",
+        feature="neighbours",
+        reason="on a GPU only neighbours read a shared prefix together",
+        function=shared_prefixes.around_init_new,
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+        kind="after",
+        process="scheduler",
+        feature="neighbours",
+        reason="how many steps read a prefix together stands in /server_info",
+        function=shared_prefixes.after_get_internal_state,
+    ),
+    Hook(
+        target="sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends",
+        kind="after",
+        process="scheduler",
+        feature="shared-prefixes-asked",
+        reason="the CPU kernel is told to read no prefix for several, and what is asked for in vain is refused",
+        function=shared_prefixes.after_init_attention_backends,
         takes_state=True,
     ),
     Hook(
@@ -553,6 +580,20 @@ OVERRIDES: tuple[Override, ...] = (
         )
     ),
     *(
+        Override(f"sglang.srt.layers.attention.{stock}.{method}", ours, reason)
+        for stock, ours in (
+            ("flashinfer_backend.FlashInferAttnBackend", "SharedPrefixFlashInfer"),
+            ("triton_backend.TritonAttnBackend", "SharedPrefixTriton"),
+            (FLASH_ATTENTION, "SharedPrefixFlashAttention"),
+        )
+        for method, reason in (
+            ("__init__", "it knows the switch"),
+            ("init_forward_metadata", "a step is planned in two parts too"),
+            ("init_forward_metadata_out_graph", "a step of a whole graph is not"),
+            ("forward_extend", "prefixes that requests share are read once"),
+        )
+    ),
+    *(
         Override(f"{MANAGER}.{method}", "SteppedTokenizerManager", reason)
         for method, reason in (
             ("__init__", "it has no sockets"),
@@ -730,6 +771,19 @@ RELIED_UPON: tuple[Relied, ...] = (
     Relied(
         "sglang.srt.layers.logits_processor.should_apply_lm_head_quant_method", "which LM heads have a plain weight"
     ),
+    Relied(
+        "sglang.srt.layers.attention.attention_registry.register_attention_backend",
+        "--attention-backend flashinfer, fa3 and triton pick ours",
+    ),
+    Relied("sglang.srt.layers.attention.attention_registry.create_flashinfer_backend", "ours is made like it"),
+    Relied("sglang.srt.layers.attention.attention_registry.create_flashattention_v3_backend", "ours is made like it"),
+    Relied("sglang.srt.layers.attention.attention_registry.create_triton_backend", "ours is made like it"),
+    Relied(
+        "sglang.srt.layers.attention.flashinfer_backend.FlashInferIndicesUpdaterPrefill.call_begin_forward",
+        "our plans are made like it, with other rows",
+    ),
+    Relied("sglang.kernels.ops.attention.extend_attention.extend_attention_fwd", "attends to each part with Triton"),
+    Relied("sglang.kernels.ops.attention.merge_state.merge_state_triton", "merges the parts, in place"),
     Relied("sglang.srt.layers.attention.hybrid_attn_backend.HybridAttnBackend", "two names, one backend on CPU"),
     Relied("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer", "hybrid prefilling writes K, V with it"),
     Relied("sglang.srt.mem_cache.common.release_kv_cache", "gives a finished request's slots back"),
@@ -790,6 +844,9 @@ def hooks_for(config: PrefillConfig, process: str) -> tuple[Hook, ...]:
         "suffix-kv": config.evicts_suffix_kv,
         "accelerator": not this_device().is_host,
         "no-accelerator": this_device().is_host,
+        "neighbours": config.shared_prefix_attention != "off" and not this_device().is_host,
+        "shared-prefixes-asked": config.shared_prefix_attention
+        in (("on", "off") if this_device().is_host else ("on",)),
         "logits-dtype": config.logits_dtype == "float32" and this_device().is_host,
         "device-logits": config.logits_dtype == "float32" and not this_device().is_host,
     }

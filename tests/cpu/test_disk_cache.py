@@ -32,7 +32,8 @@ def test_a_measurement_is_found_again_under_the_same_circumstances_only() -> Non
 
 def test_what_was_measured_on_another_processor_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A home folder may be shared by several machines."""
-    config = SimpleNamespace(context_len=100, vocab_size=10, hf_config=SimpleNamespace(to_dict=dict))
+    hf_config = SimpleNamespace(to_dict=dict)
+    config = SimpleNamespace(context_len=100, vocab_size=10, hf_config=hf_config, model_path="model")
     parts = {"device": "cpu", "dtype": torch.float32, "page_size": 1, "is_generation": True, "model_config": config}
     state: Any = SimpleNamespace(hybrid=None)
     runner: Any = SimpleNamespace(**parts, token_to_kv_pool_allocator=None, prefill_attention_backend_str="x")

@@ -30,7 +30,7 @@ def test_the_page_names_every_option_with_its_default() -> None:
     """The option table and the dataclass agree."""
     for field in dataclasses.fields(PrefillConfig):
         flag = "--" + field.name.replace("_", "-")
-        (row,) = [line for line in OPTIONS.splitlines() if line.startswith(f"| `{flag}") and flag in line.split("|")[1]]
+        (row,) = [line for line in OPTIONS.splitlines() if re.match(rf"\| `{flag}[ `]", line)]
         default = field.metadata["default"]
         if default is None:
             assert field.metadata["none"] in row.split("|")[2]

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sgl_prefill.core.shared_groups import Group
 from sgl_prefill.cpu.attention import KVRows, attend, runs_of
 from sgl_prefill.cpu.native import library
 from sgl_prefill.cpu.native.build import PLAIN, X86_BUILDS
 from sgl_prefill.cpu.native.calls import Kernels, StepRequests
-from sgl_prefill.cpu.native.groups import Group
 from sgl_prefill.errors import ConfigurationError
 
 BUILDS = [build.name for build in (*X86_BUILDS, PLAIN)]

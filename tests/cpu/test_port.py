@@ -66,6 +66,21 @@ def test_hook_targets_take_the_parameters_that_we_use(target: str, parameters: l
     assert list(inspect.signature(pkgutil.resolve_name(target)).parameters) == parameters
 
 
+def test_source_that_is_read_from_a_file_is_what_inspect_gives() -> None:
+    """Of methods, whose module cannot be imported everywhere: decorators included, and neither a line more nor less."""
+    targets = [
+        "sglang.srt.layers.attention.triton_backend.TritonAttnBackend.forward_extend",
+        "sglang.srt.layers.attention.flashinfer_backend.FlashInferAttnBackend.forward_decode",
+        "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward",
+    ]
+    for target in targets:
+        read = fingerprints.source_from_file(target, target.rsplit(".", 2)[0])
+        assert read == inspect.getsource(inspect.unwrap(pkgutil.resolve_name(target)))
+    assert (
+        fingerprints.fingerprint(f"{fingerprints.NEEDS_A_DEVICE[0]}FlashAttentionBackend.no_such_method") == "missing"
+    )
+
+
 def test_the_lists_say_everything_once_and_why() -> None:
     """Features and processes may share a hooked function; what is overridden is not also called."""
     hooks = [(hook.target, hook.process, hook.feature) for hook in HOOKS]
@@ -79,10 +94,13 @@ def test_the_lists_say_everything_once_and_why() -> None:
     assert all(entry.reason for entry in declared)
 
 
+NEEDS_A_DEVICE = "shared_prefix_fa3"  # its import does
+
+
 def our_classes() -> Iterator[type]:
     """Every class of this package."""
     for module in pkgutil.walk_packages(sgl_prefill.__path__, "sgl_prefill."):
-        if module.name.endswith((".preloaded", ".build", ".kernels")) or ".examples" in module.name:
+        if module.name.endswith((".preloaded", ".build", ".kernels", NEEDS_A_DEVICE)) or ".examples" in module.name:
             continue
         for found in vars(importlib.import_module(module.name)).values():
             if inspect.isclass(found) and found.__module__ == module.name:
@@ -101,7 +119,12 @@ def test_every_override_is_declared_and_every_declared_one_is_there() -> None:
                     for name, value in vars(ours).items()
                     if inspect.isfunction(value) and name in vars(base) and name != "__subclasshook__"
                 }
-    assert found == {(override.target.rsplit(".", 1)[1], override.by) for override in OVERRIDES}
+    declared = {(override.target.rsplit(".", 1)[1], override.by) for override in OVERRIDES}
+    file = Path(sgl_prefill.__file__).parent / "port" / f"{NEEDS_A_DEVICE}.py"
+    (ours_there,) = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
+    methods = {node.name for node in ours_there.body if isinstance(node, ast.FunctionDef)}
+    not_sglangs = {"_plan", "_attend"}
+    assert found | {(name, ours_there.name) for name in methods - not_sglangs} == declared
 
 
 def test_every_attribute_that_is_set_on_sglangs_objects_is_declared() -> None:
@@ -146,7 +169,7 @@ def test_every_attribute_that_is_set_on_sglangs_objects_is_declared() -> None:
 
 
 # Set on objects that are ours, through a name that does not say so.
-KNOWN_AS_OURS = {"only_last_block", "launcher", "is_of_server", "is_in_place"}
+KNOWN_AS_OURS = {"only_last_block", "launcher", "is_of_server", "is_in_place", "shares_prefixes"}
 
 
 def test_every_environment_switch_that_is_set_is_declared() -> None:
@@ -176,7 +199,13 @@ def test_only_the_port_the_cpu_platform_and_the_routes_know_sglang() -> None:
 def test_with_our_features_off_only_what_surrounds_a_forward_pass_is_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each technique has its own switch; with all off, what computes an answer on a GPU is SGLang's."""
     monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: True)
-    off = PrefillConfig(scheduling="stock", logits_dtype="model", hybrid_prefill="off", suffix_kv="keep")
+    off = PrefillConfig(
+        scheduling="stock",
+        logits_dtype="model",
+        hybrid_prefill="off",
+        suffix_kv="keep",
+        shared_prefix_attention="off",
+    )
     left = [
         hook.target.rsplit(".", 1)[1]
         for process in ("http", "detokenizer", "scheduler")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,7 +49,8 @@ def test_a_rank_that_cannot_start_lets_rank_0_speak_first_and_then_ends_all(
 
     state = EngineState(PrefillConfig(), launcher=Launcher(1, 1))
     scheduler: Any = object()
-    processes.around_scheduler_init(state, fails, scheduler, None, None, 0, rank)
+    arguments: Any = SimpleNamespace(device="cpu")
+    processes.around_scheduler_init(state, fails, scheduler, arguments, None, 0, rank)
     said = "sgl_prefill: cannot start\nthe paths disagree\n"
     waited = [] if rank == 0 else [(processes.OTHER_RANKS_WAIT_S, "")]
     assert done == [*waited, "reported", (processes.END_TIMEOUT_S, said), 1]

@@ -15,10 +15,10 @@ from torch import fx
 
 from sgl_prefill import preflight
 from sgl_prefill.config import PrefillConfig
+from sgl_prefill.core.shared_groups import Group
 from sgl_prefill.cpu import stable
 from sgl_prefill.cpu.fused import Linear, pack
 from sgl_prefill.cpu.native.calls import Kernels, StepRequests
-from sgl_prefill.cpu.native.groups import Group
 from sgl_prefill.cpu.native.library import Native
 from sgl_prefill.errors import ConfigurationError, UnsupportedModelError
 from tests.cpu.test_native import DTYPES, _two_threads, kernels, random_tensor

@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 import torch
 
-from sgl_prefill.cpu.native.groups import Group
+from sgl_prefill.core.shared_groups import Group
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")

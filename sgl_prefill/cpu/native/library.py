@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sgl_prefill.core.shared_groups import Group
 from sgl_prefill.cpu.native.build import LIBRARY, digest
 from sgl_prefill.cpu.native.calls import BuildTable, Kernels, StepRequests
-from sgl_prefill.cpu.native.groups import Group
 from sgl_prefill.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)

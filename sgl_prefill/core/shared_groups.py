@@ -6,10 +6,10 @@ position p - 1. So the radix tree need not be asked, and a shared length is foun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-# A shorter prefix is cheaper read again by each than kept apart.
+# On a CPU a shorter prefix is cheaper read again by each than kept apart.
 MIN_SHARED_TOKENS = 32
 
 
@@ -24,16 +24,22 @@ class Group(NamedTuple):
         return (len(self.members) - 1) * self.shared_tokens
 
 
-def shared_groups(slot: Callable[[int, int], int], cached_tokens: Sequence[int]) -> list[Group]:
+def shared_groups(
+    slot: Callable[[int, int], int], cached_tokens: Sequence[int], min_shared_tokens: int = MIN_SHARED_TOKENS
+) -> list[Group]:
     """Groups of the requests 0 .. n - 1, each in one, that save the most positions by sharing their whole group's prefix.
 
     slot: the KV slot of (request, position). cached_tokens: of each request, in the prefix cache when the step began. Costs
     O(requests * log(longest prefix)) slots a level of the tree.
     """
-    alone = [request for request, n_cached in enumerate(cached_tokens) if n_cached < MIN_SHARED_TOKENS]
-    sharing = [request for request, n_cached in enumerate(cached_tokens) if n_cached >= MIN_SHARED_TOKENS]
-    groups = _best_groups(sharing, MIN_SHARED_TOKENS, slot, cached_tokens)
-    return groups + [Group((request,), 0) for request in alone]
+    alone = [request for request, n_cached in enumerate(cached_tokens) if n_cached < min_shared_tokens]
+    sharing = [request for request, n_cached in enumerate(cached_tokens) if n_cached >= min_shared_tokens]
+    groups = _best_groups(sharing, min_shared_tokens, slot, cached_tokens)
+    return groups + groups_of_one(alone)
+
+
+def groups_of_one(requests: Iterable[int]) -> list[Group]:
+    return [Group((request,), 0) for request in requests]
 
 
 def _best_groups(
@@ -47,7 +53,7 @@ def _best_groups(
     groups: list[Group] = []
     for members in by_slot.values():
         if len(members) == 1:
-            groups.append(Group((members[0],), 0))
+            groups += groups_of_one(members)
             continue
         n_shared = min(_shared_tokens(members[0], other, at_least, slot, cached_tokens) for other in members[1:])
         whole = Group(tuple(members), n_shared)
@@ -55,7 +61,7 @@ def _best_groups(
         finer = _best_groups(deeper, n_shared + 1, slot, cached_tokens) if len(deeper) > 1 else []
         if sum(group.saved_tokens for group in finer) > whole.saved_tokens:
             apart = set(members) - set(deeper)
-            groups += [*finer, *(Group((request,), 0) for request in sorted(apart))]
+            groups += [*finer, *groups_of_one(sorted(apart))]
         else:
             groups.append(whole)
     return groups

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_prefill.cpu.native.groups import MIN_SHARED_TOKENS, Group, shared_groups
+from sgl_prefill.core.shared_groups import MIN_SHARED_TOKENS, Group, shared_groups
 
 EDGE_TOKENS = 17  # of every edge of the tree: half of what is worth sharing, and a bit
 
