@@ -87,9 +87,9 @@ def test_many_long_prompts_one_after_the_other_stay_right(ours: Server, stock: S
 
 
 def test_the_parity_gate_has_compared_every_path(ours: Server) -> None:
-    """Hybrid with plain, hit with miss, scratch with durable; each difference is a number within the limit."""
+    """Hybrid with plain, hit with miss, scratch with durable, replay with plain; each difference is a number within the limit."""
     found = ours.record()["parity_gate"]
-    assert {"hybrid and plain", "cache hit and miss", "scratch and durable slots"} <= set(found)
+    assert {"hybrid and plain", "cache hit and miss", "scratch and durable slots", "replay and plain"} <= set(found)
     assert all(0 <= value <= 0.5 for value in found.values())
 
 

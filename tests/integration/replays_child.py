@@ -1,0 +1,165 @@
+"""SGLang's runner of prefill graphs on a host, with our hooks: in the place of a graph's replay the same layers run over the
+runner's static inputs. All around a replay is SGLang's own: padding, static batch, plan of attention, logits behind the graph.
+
+Run by `test_replays`, which gets what it found as JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+os.environ["PREFILL_CPU_KERNEL"] = "off"  # as on a device: short steps are for SGLang's own layers
+
+import torch
+from sglang.srt.layers import radix_attention
+from sglang.srt.model_executor.model_runner_components.layer_setup import compute_attention_and_moe_layers
+from sglang.srt.model_executor.runner import PrefillCudaGraphRunner, prefill_cuda_graph_runner
+from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend import BreakableCudaGraphBackend
+
+from sgl_prefill.port import answer_trees, replays
+from sgl_prefill.startup import parity_gate
+from tests.integration.memory_child import answer_logprobs, prompt, start
+from tests.support import quiet_imports  # noqa: F401  (before all else that imports SGLang)
+from tests.support.in_process import Answer, InProcessScheduler
+
+SIZES = [16, 64, 128]
+
+
+class Recorded(BreakableCudaGraphBackend):  # type: ignore[misc]
+    """Runs the layers again where a graph would be replayed."""
+
+    def __init__(self, body: torch.nn.Module) -> None:
+        self._forward = body.forward
+        self.sizes: list[int] = []
+
+    @contextlib.contextmanager
+    def capture_session(self, stream: Any) -> Any:
+        with self.replay_session():
+            yield
+
+    def capture_one(self, shape_key: Any, forward_fn: Any, **_: Any) -> None:
+        forward_fn()
+
+    def replay(self, shape_key: Any, batch: Any, **_: Any) -> torch.Tensor:
+        self.sizes.append(shape_key.size)
+        hidden: torch.Tensor = self._forward(batch.input_ids, batch.positions, batch)
+        return hidden
+
+
+def with_graphs(engine: InProcessScheduler) -> Recorded:
+    """Lets SGLang record its sizes, as its start on a device does."""
+    runner = engine.scheduler.tp_worker.model_runner
+    found = compute_attention_and_moe_layers(runner.model.model)
+    (
+        runner.attention_layers,
+        runner.moe_layers,
+        runner.moe_fusions,
+        runner.dsa_indexers,
+        runner.mha_companion_layers,
+    ) = found
+    prefill = runner.server_args.cuda_graph_config.prefill
+    prefill.backend, prefill.bs = "breakable", list(SIZES)
+    recorded = Recorded(runner.model.model)
+    capture = contextlib.nullcontext(SimpleNamespace(stream=None))
+    with (
+        mock.patch.object(prefill_cuda_graph_runner, "resolve_prefill_backend", return_value=recorded),
+        mock.patch.object(prefill_cuda_graph_runner, "graph_capture", return_value=capture),
+    ):
+        runner.prefill_cuda_graph_runner = PrefillCudaGraphRunner(runner)
+    return recorded
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """SGLang registers its operation for attention between graphs on CUDA alone; its function needs no device."""
+    make_library: Any = torch.library.Library
+    library = make_library("sglang", "IMPL")
+    defaults = {"use_mha_companion": False, "return_lse": False}  # PyTorch hands on what differs from defaults
+
+    def attend(*arguments: Any, **options: Any) -> None:
+        radix_attention._unified_attention_with_output_impl(*arguments, **{**defaults, **options})
+
+    library.impl("unified_attention_with_output", attend, "CPU")
+    yield
+
+
+def asked(engine: InProcessScheduler, prefix: list[int], tails: list[list[int]], **options: Any) -> list[list[float]]:
+    """Answers behind a cached prefix, all in one step."""
+    engine.flush()
+    engine.ask(prefix)
+    engine.poison_scratch()
+    rids = [engine.submit([*prefix, *tail], **options) for tail in tails]
+    engine.run_all()
+    answers: list[Answer] = [engine.answer(rid) for rid in rids]
+    assert all(answer.cached_tokens > 0 for answer in answers)
+    engine.check_slots()
+    return [[*answer.label_logprobs, *answer.input_logprobs] for answer in answers]
+
+
+def main(folder: Path) -> dict[str, Any]:
+    engine = start(folder, "llama")
+    rng = random.Random(3)
+    prefix, tails = prompt(rng, 320), [prompt(rng, n) for n in (1, 15, 40, 100)]
+    steps: dict[str, Any] = {
+        "one": lambda: [asked(engine, prefix, [tail])[0] for tail in tails],
+        "several": lambda: asked(engine, prefix, tails[:3]),
+        "tail": lambda: asked(engine, prefix, tails[2:3], logprob_start_len=330),
+        "in scratch": lambda: in_scratch(engine, prefix, tails[3]),
+        "answers": lambda: [answer_logprobs(engine, prompt(random.Random(5), 40))],
+    }
+    eager = {name: step() for name, step in steps.items()}
+    recorded = with_graphs(engine)
+    original = PrefillCudaGraphRunner.can_run_graph
+    result: dict[str, Any] = {}
+
+    def can_run_graph(graphs: Any, batch: Any) -> bool:
+        return replays.around_can_run_graph(engine.state, original, graphs, batch)
+
+    with mock.patch.object(PrefillCudaGraphRunner, "can_run_graph", can_run_graph):
+        for name, step in steps.items():
+            recorded.sizes.clear()
+            found = step()
+            pairs = zip(eager[name], found, strict=True)
+            difference = max(abs(a - b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True))
+            result[name] = {"difference": difference, "sizes": list(recorded.sizes)}
+        engine.flush()
+        recorded.sizes.clear()
+        references = parity_gate.reference(engine.model, 4000)
+        assert recorded.sizes == []
+        result["gate"] = parity_gate.run(engine.model, references, 4000)
+        result["gate replays"] = list(recorded.sizes)
+        right = recorded._forward
+        recorded._forward = lambda *arguments: right(*arguments).roll(1, 0)
+        result["wrong replay"] = abs(asked(engine, prefix, tails[2:3])[0][0] - eager["one"][2][0])
+        recorded._forward = right
+    with mock.patch.object(answer_trees, "are_in", return_value=False):
+        try:
+            steps["answers"]()
+        except AssertionError as error:
+            result["answers replayed"] = str(error)
+    return result
+
+
+def in_scratch(engine: InProcessScheduler, prefix: list[int], tail: list[int]) -> list[list[float]]:
+    """A hit whose new tokens find no durable slot."""
+    engine.set_durable(len(prefix))
+    engine.ask(prefix)
+    engine.poison_scratch()
+    answer = engine.ask([*prefix, *tail])
+    assert (answer.cached_tokens, answer.meta["evicted_tokens"]) == (len(prefix), len(tail))
+    engine.set_durable(2000)
+    return [answer.label_logprobs]
+
+
+if __name__ == "__main__":
+    with on_cpu():
+        print(json.dumps(main(Path(sys.argv[1]))))
