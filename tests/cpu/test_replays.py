@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -36,8 +38,8 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def made(on_device: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
-    """SGLang's arguments of an H100, resolved by SGLang."""
+def made(on_device: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """SGLang's arguments of an H100, resolved by SGLang, which notes some of them in environment variables."""
     platform = sglang_arguments.current_platform
 
     class Stock:
@@ -63,7 +65,8 @@ def made(on_device: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ca
         }
         return sglang_arguments.ServerArgs(**{**own, **options})
 
-    return make
+    with mock.patch.dict(os.environ):
+        yield make
 
 
 def test_short_steps_are_recorded_with_our_defaults(made: Callable[..., Any]) -> None:
