@@ -152,7 +152,10 @@ class Pump:
             waiting.register(out_read, selectors.EVENT_READ, 1)
             waiting.register(error_read, selectors.EVENT_READ, 2)
             while waiting.get_map() and not self._has_ended:
-                for key, _ in waiting.select(None if self._is_ready else 1.0):
+                # stderr first: what was on stdout before the launcher said something there has come by now too, and all that a
+                # pipe holds is read at once; what came after it is not taken for a part of the start.
+                found = waiting.select(None if self._is_ready else 1.0)
+                for key, _ in sorted(found, key=lambda event: event[0].data, reverse=True):
                     if data := os.read(key.fd, CHUNK_BYTES):
                         self.take(key.data, data)
                     else:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from sgl_prefill import start_log
@@ -79,3 +82,46 @@ def test_silence_is_broken_by_what_is_going_on(shown: list[tuple[int, bytes]]) -
 )
 def test_log_level_debug_shows_all(flags: list[str], expected: bool) -> None:
     assert start_log.shows_all(flags) is expected
+
+
+LAUNCHER = """
+import logging, os, subprocess, sys
+from sgl_prefill import start_log
+start_log.begin()
+start_log.show_ours()
+subprocess.run(["sh", "-c", "echo from a child; echo on its stderr >&2"], check=True)
+logging.getLogger("sgl_prefill.part").warning("mind this")
+if "fails" in sys.argv:
+    print("sgl_prefill: cannot start\\nthe reason", file=sys.stderr)
+    start_log.end()
+    os._exit(2)
+start_log.ready("serves")
+subprocess.run(["sh", "-c", "echo afterwards"], check=True)
+start_log.end()
+"""
+
+
+def launched(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", LAUNCHER, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_launcher_that_fails_loses_nothing_of_its_children_and_keeps_its_status() -> None:
+    """Its last words are last also where it ends at once, as the first process of a container does."""
+    done = launched("fails")
+    assert done.returncode == 2
+    shown, replayed = done.stderr.split("sgl_prefill: the start has ended, all of its log:\n")
+    assert "sgl_prefill: starts" in shown
+    assert "sgl_prefill: warning: mind this\n" in shown
+    assert "on its stderr" not in shown
+    assert replayed == "on its stderr\nsgl_prefill: cannot start\nthe reason\n"
+    assert done.stdout == "from a child\n"
+
+
+def test_a_launcher_that_serves_holds_back_its_start_alone() -> None:
+    done = launched()
+    assert done.returncode == 0
+    assert done.stdout == "afterwards\n"
+    *_, serves, held = done.stderr.splitlines()
+    assert serves == "sgl_prefill: serves, after 0 s"
+    assert held.startswith("sgl_prefill: 2 lines of the start are not shown")
