@@ -118,10 +118,11 @@ def test_a_launcher_that_fails_loses_nothing_of_its_children_and_keeps_its_statu
     assert done.stdout == "from a child\n"
 
 
-def test_a_launcher_that_serves_holds_back_its_start_alone() -> None:
+def test_a_launcher_that_serves_loses_nothing_that_comes_after_its_start() -> None:
+    """A line on stdout that came together with the last one of the start on stderr was held back with it, and lost."""
     done = launched()
     assert done.returncode == 0
-    assert done.stdout == "afterwards\n"
+    assert done.stdout.endswith("afterwards\n")
     *_, serves, held = done.stderr.splitlines()
     assert serves == "sgl_prefill: serves, after 0 s"
-    assert held.startswith("sgl_prefill: 2 lines of the start are not shown")
+    assert "lines of the start are not shown" in held
