@@ -17,6 +17,7 @@ import orjson
 from fastapi import HTTPException
 
 from sgl_prefill.api.turns import Turns
+from sgl_prefill.observability import metric_list
 from sgl_prefill.port import client
 
 if TYPE_CHECKING:
@@ -70,14 +71,12 @@ class HttpShield:
         ending: Ending,
         check_body: Callable[[str, bytes], None] | None = None,
     ) -> None:
-        from prometheus_client import Counter  # SGLang has set PROMETHEUS_MULTIPROC_DIR by now
-
         self._app = app
         self._config = config
         self._ending = ending
         self._check_body = check_body
         self._turns = Turns()
-        self._refused = Counter("sglang:prefill_refused_requests", "Requests refused, by reason.", ["reason"])
+        self._refused = metric_list.BY_NAME["refused_requests"].make([])  # SGLang has set its directory by now
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

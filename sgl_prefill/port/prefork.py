@@ -7,11 +7,14 @@ machines without an accelerator: a driver that some import has touched does not 
 from __future__ import annotations
 
 import ctypes
+import functools
 import multiprocessing
 import multiprocessing.forkserver
 import os
 import signal
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sgl_prefill import start_log
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -57,13 +60,19 @@ class ParentEnvironment:
     """os.environ of the process that starts another, as it is then: a forked process has that of long before."""
 
     def __init__(
-        self, failure_signal: int, variables: dict[str, str] | None = None, launcher_pid: int | None = None
+        self,
+        failure_signal: int,
+        variables: dict[str, str] | None = None,
+        launcher_pid: int | None = None,
+        *,
+        holds_log_back: bool = False,
     ) -> None:
-        self._failure_signal = failure_signal
+        self._failure_signal, self._holds_log_back = failure_signal, holds_log_back
         self._variables, self._launcher_pid = variables, launcher_pid
 
-    def __reduce__(self) -> tuple[type[ParentEnvironment], tuple[int, dict[str, str], int]]:
-        return ParentEnvironment, (self._failure_signal, dict(os.environ), os.getpid())
+    def __reduce__(self) -> tuple[Any, ...]:
+        make = functools.partial(ParentEnvironment, holds_log_back=start_log.is_on())
+        return make, (self._failure_signal, dict(os.environ), os.getpid())
 
     def adopt(self) -> Launcher:
         """Takes it over in the started process, which ends where nobody waits for it any more."""
@@ -78,6 +87,8 @@ class ParentEnvironment:
             del os.environ[name]
         os.environ.update(self._variables)
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+        if self._holds_log_back:
+            start_log.show_ours()
         return Launcher(self._launcher_pid, self._failure_signal)
 
 

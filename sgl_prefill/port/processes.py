@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import requests
 
+from sgl_prefill import start_log
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.device import device_of, is_out_of_memory
 from sgl_prefill.engine_state import EngineState
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import PortArgs, ServerArgs
 
     from sgl_prefill.port.ending import Ending
+
+logger = logging.getLogger(__name__)
 
 WARM_UP_TIMEOUT_S = 600
 END_TIMEOUT_S = 10
@@ -82,9 +85,11 @@ def around_scheduler_init(
     fit is seen before they are loaded, and running out of memory is such an error too.
     """
     server_args, _, gpu_id, tp_rank, *_ = arguments if arguments[3:] else _scheduler_arguments(*arguments, **options)
+    logger.info("reads the weights of %s", server_args.model_path)
     try:
         with _named_out_of_memory(server_args, gpu_id):
             original(scheduler, *arguments, **options)
+        start_log.hide_ours()  # this process's part of the start is over
     except SglPrefillError as error:
         if state.launcher is None:  # nobody waits for this scheduler but who made it
             raise
@@ -143,6 +148,7 @@ def _end_all(message: str, status: int) -> NoReturn:
     logging.disable()  # SGLang's lines about it would stand behind the reason
     kill_process_tree(os.getpid(), include_parent=False)
     print(message, end="", file=sys.stderr, flush=True)
+    start_log.end()
     os._exit(status)
 
 
@@ -190,8 +196,14 @@ def execute_warmup(config: PrefillConfig, server_args: ServerArgs) -> bool:
         _end_all(f"sgl_prefill: cannot start\nthe warm-up request failed: {error}\n", 1)
     except SglPrefillError as error:
         _end_all(f"sgl_prefill: cannot start\n{error}\n", 2)
+    start_log.ready(_what_is_served(server_args))
     manager.server_status = ServerStatus.Up
     return True
+
+
+def _what_is_served(server_args: ServerArgs) -> str:
+    metrics = f", metrics at {server_args.url()}/metrics" if server_args.enable_metrics else ""
+    return f"serves {server_args.served_model_name} at {server_args.url()}{metrics}"
 
 
 def _session(server_args: ServerArgs) -> requests.Session:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from sgl_prefill.core.job import Job
 from sgl_prefill.core.policy import Policy
-
-_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
-_OVERHEAD_SECONDS = (0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
-_ERROR_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+from sgl_prefill.observability.metric_list import BY_NAME
 
 
 class Facts(NamedTuple):
@@ -35,39 +32,20 @@ class PolicyMetrics:
     """One instance a scheduler process. SGLang has set `PROMETHEUS_MULTIPROC_DIR` by then: import no earlier."""
 
     def __init__(self, labels: dict[str, str]) -> None:
-        from prometheus_client import Counter, Gauge, Histogram
+        def made(name: str) -> Any:
+            return BY_NAME[name].make(list(labels)).labels(**labels)
 
-        names = list(labels)
-
-        def gauge(name: str, meaning: str) -> Any:
-            made = Gauge(f"sglang:prefill_{name}", meaning, names, multiprocess_mode="mostrecent")
-            return made.labels(**labels)
-
-        def counter(name: str, meaning: str) -> Any:
-            return Counter(f"sglang:prefill_{name}", meaning, names).labels(**labels)
-
-        def histogram(name: str, meaning: str, buckets: Sequence[float]) -> Any:
-            return Histogram(f"sglang:prefill_{name}", meaning, names, buckets=buckets).labels(**labels)
-
-        self._waiting = gauge("waiting_requests", "Requests that wait for their step.")
-        self._oldest = gauge("oldest_wait_seconds", "How long the oldest waiting request has waited.")
-        self._p99 = gauge("p99_wait_seconds", "99th percentile of how long the waiting requests have waited.")
+        self._waiting = made("waiting_requests")
+        self._oldest = made("oldest_wait_seconds")
+        self._p99 = made("p99_wait_seconds")
         self._p99_read_s = -math.inf
-        self._starvation = gauge(
-            "starvation_seconds", "How long the oldest waiting request has waited while a later one was taken."
-        )
-        self._wait = histogram("wait_seconds", "Wait of a request until its step began.", _SECONDS)
-        self._overhead = histogram(
-            "policy_seconds", "Time that the scheduling policy took of a step.", _OVERHEAD_SECONDS
-        )
-        self._error = histogram(
-            "jct_error_ratio",
-            "Difference of predicted and actual time of a step over the actual one.",
-            _ERROR_RATIOS,
-        )
-        self._cached = counter("cached_tokens", "Input tokens found in the prefix cache.")
-        self._kept = counter("kept_tokens", "Input tokens whose KV was kept in the prefix cache.")
-        self._evicted = counter("evicted_tokens", "Input tokens whose KV lived for one layer.")
+        self._starvation = made("starvation_seconds")
+        self._wait = made("wait_seconds")
+        self._overhead = made("policy_seconds")
+        self._error = made("jct_error_ratio")
+        self._cached = made("cached_tokens")
+        self._kept = made("kept_tokens")
+        self._evicted = made("evicted_tokens")
 
     def set_queue(self, policy: Policy, now_s: float) -> None:
         """Shows what waits after a step; the 99th percentile is looked up once a second, since it costs O(waiting requests)."""

@@ -32,6 +32,7 @@ def prepare(state: EngineState, model: LoadedModel) -> None:
     """Raises MemoryPlanError, ParityError, UnsupportedModelError."""
     config = state.config
     references = None
+    logger.info("measures what the longest input takes, divides the memory, and checks all paths against each other")
     if config.skip_parity_gate:
         logger.warning("--skip-parity-gate: nobody has checked that all paths of this engine give the same answers")
     else:

@@ -101,6 +101,7 @@ def test_with_two_keys_the_server_starts_and_its_end_by_force_leaves_nothing(tin
     """The warm-up had called an administrator's route with the user's key; and `kill -9` of the launcher had left 3 GB."""
     keys = ["--api-key", "user", "--admin-api-key", "admin"]
     flags = ["--model-path", str(tiny_model), "--load-format", "dummy", "--memory-budget-gb", "1", *keys]
+    flags += ["--log-level", "debug"]  # which prints SGLang's arguments, keys among them
     with running("sgl_prefill.launch_server", tmp_path / "log.txt", *flags) as server:
         body = {"model": "tiny", "prompt": "a b c", "allowed_token_ids": [5, 6]}
         assert server.post("/v1/completions", body).status_code == 401

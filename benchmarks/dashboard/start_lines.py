@@ -1,0 +1,90 @@
+"""How many lines does a start print until the server is healthy, and how soon does the first one come? Beside stock SGLang.
+
+    python benchmarks/dashboard/start_lines.py [--quick] [--json PATH]
+
+The demo model, each engine three times in turn, on its default flags. A line of a progress bar that is written over counts once.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks import report, shapes
+from sgl_prefill import local_server
+
+ROUNDS, QUICK_ROUNDS = 3, 1
+MOST_LINES, FIRST_LINE_S = 20, 2.0
+ENGINES = {"ours": "sgl_prefill.launch_server", "stock": "sglang.launch_server"}
+POLL_S = 0.01
+
+
+class Start(NamedTuple):
+    """What one start printed."""
+
+    n_lines: int  # until the server was healthy
+    first_line_s: float  # after the command
+
+
+def start(module: str, flags: list[str], log: Path) -> tuple[Start, list[str]]:
+    """Starts a server, waits until it is healthy, and ends it. Returns what it printed, and its command."""
+    first_line_s: list[float] = []
+    log.write_bytes(b"")
+    is_over = threading.Event()
+    started = time.perf_counter()
+
+    def watch() -> None:
+        while not is_over.wait(POLL_S) and not first_line_s:
+            if b"\n" in log.read_bytes():
+                first_line_s.append(time.perf_counter() - started)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        server = local_server.start(module, flags, log)
+        n_lines = log.read_bytes().count(b"\n")
+        server.stop()
+    finally:
+        is_over.set()
+        watching.join()
+    if not first_line_s:
+        raise report.InvalidRunError(f"{module} printed nothing until it was healthy")
+    return Start(n_lines, first_line_s[0]), server.command
+
+
+def main() -> int:
+    arguments = report.arguments(__doc__, Path(__file__).with_name("start_lines.json"))
+    conditions: dict[str, Any] = {**report.conditions(), "commands": {}}
+    rows: list[dict[str, Any]] = []
+    flags = {"ours": [*shapes.demo_flags(), *shapes.budget(3)], "stock": [*shapes.demo_flags(), *shapes.stock_budget()]}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(QUICK_ROUNDS if arguments.quick else ROUNDS):
+            for name, module in ENGINES.items():
+                found, conditions["commands"][name] = start(module, flags[name], Path(folder) / "log")
+                rows.append({"engine": name, "round": number, **found._asdict()})
+                print(rows[-1], file=sys.stderr)
+    medians = {
+        (name, field): statistics.median(row[field] for row in rows if row["engine"] == name)
+        for name in ENGINES
+        for field in Start._fields
+    }
+    targets = [
+        report.Target.at_most("lines printed by a start", medians["ours", "n_lines"], MOST_LINES),
+        report.Target.at_most("seconds to the first line", medians["ours", "first_line_s"], FIRST_LINE_S),
+    ]
+    stock = {field: medians["stock", field] for field in Start._fields}
+    report.finish({"conditions": conditions, "stock": stock, "rows": rows}, targets, arguments.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

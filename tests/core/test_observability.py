@@ -1,0 +1,66 @@
+"""Metrics keep Prometheus' conventions, and dashboard, rules and page hold these metrics and no others."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from sgl_prefill.observability import generate
+from sgl_prefill.observability.metric_list import METRICS, PREFIX, Metric
+
+UNITS = ("seconds", "bytes", "tokens", "ratio", "requests")
+# Of which our own code is the only author.
+BOUNDED_LABELS = {"reason"}
+NAMES = {metric.exposed for metric in METRICS}
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
+def test_a_metric_is_named_by_its_base_unit_and_explained(metric: Metric) -> None:
+    """A unit such as ms, or a label that a client fills, makes queries wrong or the database large."""
+    assert re.fullmatch(r"[a-z][a-z0-9_]*", metric.name)
+    assert metric.name.rsplit("_", 1)[-1] in UNITS
+    assert metric.meaning[0].isupper() or metric.meaning[0].isdigit()
+    assert metric.meaning.endswith(".")
+    assert metric.exposed.endswith("_total") == (metric.kind == "counter")
+    assert bool(metric.buckets) == (metric.kind == "histogram")
+    assert list(metric.buckets) == sorted(set(metric.buckets))
+    assert set(metric.labels) <= BOUNDED_LABELS
+
+
+def test_the_committed_files_are_those_that_are_generated() -> None:
+    for path, text in generate.files().items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name}: python -m {generate.__name__} --write"
+
+
+def expressions() -> list[str]:
+    queries = [query for panel in generate.panels() for query in panel.queries.values()]
+    return [*queries, *(alert.expression for alert in generate.alerts())]
+
+
+@pytest.mark.parametrize("expression", expressions())
+def test_an_expression_asks_for_metrics_that_exist(expression: str) -> None:
+    """A misspelt metric is an empty graph, and a rule that never fires."""
+    asked = re.findall(r"sglang:\w+", expression)
+    assert asked
+    for name in asked:
+        base = re.sub(r"_bucket$", "", name)
+        assert base in NAMES or base == generate.PROMPT_TOKENS
+    assert expression.count("(") == expression.count(")")
+
+
+def test_every_metric_is_on_the_dashboard() -> None:
+    shown = json.dumps(generate.dashboard())
+    assert not [metric.exposed for metric in METRICS if metric.exposed not in shown]
+
+
+def test_rules_have_what_prometheus_asks_of_a_rule_file() -> None:
+    (group,) = generate.rules()["groups"]
+    assert group["name"]
+    names = [rule["alert"] for rule in group["rules"]]
+    assert len(set(names)) == len(names)
+    for rule in group["rules"]:
+        assert set(rule) == {"alert", "expr", "for", "labels", "annotations"}
+        assert re.fullmatch(r"\d+[smhd]", rule["for"])
+        assert PREFIX in rule["expr"]

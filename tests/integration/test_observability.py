@@ -1,0 +1,39 @@
+"""A server's `/metrics` against the list of ours, and what a start prints."""
+
+from __future__ import annotations
+
+import re
+
+import requests
+
+from sgl_prefill.observability import generate
+from sgl_prefill.observability.metric_list import METRICS, PREFIX
+from tests.integration.conftest import Server
+
+MOST_START_LINES = 20
+
+
+def test_a_live_server_exposes_the_metrics_of_the_list_and_no_others(server: Server) -> None:
+    """With their kinds and meanings, with labels that nobody but the server fills, and all that the dashboard asks for."""
+    server.scores("observed", allowed_tokens=[" a", " b"])
+    assert server.post("/v1/completions", {"model": "demo", "prompt": []}).status_code == 400
+    text = requests.get(f"{server.url}/metrics", timeout=60).text
+    kinds = dict(re.findall(rf"^# TYPE ({PREFIX}\w+) (\w+)$", text, re.MULTILINE))
+    assert kinds == {metric.exposed: metric.kind for metric in METRICS}
+    for metric in METRICS:
+        assert f"# HELP {metric.exposed} {metric.meaning}\n" in text
+        found = set(re.findall(r'(\w+)="', " ".join(re.findall(rf"^{metric.exposed}\w*{{(.*)}}", text, re.MULTILINE))))
+        ranks = {label for label in found if label.endswith("_rank")}
+        assert found - ranks - {"model_name", "engine_type", "le"} == set(metric.labels)
+    assert f"\n{generate.PROMPT_TOKENS}{{" in text
+
+
+def test_a_start_prints_what_matters_and_little_else(server: Server) -> None:
+    """It had printed 70 lines, most of them warnings of SGLang's imports about hardware that is not there."""
+    lines = server.log.read_text().splitlines()
+    (last,) = [n for n, line in enumerate(lines, 1) if "lines of the start are not shown" in line]
+    start = lines[:last]
+    assert last <= MOST_START_LINES, start
+    assert all(line.startswith("sgl_prefill: ") for line in start), start
+    assert f"at {server.url}" in "\n".join(start)
+    assert "memory plan, longest input" in "\n".join(start)
