@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -61,7 +62,12 @@ class Refusal(NamedTuple):
 
 
 class HttpShield:
-    """ASGI middleware around all else. check_body: raises BadRequestError for what need not be parsed, by path and body."""
+    """ASGI middleware around all else.
+
+    Args:
+        check_body: raises BadRequestError for what need not be parsed, by path and body.
+        n_refused: counts refusals by reason, beside the metrics.
+    """
 
     def __init__(
         self,
@@ -69,15 +75,19 @@ class HttpShield:
         config: PrefillConfig,
         ending: Ending,
         check_body: Callable[[str, bytes], None] | None = None,
+        n_refused: Counter[str] | None = None,
     ) -> None:
-        from prometheus_client import Counter  # SGLang has set PROMETHEUS_MULTIPROC_DIR by now
+        import prometheus_client  # SGLang has set PROMETHEUS_MULTIPROC_DIR by now
 
         self._app = app
         self._config = config
         self._ending = ending
         self._check_body = check_body
         self._turns = Turns()
-        self._refused = Counter("sglang:prefill_refused_requests", "Requests refused, by reason.", ["reason"])
+        self._n_refused: Counter[str] = Counter() if n_refused is None else n_refused
+        self._refused = prometheus_client.Counter(
+            "sglang:prefill_refused_requests", "Requests refused, by reason.", ["reason"]
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -99,7 +109,9 @@ class HttpShield:
     def _counting(self, caller: client.Caller, send: Send) -> Send:
         async def counting_send(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] in REFUSAL_REASONS:
-                self._refused.labels(reason=caller.refused_for or REFUSAL_REASONS[message["status"]]).inc()
+                reason = caller.refused_for or REFUSAL_REASONS[message["status"]]
+                self._refused.labels(reason=reason).inc()
+                self._n_refused[reason] += 1
                 headers: list[tuple[bytes, bytes]] = []
                 if self._ending.reason is not None:
                     headers = [_retry_after(self._ending.retry_after_s), (b"connection", b"close")]
