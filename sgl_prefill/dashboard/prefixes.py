@@ -5,8 +5,7 @@ from __future__ import annotations
 import heapq
 import time
 from array import array
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
@@ -16,7 +15,7 @@ N_SHOWN = 64
 N_BY_HITS = 8
 N_FIRST_TOKENS = 12
 PART_S = 0.003
-LOOK_AT_TIME_EVERY = 64  # nodes
+PIECE_NODES = 64
 
 
 class Tree(Protocol):
@@ -56,75 +55,68 @@ class Survey:
     def __init__(self, tree: Tree, key: bytes) -> None:
         self._tree, self._key = tree, key
         self.view: View | None = None
-        self._begin()
-
-    def _begin(self) -> None:
-        self._nodes: list[Any] = [self._tree.root()]
-        self._parents, self._n_tokens, self._n_hits = [0], [0], [0]
-        self._first_child: list[int] = []
-        self._left: deque[Any] = deque(self._nodes)
+        self._parts = self._walks()
 
     def go_on(self, most_s: float = PART_S) -> None:
-        """Walks for so long at most, and makes a new view where that was all."""
-        tree, until_s = self._tree, time.perf_counter() + most_s
-        while self._left:
-            for _ in range(min(LOOK_AT_TIME_EVERY, len(self._left))):
-                node, place = self._left.popleft(), len(self._first_child)
-                self._first_child.append(len(self._nodes))
-                children = tree.children(node)
-                self._nodes += children
-                self._left += children
-                self._parents += [place] * len(children)
-                self._n_tokens += map(tree.n_tokens, children)
-                self._n_hits += map(tree.n_hits, children)
-            if time.perf_counter() > until_s:
-                break
-        if not self._left:
-            self.view = self._viewed()
-            self._begin()
+        """Walks for so long at most, or until there is a new view."""
+        until_s = time.perf_counter() + most_s
+        while not next(self._parts) and time.perf_counter() < until_s:
+            pass
 
-    def _viewed(self) -> View:
-        totals = self._n_tokens.copy()
+    def _walks(self) -> Iterator[bool]:
+        """Yields after each short piece of work whether a view has been made."""
+        while True:
+            yield from self._walk()
+            yield True
+
+    def _walk(self) -> Iterator[bool]:
+        tree, walked = self._tree, _Walked([self._tree.root()], [0], [0], [0], [])
+        nodes = walked.nodes
+        for place, node in enumerate(nodes):  # level by level: it grows meanwhile
+            walked.first_child.append(len(nodes))
+            children = tree.children(node)
+            for start in range(0, len(children), PIECE_NODES):
+                some = children[start : start + PIECE_NODES]
+                nodes += some
+                walked.parents.extend([place] * len(some))
+                walked.n_tokens.extend(map(tree.n_tokens, some))
+                walked.n_hits.extend(map(tree.n_hits, some))
+                yield False
+            if place % PIECE_NODES == 0:
+                yield False
+        totals = walked.n_tokens.copy()
         for place in range(len(totals) - 1, 0, -1):
-            totals[self._parents[place]] += totals[place]
-        largest = self._largest(totals)
+            totals[walked.parents[place]] += totals[place]
+            if place % (16 * PIECE_NODES) == 0:
+                yield False
+        sums = np.array(totals)
+        largest: list[int] = []
+        heap = walked.best_children(0, sums)
+        heapq.heapify(heap)
+        while heap and len(largest) < N_SHOWN:
+            _, place = heapq.heappop(heap)
+            largest.append(place)
+            for child in walked.best_children(place, sums):
+                heapq.heappush(heap, child)
+            yield False
+        most_hit = [place for place in _largest(np.array(walked.n_hits), N_BY_HITS) if walked.n_hits[place] > 0]
+        yield False
         places = {place: index for index, place in enumerate(largest)}
-        hits = np.array(self._n_hits[1:])
-        n_by_hits = min(N_BY_HITS, len(hits))
-        top: Any = np.argpartition(-hits, n_by_hits - 1)[:n_by_hits] + 1 if n_by_hits else []
-        most_hit = sorted((int(place) for place in top if self._n_hits[place] > 0), key=lambda one: -self._n_hits[one])
-        return View(
+        self.view = View(
             time.perf_counter(),
-            len(totals) - 1,
+            len(nodes) - 1,
             totals[0],
-            [self._shown(place, totals, places) for place in largest],
-            [self._shown(place, totals, {}) for place in most_hit],
+            [self._shown(walked, place, totals, places) for place in largest],
+            [self._shown(walked, place, totals, {}) for place in most_hit],
         )
 
-    def _largest(self, totals: Sequence[int]) -> list[int]:
-        """Chooses the places that hold most, each after the one that it goes on from."""
-        found: list[int] = []
-        heap = self._best_children(0, totals)
-        heapq.heapify(heap)
-        while heap and len(found) < N_SHOWN:
-            _, place = heapq.heappop(heap)
-            found.append(place)
-            for child in self._best_children(place, totals):
-                heapq.heappush(heap, child)
-        return found
-
-    def _best_children(self, place: int, totals: Sequence[int]) -> list[tuple[int, int]]:
-        end = self._first_child[place + 1] if place + 1 < len(self._first_child) else len(self._nodes)
-        children = range(self._first_child[place], end)
-        return heapq.nsmallest(N_SHOWN, ((-totals[child], child) for child in children))
-
-    def _shown(self, place: int, totals: Sequence[int], places: dict[int, int]) -> Shown:
-        node = self._nodes[place]
+    def _shown(self, walked: _Walked, place: int, totals: Sequence[int], places: dict[int, int]) -> Shown:
+        node = walked.nodes[place]
         return Shown(
-            places.get(self._parents[place]),
-            self._n_tokens[place],
-            totals[place] - self._n_tokens[place],
-            self._n_hits[place],
+            places.get(walked.parents[place]),
+            walked.n_tokens[place],
+            totals[place] - walked.n_tokens[place],
+            walked.n_hits[place],
             self._name(node),
             self._tree.first_tokens(node, N_FIRST_TOKENS).tolist(),
         )
@@ -132,3 +124,26 @@ class Survey:
     def _name(self, node: Any) -> str:
         first = self._tree.first_tokens(node, 4 * N_FIRST_TOKENS)
         return blake2b(first.tobytes(), digest_size=4, key=self._key).hexdigest()
+
+
+class _Walked(NamedTuple):
+    """The nodes of a tree, a column each; the root comes first."""
+
+    nodes: list[Any]
+    parents: list[int]  # by place
+    n_tokens: list[int]
+    n_hits: list[int]
+    first_child: list[int]  # the children of a node lie side by side, up to those of the next
+
+    def best_children(self, place: int, totals: Any) -> list[tuple[int, int]]:
+        """Returns those of a node's children that hold most, as (less their tokens, place)."""
+        first = self.first_child[place]
+        end = self.first_child[place + 1] if place + 1 < len(self.nodes) else len(self.nodes)
+        return [(-int(totals[first + one]), first + one) for one in _largest(totals[first:end], N_SHOWN)]
+
+
+def _largest(values: Any, n: int) -> list[int]:
+    """Returns the places of the n largest, the largest first."""
+    places = np.argpartition(-values, n)[:n] if len(values) > n else np.arange(len(values))
+    found: list[int] = places[np.argsort(-values[places], kind="stable")].tolist()
+    return found

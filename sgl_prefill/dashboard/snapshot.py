@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
+import bisect
+import operator
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,8 +44,8 @@ def of_policy(policy: Policy, recent: Recent, now_s: float) -> dict[str, Any]:
         "now": {
             "waiting": queue.n_jobs,
             "waiting_tokens": int(queue.n_input.sum()),
-            "waiting_background": sum(count for rank, count in queue.ranks.items() if rank == math.inf),
-            "waiting_for_a_prefix": int(queue.n_followers),
+            "waiting_background": queue.n_background,
+            "waiting_for_a_prefix": queue.n_followers,
             "oldest_s": _rounded(queue.ages_s.max(initial=0.0)),
             "by_age": {"edges": AGES_S, "counts": _histogram(queue.ages_s, AGES_S)},
             "by_predicted": None
@@ -56,7 +57,7 @@ def of_policy(policy: Policy, recent: Recent, now_s: float) -> dict[str, Any]:
         "steps": _steps(recent),
         "knee_tokens": policy.settings.step.max_tokens,
         "speed": _speed(recent),
-        "clients": _clients(policy, recent, queue, now_s),
+        "clients": _clients(recent, queue),
         "totals": recent.totals._asdict(),
     }
 
@@ -88,14 +89,18 @@ class _Queue:
     """Those who wait, a column each; one pass over ten thousand takes some milliseconds."""
 
     def __init__(self, policy: Policy, now_s: float) -> None:
-        jobs, n = policy.waiting, len(policy.waiting)
-        self.n_jobs = n
-        self.ages_s = np.maximum(now_s - np.fromiter((job.arrival_s for job in jobs), float, n), 0.0)
-        self.n_input = np.fromiter((len(job.tokens) + job.n_answer_tokens for job in jobs), float, n)
-        n_cached = np.fromiter((job.n_cached_tokens for job in jobs), float, n)
-        self.n_followers = sum(job.is_follower for job in jobs)
-        self.clients = Counter(job.client for job in jobs)
-        self.ranks = Counter(job.rank for job in jobs)
+        n = self.n_jobs = len(policy.waiting)
+
+        def column(name: str) -> Iterator[Any]:
+            return map(operator.attrgetter(name), policy.waiting)
+
+        self.ages_s = np.maximum(now_s - np.fromiter(column("arrival_s"), float, n), 0.0)
+        self.n_input = np.fromiter(map(len, column("tokens")), float, n)
+        self.n_input += np.fromiter(column("n_answer_tokens"), float, n)
+        n_cached = np.fromiter(column("n_cached_tokens"), float, n)
+        self.n_background = int(np.isinf(np.fromiter(column("rank"), float, n)).sum())
+        self.n_followers = sum(column("is_follower"))
+        self.clients = Counter(column("client"))
         self.predicted_ms: Any = None
         if policy.settings.predictor is not None:
             model: Any = policy.settings.predictor.model  # plain arithmetic, of arrays too
@@ -129,7 +134,7 @@ def _speed(recent: Recent) -> list[dict[str, Any]]:
     """Shows latencies by length class, of the last requests."""
     classes: list[list[float]] = [[] for _ in range(len(LENGTHS_TOKENS) + 1)]
     for one in recent.requests:
-        classes[int(np.searchsorted(LENGTHS_TOKENS, one.n_input_tokens))].append(one.latency_s)
+        classes[bisect.bisect_left(LENGTHS_TOKENS, one.n_input_tokens)].append(one.latency_s)
     shown = []
     for place, latencies_s in enumerate(classes):
         if latencies_s:
@@ -141,7 +146,7 @@ def _speed(recent: Recent) -> list[dict[str, Any]]:
     return shown
 
 
-def _clients(policy: Policy, recent: Recent, queue: _Queue, now_s: float) -> list[dict[str, Any]]:
+def _clients(recent: Recent, queue: _Queue) -> list[dict[str, Any]]:
     """Shows the clients that have been served most lately, and those of whom most waits; none where nobody is named."""
     by_client: dict[str, list[Answered]] = {}
     for one in recent.requests:
