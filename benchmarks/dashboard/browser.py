@@ -1,4 +1,4 @@
-"""The dashboard in a real browser, in a process of its own: `python browser.py URL [--screenshots FOLDER]` looks until stdin ends."""
+"""The dashboard in a real browser, in a process of its own, which looks until its standard input ends: `browser.py URL`."""
 
 from __future__ import annotations
 
