@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +50,7 @@ class Feed:
         self._new = asyncio.Event()  # replaced with each snapshot
         self._asking: asyncio.Task[None] | None = None
 
-    async def events(self, per_s: int) -> AsyncIterator[bytes]:
+    async def events(self, per_s: int) -> AsyncGenerator[bytes, None]:
         """Yields snapshots as server-sent events until the server ends."""
         period_s = 1 / per_s
         self._periods_s.append(period_s)

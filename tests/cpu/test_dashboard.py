@@ -37,6 +37,7 @@ def test_the_next_step_is_what_the_policy_would_choose_and_looking_changes_nothi
     """Under each policy: the same jobs in the same order, before and after it was looked at."""
     now_s = time.perf_counter()
     engine = filled_engine(300, 100, now_s=now_s, config=PrefillConfig(scheduling=scheduling))
+    assert engine.state.scheduling is not None
     policy = engine.state.scheduling.live.policy
     before = policy.choose(now_s)
     shown = snapshot(engine)["now"]["next"]
@@ -86,6 +87,7 @@ def test_prompts_are_named_by_hashes_unless_they_may_be_shown() -> None:
 def test_an_evicted_prefix_counts_as_wanted_where_somebody_waits_for_it() -> None:
     """One job waits behind 40 cached tokens, which are evicted; another prefix nobody wants."""
     engine = filled_engine(0, 30, now_s=1.0, first_prefix=[7] * 40)
+    assert engine.state.scheduling is not None
     live = engine.state.scheduling.live
     live.arrive(Job(array("q", [7] * 40 + [8]), 0.0, 40))
     cache = engine.scheduler.tree_cache
@@ -147,6 +149,7 @@ def test_two_who_look_share_one_question_and_after_them_none_is_asked() -> None:
         assert found["engines"][0]["cache"]["prefixes"]["largest"][0]["words"] == HOSTILE[:60]
         await one.aclose()
         await other.aclose()
+        assert feed._asking is not None
         await feed._asking
         assert manager.n_asked == 1
 

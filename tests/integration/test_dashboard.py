@@ -120,7 +120,7 @@ def test_a_prefix_that_is_a_program_is_shown_as_text(browser: Any, filled: str) 
 @pytest.mark.parametrize("width", [1280, 390])
 def test_axe_finds_nothing_and_a_phone_scrolls_only_down(browser: Any, filled: str, scheme: str, width: int) -> None:
     """axe-core's whole list of rules, in both colour schemes that a system may ask for."""
-    options = {"color_scheme": scheme, "viewport": {"width": width, "height": 800}}
+    options: Any = {"color_scheme": scheme, "viewport": {"width": width, "height": 800}}
     with looking(browser, filled, **options) as looked:
         assert looked.page.evaluate("document.documentElement.dataset.theme") == scheme
         looked.page.wait_for_selector("#tree .cell")
