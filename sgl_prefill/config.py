@@ -192,6 +192,9 @@ class PrefillConfig:
         30.0, "a connection on which no whole request head has come for so many seconds is closed"
     )
     body_timeout_s: float = _option(60.0, "a request body that is not whole after so many seconds is answered with 408")
+    show_prompts: bool = _option(
+        False, "show the first words of prompts and cached prefixes to who may look at /dashboard; without, hashes"
+    )
     all_routes: bool = _option(
         False, "also serve the routes of SGLang that make no sense for prefill-only work, as SGLang has them"
     )

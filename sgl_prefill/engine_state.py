@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from sgl_prefill.core.packing import StepSize
     from sgl_prefill.hybrid.body import HybridBody
     from sgl_prefill.port.answer_trees import AnswerRows
+    from sgl_prefill.port.dashboard import Watch
     from sgl_prefill.port.prefork import Launcher
     from sgl_prefill.port.scheduler import SchedulerPort
 
@@ -47,6 +48,7 @@ class EngineState:
     answer_rows: AnswerRows | None = None  # None where answers of several tokens cannot be computed
     runs_eagerly: bool = False  # no step is replayed from a CUDA graph: while the start compares and measures paths
     scheduling: SchedulerPort | None = None  # None under SGLang's own scheduler
+    watch: Watch | None = None  # None until somebody looks at the dashboard
     n_ranks: int = 1  # of tensor parallelism
     n_steps_when_memory_was_released: int = 0
 

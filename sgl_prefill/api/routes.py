@@ -6,6 +6,7 @@ import functools
 import pkgutil
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -26,7 +27,7 @@ from sglang.srt.entrypoints.openai.protocol import (
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from starlette.routing import BaseRoute, Route
 
-from sgl_prefill.api import calibrations, conversations, reply_options, rerank, route_list, scores
+from sgl_prefill.api import calibrations, conversations, dashboard, reply_options, rerank, route_list, scores
 from sgl_prefill.api.answers import chat_choice, completion_choice, usage
 from sgl_prefill.api.calibrations import Calibrations
 from sgl_prefill.api.cut_requests import CutRequests, PartsOfPrompts, with_parts
@@ -347,6 +348,10 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
     app.api_route("/v1/rerank", methods=["POST", "PUT"], dependencies=only_json)(ours.rerank)
     app.post("/v1/score", dependencies=only_json)(ours.score)
     calibrations.add_routes(app, lambda: ours.calibrations)
+    n_refused: Counter[str] = Counter()
+    dashboard.add_routes(
+        app, dashboard.Feed(lambda: http_server._global_state.tokenizer_manager, config, ending, n_refused)
+    )
     app.post("/rerank", dependencies=only_json)(ours.rerank_of_jina)
     app.post("/v2/rerank", dependencies=only_json)(ours.rerank_of_cohere)
     # First, since each request is compared with one route after the other, and once more for the metrics.
@@ -360,7 +365,11 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
             auth_level(AuthLevel.ADMIN_OPTIONAL)(one.endpoint)
     # Around all else, also around what SGLang adds later.
     build = app.build_middleware_stack
-    app.build_middleware_stack = lambda: HttpShield(build(), config, ending, check_body)  # type: ignore[method-assign]
+
+    def build_shielded() -> HttpShield:
+        return HttpShield(dashboard.AskForKey(build()), config, ending, check_body, n_refused)
+
+    app.build_middleware_stack = build_shielded  # type: ignore[method-assign]
     for route in ROUTES:
         serving = [r.endpoint for r in app.router.routes if isinstance(r, Route) and r.path == route.path]
         if len(serving) != 1 or getattr(serving[0], "__self__", None) is not ours:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -62,7 +63,12 @@ class Refusal(NamedTuple):
 
 
 class HttpShield:
-    """ASGI middleware around all else. check_body: raises BadRequestError for what need not be parsed, by path and body."""
+    """ASGI middleware around all else.
+
+    Args:
+        check_body: raises BadRequestError for what need not be parsed, by path and body.
+        n_refused: counts refusals by reason, beside the metrics.
+    """
 
     def __init__(
         self,
@@ -70,12 +76,14 @@ class HttpShield:
         config: PrefillConfig,
         ending: Ending,
         check_body: Callable[[str, bytes], None] | None = None,
+        n_refused: Counter[str] | None = None,
     ) -> None:
         self._app = app
         self._config = config
         self._ending = ending
         self._check_body = check_body
         self._turns = Turns()
+        self._n_refused: Counter[str] = Counter() if n_refused is None else n_refused
         self._refused = metric_list.BY_NAME["refused_requests"].make([])  # SGLang has set its directory by now
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,7 +106,9 @@ class HttpShield:
     def _counting(self, caller: client.Caller, send: Send) -> Send:
         async def counting_send(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] in REFUSAL_REASONS:
-                self._refused.labels(reason=caller.refused_for or REFUSAL_REASONS[message["status"]]).inc()
+                reason = caller.refused_for or REFUSAL_REASONS[message["status"]]
+                self._refused.labels(reason=reason).inc()
+                self._n_refused[reason] += 1
                 headers: list[tuple[bytes, bytes]] = []
                 if self._ending.reason is not None:
                     headers = [_retry_after(self._ending.retry_after_s), (b"connection", b"close")]

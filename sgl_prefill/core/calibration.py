@@ -24,6 +24,7 @@ class Calibration:
         self.policy = policy
         self._tree = tree
         self._index = MatchIndex()
+        self.n_wanted_removals = self.n_wanted_removed_tokens = 0  # of prefixes that somebody waited for
         self.advisor = KVAdvisor(tree, self._index, cost or nullcontext())
 
     def add(self, job: Job) -> None:
@@ -64,6 +65,8 @@ class Calibration:
             return
         parent = self._tree.parent(leaf)
         match = Match(parent, self._tree.end_tokens(parent), self._tree.key(leaf), is_inside=False)
+        self.n_wanted_removals += 1
+        self.n_wanted_removed_tokens += max(self._index.match_of(job).n_tokens for job in concerned) - match.n_tokens
         for job in concerned:
             self._file(job, match)
             self.policy.recalibrated(job)

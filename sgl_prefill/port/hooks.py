@@ -17,6 +17,7 @@ from sgl_prefill.port import (
     answer_trees,
     arrival,
     between_steps,
+    dashboard,
     device_logits,
     hybrid,
     idle,
@@ -434,6 +435,15 @@ HOOKS: tuple[Hook, ...] = (
         function=kernels.around_gate_sigmoid_mul_add,
     ),
     Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+        kind="around",
+        process="scheduler",
+        feature="always",
+        reason="/dashboard asks by the same message what the scheduler does",
+        function=dashboard.around_get_internal_state,
+        takes_state=True,
+    ),
+    Hook(
         target="sglang.srt.managers.scheduler.Scheduler.get_init_info",
         kind="after",
         process="scheduler",
@@ -825,6 +835,12 @@ RELIED_UPON: tuple[Relied, ...] = (
     ),
     Relied(f"{DETOKENIZER}.event_loop", "answers are detokenized like it"),
     Relied("sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_request", "sends, then waits"),
+    Relied(
+        "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.get_internal_state",
+        "the dashboard asks the scheduler like it",
+    ),
+    Relied("sglang.srt.managers.communicator.FanOutCommunicator.queueing_call", "and waits for every engine's answer"),
+    Relied("sglang.srt.utils.auth.decide_request_auth", "a browser that brings no key gets the dashboard with a 401"),
     Relied("sglang.srt.managers.tokenizer_manager.TokenizerManager._remove_req_state", "forgets a refused request"),
     *(
         Relied(f"sglang.srt.layers.{layer}.forward_native", "native kernels compute the same in its place")

@@ -60,6 +60,7 @@ class WatchedRadixCache(RadixCache):  # type: ignore[misc]
     advisor: KVAdvisor | None = None
     of_background: BackgroundKV | None = None
     eviction_strategy: Any
+    n_removed_tokens = 0  # by eviction, since the start
     _inserts_for_background = False
     _public: tuple[array[int], ...] = ()  # prefixes that all share
     _pinned: frozenset[int] = frozenset()  # those of them that stay in the cache, by their place
@@ -164,6 +165,7 @@ class WatchedRadixCache(RadixCache):  # type: ignore[misc]
 
     def _delete_leaf(self, node: TreeNode) -> None:
         super()._delete_leaf(node)
+        self.n_removed_tokens += len(node.key)
         if self.of_background is not None:
             self.of_background.removed(node)
         if self.listener is not None:
@@ -269,6 +271,22 @@ class RadixTree:
 
     def end_tokens(self, node: TreeNode) -> int:
         return sum(len(above.key) for above in _path_to(node))
+
+    def root(self) -> TreeNode:
+        return self._cache.root_node
+
+    def children(self, node: TreeNode) -> list[TreeNode]:
+        return list(node.children.values())
+
+    def n_tokens(self, node: TreeNode) -> int:
+        return len(node.key)
+
+    def n_hits(self, node: TreeNode) -> int:
+        """Counts the requests that found this in the cache; the first one made it."""
+        return max(int(node.hit_count) - 1, 0)
+
+    def first_tokens(self, node: TreeNode, n_tokens: int) -> array[int]:
+        return node.key.token_ids[: min(n_tokens, len(node.key))]  # type: ignore[no-any-return]
 
     def evictable_tokens(self, node: TreeNode | None = None) -> int:
         if node is None:

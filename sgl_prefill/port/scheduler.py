@@ -22,13 +22,23 @@ from sgl_prefill.core.policy import Decision, Policy, PolicySettings, Writing
 from sgl_prefill.core.ranks import ALONE, Ranks
 from sgl_prefill.engine_state import EngineState
 from sgl_prefill.errors import SeamError
-from sgl_prefill.port import answer_trees, background, client, deadlines, reply_facts, request_state, silent_metrics
+from sgl_prefill.port import (
+    answer_trees,
+    background,
+    client,
+    dashboard,
+    deadlines,
+    reply_facts,
+    request_state,
+    silent_metrics,
+)
 from sgl_prefill.port.arrival import arrival_s
 from sgl_prefill.port.radix_cache import RadixTree, WatchedRadixCache
 from sgl_prefill.port.ranks import these_ranks
 from sgl_prefill.port.waiting_list import Counted, WaitingList
 from sgl_prefill.scheduling.live import LiveScheduling
 from sgl_prefill.scheduling.metrics import Facts, PolicyMetrics
+from sgl_prefill.scheduling.recent import Recent
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import AbortReq
@@ -54,6 +64,12 @@ class SchedulerPort:
         self._jobs: dict[str, Job] = {}  # by request id
         self.planned: dict[str, PlannedRow] = {}  # by request id: what arrives next, where it is known ahead
         self._left: list[Any] = []
+        self.recent = Recent()
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Says whether this rank decides; the others follow."""
+        return self._ranks.index == 0
 
     def follow(self, waiting: list[Req]) -> Followed:
         """Bring the policy up to date with SGLang's list, whatever SGLang did to it."""
@@ -329,6 +345,8 @@ def learn(state: EngineState, batch: ScheduleBatch) -> None:
         finished_s = max(req.time_stats.prefill_finished_time for req in done)
         actual_ms = 1000 * (finished_s - done[0].time_stats.forward_entry_time)
     port.live.observe(actual_ms, [_facts_of(req) for req in done])
+    if done:
+        dashboard.write_down(state, port, done)
 
 
 def _facts_of(req: Req) -> Facts:

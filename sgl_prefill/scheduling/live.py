@@ -42,6 +42,7 @@ class LiveScheduling:
         self.calibration = Calibration(tree, policy, self.cost)
         self.predictor = policy.settings.predictor
         self.last_step_s = 0.0  # what the policy itself took of it
+        self.last_predicted_ms: float | None = None  # of it, before it ran; None where nobody knew
         self.n_pending_tokens = 0  # of all inputs that wait
         self._metrics = metrics
         self._running: Work | None = None  # the step as the model sees it
@@ -86,6 +87,8 @@ class LiveScheduling:
         if self.predictor is not None and jobs:
             self._running = self.predictor.model.of_step([(job.n_input_tokens, job.n_cached_tokens) for job in jobs])
             predicted_ms = self.predictor.ms(self._running)
+        if jobs:
+            self.last_predicted_ms = predicted_ms
         self.policy.started(jobs)
         for job in jobs:
             if self._metrics is not None:

@@ -224,6 +224,7 @@ def test_with_our_features_off_only_what_surrounds_a_forward_pass_is_hooked(monk
     about_starts = ["_set_envs_and_config", "__init__", "_resolve_dist_init_method"]
     about_conversations = ["_process_messages"]
     about_labels_of_a_device = ["get_token_ids_logprobs_batch_optimized"]
+    about_the_dashboard = ["get_internal_state"]
     about_compiling = ["apply_scaling_penalties", "multinomial_with_seed"]
     assert sorted(left) == sorted(
         about_times_and_replies
@@ -235,6 +236,7 @@ def test_with_our_features_off_only_what_surrounds_a_forward_pass_is_hooked(monk
         + about_starts
         + about_compiling
         + about_conversations
+        + about_the_dashboard
     )
 
 

@@ -1,0 +1,50 @@
+"""Pictures of the dashboard under WL1 at saturation, for the page that shows them: `scripts/screenshot.sh [FOLDER]`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.dashboard.run import BROWSER
+from benchmarks.harness import client, engines, traffic
+from benchmarks.harness.turns import Servers
+from benchmarks.post_recommendation.run import POSTS, SCALE, SERVED
+
+FOLDER = Path(__file__).resolve().parents[2] / "sgl_prefill" / "dashboard" / "screenshots"
+MOST_BYTES = 300 << 10
+
+
+def main() -> int:
+    folder = Path(sys.argv[1]) if sys.argv[1:] else FOLDER
+    folder.mkdir(exist_ok=True)
+    dues = traffic.post_recommendation(None, "single", SCALE, n_users=20, n_posts=POSTS, names_users=True)
+    with Servers(SERVED, 1) as servers:
+        url = servers.of(engines.OURS).url
+        is_done = threading.Event()
+
+        def send() -> None:
+            while not is_done.is_set():
+                client.run(url, dues, "WL1")
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        try:
+            subprocess.run([sys.executable, str(BROWSER), url, "--screenshots", str(folder)], check=True)
+        finally:
+            is_done.set()
+            sender.join()
+    for picture in folder.glob("*.png"):
+        if picture.stat().st_size > MOST_BYTES:
+            print(f"{picture} has {picture.stat().st_size} bytes, more than {MOST_BYTES}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""/dashboard: the page, and the stream of snapshots that it shows.
+
+The schedulers are asked one question at a time, however many look, and none while nobody does."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from fastapi import FastAPI
+from fastapi.responses import Response, StreamingResponse
+from sglang.srt.managers.io_struct import GetInternalStateReq
+
+from sgl_prefill.config import PrefillConfig
+from sgl_prefill.dashboard.page import page
+from sgl_prefill.errors import BadRequestError
+from sgl_prefill.port.dashboard import NAME
+from sgl_prefill.port.ending import Ending
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
+
+PATH, EVENTS_PATH = "/dashboard", "/dashboard/events"
+MOST_PER_S = 5
+PART_OF_TIME = 0.02  # that snapshots may take of the scheduler, at most
+LOOK_S = 1.0  # whether the server ends
+WORDS_CHARACTERS = 60
+
+
+class Feed:
+    """Snapshots for all who look. manager: SGLang makes it late."""
+
+    def __init__(
+        self,
+        manager: Callable[[], PrefillTokenizerManager],
+        config: PrefillConfig,
+        ending: Ending,
+        refused: Counter[str],
+    ) -> None:
+        self._manager, self._config, self._ending, self._refused = manager, config, ending, refused
+        self._periods_s: list[float] = []  # of those who look
+        self._latest = b""
+        self._new = asyncio.Event()  # replaced with each snapshot
+        self._asking: asyncio.Task[None] | None = None
+
+    async def events(self, per_s: int) -> AsyncGenerator[bytes, None]:
+        """Yields snapshots as server-sent events until the server ends."""
+        period_s = 1 / per_s
+        self._periods_s.append(period_s)
+        try:
+            if self._asking is None or self._asking.done():
+                self._asking = asyncio.create_task(self._ask_on())
+            while self._ending.reason is None:
+                if await self._comes(self._new):
+                    sent_s = time.monotonic()
+                    yield b"data: " + self._latest + b"\n\n"
+                    await asyncio.sleep(0.9 * period_s - (time.monotonic() - sent_s))
+                elif self._asking.done():
+                    self._asking.result()  # raises what it has failed at
+                else:
+                    yield b": a step computes\n\n"
+        finally:
+            self._periods_s.remove(period_s)
+
+    @staticmethod
+    async def _comes(new: asyncio.Event) -> bool:
+        try:
+            await asyncio.wait_for(new.wait(), LOOK_S)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _ask_on(self) -> None:
+        """Asks while somebody looks. Never to be cancelled: SGLang would take the answer for that to its next question."""
+        while self._periods_s and self._ending.reason is None:
+            began_s = time.monotonic()
+            took_ms = await self._ask()
+            pause_s = max(min(self._periods_s, default=0.0), took_ms / 1000 / PART_OF_TIME)
+            await asyncio.sleep(pause_s - (time.monotonic() - began_s))
+
+    async def _ask(self) -> float:
+        """Makes one snapshot. Returns the milliseconds that it has taken of the slowest scheduler."""
+        manager = self._manager()
+        manager.auto_create_handle_loop()
+        answers = await manager.get_internal_state_communicator(GetInternalStateReq(rid=NAME))
+        engines = [orjson.loads(one.internal_state[NAME]) for one in answers]
+        for engine in engines:
+            self._put_words(engine)
+        of_http = {
+            "refused": dict(self._refused),
+            "in_flight": self._ending.n_in_flight,
+            "shows_prompts": self._config.show_prompts,
+            "named_by": self._config.fair_by,
+        }
+        self._latest = orjson.dumps({"http": of_http, "engines": engines})
+        before, self._new = self._new, asyncio.Event()
+        before.set()
+        return max((float(engine["took_ms"]) for engine in engines), default=0.0)
+
+    def _put_words(self, engine: dict[str, Any]) -> None:
+        """Turns the first tokens of prefixes into text."""
+        prefixes = (engine["cache"] or {}).get("prefixes") or {}
+        tokenizer = self._manager().tokenizer
+        for one in [*prefixes.get("largest", ()), *prefixes.get("most_hit", ())]:
+            if "first" in one:
+                first = one.pop("first")
+                if tokenizer is not None:
+                    one["words"] = tokenizer.decode(first)[:WORDS_CHARACTERS]
+
+
+def add_routes(app: FastAPI, feed: Feed) -> None:
+    """Adds the page and its stream; SGLang has neither."""
+
+    @app.get(PATH, include_in_schema=False)
+    async def show_page() -> Response:
+        return _page_response(HTTPStatus.OK)
+
+    @app.get(EVENTS_PATH, include_in_schema=False)
+    async def stream_snapshots(per_second: int = 1) -> StreamingResponse:
+        if not 1 <= per_second <= MOST_PER_S:
+            raise BadRequestError(f"per_second is {per_second}: it must be from 1 to {MOST_PER_S}")
+        headers = {"cache-control": "no-store"}
+        return StreamingResponse(feed.events(per_second), media_type="text/event-stream", headers=headers)
+
+
+def _page_response(status: HTTPStatus) -> Response:
+    made = page()
+    headers = {
+        "content-security-policy": made.policy,
+        "cache-control": "no-store",
+        "referrer-policy": "no-referrer",
+        "x-content-type-options": "nosniff",
+    }
+    return Response(made.html, int(status), headers, media_type="text/html")
+
+
+class AskForKey:
+    """ASGI middleware around SGLang's check of keys: a browser cannot send a key with an address, so the 401 for the page has the
+    page as its body, which knows nothing of this server and asks for the key. All other requests pass."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "GET" or _path(scope) != PATH:
+            await self._app(scope, receive, send)
+            return
+        is_refused = False
+
+        async def send_or_ask(message: Message) -> None:
+            nonlocal is_refused
+            if message["type"] == "http.response.start" and message["status"] == HTTPStatus.UNAUTHORIZED:
+                is_refused = True
+            if not is_refused:
+                await send(message)
+
+        await self._app(scope, receive, send_or_ask)
+        if is_refused:
+            await _page_response(HTTPStatus.UNAUTHORIZED)(scope, receive, send)
+
+
+def _path(scope: Scope) -> str:
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))

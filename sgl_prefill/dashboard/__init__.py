@@ -1,0 +1,1 @@
+"""The page `/dashboard`: what the engine does, live."""

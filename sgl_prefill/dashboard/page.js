@@ -1,0 +1,282 @@
+"use strict";
+// Shows snapshots as they come. Whatever a client or a prompt may have written goes through textContent.
+(() => {
+const HISTORY = 300, RETRY_MS = 1000, KEY = "sgl_prefill.key", THEME = "sgl_prefill.theme";
+const $ = (id) => document.getElementById(id);
+const storage = (() => { try { return window.sessionStorage; } catch { return null; } })(); // blocked in some browsers
+const color = (name) => () => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const shown = (value) => value === null || value === undefined ? "–"
+  : typeof value !== "number" ? String(value)
+  : Number.isInteger(value) ? value.toLocaleString("en") : value.toPrecision(3).replace(/e\+?(-?\d+)/, "e$1");
+const percent = (value) => value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)} %`;
+
+function element(tag, text, className) {
+  const made = document.createElement(tag);
+  if (text !== undefined) made.textContent = text;
+  if (className) made.className = className;
+  return made;
+}
+function put(id, value, text = shown(value)) {
+  const place = $(id);
+  place.textContent = text;
+  place.dataset.value = value === null || value === undefined ? "" : String(value);
+}
+function fill(id, rows) {
+  $(id).tBodies[0].replaceChildren(...rows.map((cells) => {
+    const row = element("tr");
+    row.append(...cells.map((cell) => {
+      if (!(cell instanceof Node)) return element("td", typeof cell === "string" ? cell : shown(cell));
+      const made = element("td"); made.append(cell); return made;
+    }));
+    return row;
+  }));
+  $(id).hidden = rows.length === 0;
+}
+
+// Charts: uPlot draws them; each is made when there is something to draw.
+const charts = new Map();
+function draw(id, series, data, label, more = {}) {
+  const host = $(id);
+  host.setAttribute("aria-label", label);
+  let chart = charts.get(id);
+  if (!chart) {
+    const axis = { stroke: color("--muted"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
+    chart = new uPlot({
+      width: Math.max(host.clientWidth, 50), height: host.clientHeight, cursor: { show: false }, legend: { show: false },
+      scales: { x: { time: false }, y: { range: (_, low, high) => [0, high > 0 ? high * 1.05 : 1] } },
+      axes: [{ ...axis, size: 24, ...more.x }, { ...axis, size: 46, values: (_, ticks) => ticks.map(shown) }],
+      series: [{}, ...series], ...more.options,
+    }, data, host);
+    charts.set(id, chart);
+    new ResizeObserver(() => chart.setSize({ width: Math.max(host.clientWidth, 50), height: host.clientHeight })).observe(host);
+    return;
+  }
+  chart.setData(data);
+}
+const line = (name) => ({ stroke: color(name), width: 1.5, points: { show: false } });
+const bars = (name) => ({ stroke: color(name), fill: color(name), width: 0, paths: uPlot.paths.bars({ size: [0.8, 60] }), points: { show: false } });
+function histogram(id, found, what) {
+  if (!found) { $(id).setAttribute("aria-label", `${what}: unknown`); return; }
+  const names = [...found.edges.map((edge) => `≤${edge >= 1000 ? edge / 1000 + "k" : edge}`), "more"];
+  const label = names.map((name, place) => `${name}: ${found.counts[place]}`).join(", ");
+  $(id).dataset.counts = found.counts.join(",");
+  draw(id, [bars("--one")], [found.counts.map((_, place) => place), found.counts], `${what}: ${label}`, {
+    x: { values: (_, ticks) => ticks.map((tick) => names[tick] ?? ""), splits: () => names.map((_, place) => place), space: 20, grid: { show: false } },
+    options: { scales: { x: { time: false, range: [-0.6, names.length - 0.4] }, y: { range: (_, low, high) => [0, Math.max(high, 1) * 1.05] } } },
+  });
+}
+
+// Parts of a whole: d3-hierarchy lays them out, along a bar or as a tree map.
+function cells(id, root, tile, label, textOf) {
+  const host = $(id), width = host.clientWidth, height = host.clientHeight;
+  host.setAttribute("aria-label", label);
+  d3.treemap().tile(tile).size([width, height]).paddingInner(0).paddingTop((node) => node.depth && node.children ? 16 : 0).round(true)(root);
+  host.replaceChildren(...root.descendants().slice(1).filter((node) => node.x1 - node.x0 > 1 && node.y1 - node.y0 > 1).map((node) => {
+    const cell = element("div", node.x1 - node.x0 > 30 && node.y1 - node.y0 > 14 ? textOf(node.data) : "", "cell");
+    cell.title = textOf(node.data);
+    Object.assign(cell.style, { left: `${node.x0}px`, top: `${node.y0}px`, width: `${node.x1 - node.x0}px`, height: `${node.y1 - node.y0}px` });
+    return cell;
+  }));
+}
+function bar(id, parts, unit) {
+  const all = parts.reduce((sum, [, value]) => sum + value, 0) || 1;
+  const root = d3.hierarchy({ children: parts.map(([name, value]) => ({ name, value })) }).sum((one) => one.value ?? 0);
+  const text = (one) => `${one.name}: ${shown(one.value)} ${unit} (${percent(one.value / all)})`;
+  cells(id, root, d3.treemapDice, parts.map(([name, value]) => text({ name, value })).join("; "), text);
+}
+const nameOf = (prefix) => prefix.words ?? `#${prefix.name}`;
+function tree(prefixes) {
+  const by = $("tree-by").value, nodes = prefixes.largest.map((prefix) => ({ ...prefix, children: [] }));
+  const size = (one) => by === "hits" ? one.hits : one.tokens + one.below;
+  const top = [];
+  for (const node of nodes) (node.parent === null ? top : nodes[node.parent].children).push(node);
+  for (const node of nodes) node.own = Math.max(size(node) - node.children.reduce((sum, child) => sum + size(child), 0), 0);
+  const others = prefixes.tokens - top.reduce((sum, node) => sum + node.tokens + node.below, 0);
+  const rest = by === "tokens" && others > 0 ? [{ own: others, rest: true, tokens: others, below: 0, children: [] }] : [];
+  const text = (one) => one.rest ? `all others: ${shown(others)} tokens` : `${nameOf(one)}: ${shown(one.tokens + one.below)} tokens, ${shown(one.hits)} hits`;
+  const root = d3.hierarchy({ children: [...top, ...rest] }).sum((one) => one.own ?? 0).sort((a, b) => b.value - a.value);
+  cells("tree", root, d3.treemapSquarify, `${prefixes.count} cached prefixes of ${prefixes.tokens} tokens; the largest: ${top.slice(0, 5).map(text).join("; ")}`, text);
+}
+
+// One snapshot.
+let last = null, history = [[], [], []], before = null;
+function show(message) {
+  last = message;
+  const { http, engines } = message;
+  if ($("engine").options.length !== engines.length) {
+    $("engine").replaceChildren(...engines.map((_, place) => element("option", String(place))));
+    $("engine-choice").hidden = engines.length < 2;
+  }
+  const engine = engines[Math.max($("engine").selectedIndex, 0)];
+  if (!engine) return;
+  $("model").textContent = engine.model;
+  showRefusals(http);
+  showMemory(engine);
+  put("engines", engines.length);
+  if (!engine.now) { $("next-note").textContent = `--scheduling ${engine.scheduling}: SGLang's own scheduler decides, and shows nothing here.`; return; }
+  showNow(engine);
+  showSpeed(engine);
+  showClients(engine, http);
+  put("background-waiting", engine.now.waiting_background);
+  put("background-done", engine.totals.background_requests);
+  put("followers", engine.now.waiting_for_a_prefix);
+}
+function showRefusals(http) {
+  const reasons = Object.entries(http.refused).sort();
+  put("refused", reasons.reduce((sum, [, count]) => sum + count, 0));
+  fill("refusals", reasons.length ? reasons : [["none", 0]]);
+}
+function showNow({ now, steps, knee_tokens: knee }) {
+  put("waiting", now.waiting);
+  put("waiting-tokens", now.waiting_tokens);
+  put("oldest", now.oldest_s);
+  histogram("by-age", now.by_age, "Waiting requests by age in seconds");
+  histogram("by-predicted", now.by_predicted, "Waiting requests by predicted milliseconds");
+  fill("next", now.next.map((one) => [one.rides ? "rides along" : "first", one.input_tokens, `${shown(one.cached_tokens)} (${percent(one.cached_tokens / one.input_tokens)})`,
+    one.cost, one.credit, one.score, one.wait_s, one.background ? "background" : one.client || "–"]));
+  const many = now.next.length && now.next[0].of > now.next.length ? ` The step takes ${now.next[0].of} requests.` : "";
+  $("next-note").textContent = now.next.length ? `Score = cost - credit, in ${now.unit}; the smallest runs.${many}` : "Nobody waits.";
+  const places = steps.forward_ms.map((_, place) => place - steps.forward_ms.length);
+  const middle = (list) => shown([...list].sort((a, b) => a - b)[list.length >> 1]);
+  draw("predicted-actual", [line("--one"), line("--two")], [places, steps.predicted_ms, steps.forward_ms],
+    `${places.length} steps; median actual ${middle(steps.forward_ms)} ms, predicted ${middle(steps.predicted_ms)} ms`);
+  draw("step-tokens", [bars("--one"), line("--two")], [places, steps.tokens, places.map(() => knee || null)],
+    `${places.length} steps; median ${middle(steps.tokens)} computed tokens, packing knee ${knee || "none"}`);
+}
+function showMemory({ memory, cache, totals }) {
+  const rows = memory ? memory.rows : [];
+  fill("memory-table", rows.map((row) => [row.what, row.mib, row.bytes_per_token]));
+  bar("memory-bar", rows.map((row) => [row.what, row.mib]), "MiB");
+  put("kept", totals?.kept_tokens);
+  put("evicted", totals?.evicted_tokens);
+  if (!cache) return;
+  put("cached-now", cache.cached_tokens + cache.in_use_tokens);
+  put("kv-tokens", cache.kv_tokens);
+  put("removed", cache.removed_tokens);
+  put("wanted", cache.wanted_removals);
+  put("hit-share", cache.hit_share, percent(cache.hit_share));
+  put("ceiling", cache.ceiling_share, percent(cache.ceiling_share));
+  if (!cache.prefixes) return;
+  $("tree-note").textContent = `${shown(cache.prefixes.count)} prefixes, as of ${shown(cache.prefixes.age_s)} s ago`;
+  tree(cache.prefixes);
+  fill("most-hit", cache.prefixes.most_hit.map((one) => [nameOf(one), one.tokens, one.hits]));
+}
+function showSpeed({ start, at_s: at, totals, steps, speed }) {
+  put("requests", totals.requests);
+  put("cached", totals.cached_tokens);
+  if (before && before.start === start && at > before.at) {
+    const seconds = at - before.at, point = [at, (totals.requests - before.requests) / seconds, (totals.input_tokens - before.tokens) / seconds];
+    put("requests-per-s", point[1]);
+    put("tokens-per-s", point[2]);
+    history.forEach((column, place) => { column.push(place === 2 ? point[2] / 1000 : point[place]); if (column.length > HISTORY) column.shift(); });
+    draw("rates", [line("--one"), line("--two")], [history[0].map((one) => one - at), history[1], history[2]],
+      `${shown(point[1])} requests and ${shown(point[2])} prompt tokens a second now`);
+  }
+  before = { start, at, requests: totals.requests, tokens: totals.input_tokens };
+  bar("parts", Object.entries(steps.parts_ms), "ms");
+  fill("latency", speed.map((one) => [one.up_to_tokens ? `up to ${shown(one.up_to_tokens)}` : "more", one.requests, one.p50_s, one.p99_s]));
+}
+function showClients({ clients }, http) {
+  $("clients-note").textContent = http.named_by === "none" ? "All are one client (--fair-by none)." : clients.length ? "Of the last 2,000 requests, and of those that wait."
+    : `No ${http.named_by} is named by requests.`;
+  fill("client-table", clients.map((one) => [one.client || "not named", percent(one.share), one.requests, one.waiting, one.wait_s, one.longest_wait_s]));
+}
+
+// The stream. A browser's own EventSource sends no key.
+let listening = null;
+const headers = () => { const key = storage?.getItem(KEY); return key ? { authorization: `Bearer ${key}` } : {}; };
+const pause = (ms) => new Promise((done) => { setTimeout(done, ms); });
+async function listen() {
+  for (;;) {
+    if (document.hidden) await new Promise((done) => { document.addEventListener("visibilitychange", done, { once: true }); });
+    listening = new AbortController();
+    try {
+      const reply = await fetch(`dashboard/events?per_second=${$("rate").value}`, { headers: headers(), signal: listening.signal, cache: "no-store" });
+      if (reply.status === 401) { await askForKey(); continue; }
+      if (!reply.ok) throw new Error(`the server answers ${reply.status}`);
+      await read(reply.body.getReader());
+      $("status").textContent = "the server has ended the stream, trying again";
+    } catch (error) {
+      if (listening.signal.aborted) continue; // another rate, or the page was hidden
+      if (!(error instanceof TypeError) && !String(error.message).startsWith("the server")) console.error(error);
+      $("status").textContent = "no connection, trying again";
+    }
+    await pause(RETRY_MS);
+  }
+}
+async function read(reader) {
+  const decoder = new TextDecoder();
+  let text = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    text += decoder.decode(value, { stream: true });
+    const events = text.split("\n\n");
+    text = events.pop();
+    const snapshot = events.filter((event) => event.startsWith("data: ")).pop();
+    if (snapshot) { show(JSON.parse(snapshot.slice(6))); $("status").textContent = "live"; }
+    else if (events.length) $("status").textContent = "a long step computes";
+  }
+}
+function askForKey() {
+  $("status").textContent = "this server asks for a key";
+  $("key-form").hidden = false;
+  $("key").focus();
+  return new Promise((done) => {
+    $("key-form").onsubmit = (event) => {
+      event.preventDefault();
+      storage?.setItem(KEY, $("key").value);
+      $("key-form").hidden = true;
+      done();
+    };
+  });
+}
+
+// A labelled prompt.
+async function ask(event) {
+  event.preventDefault();
+  $("ask-error").textContent = "";
+  const labels = $("labels").value.split("\n").filter((label) => label !== "");
+  const body = { model: "default", prompt: $("prompt").value, allowed_tokens: labels };
+  try {
+    const reply = await fetch("v1/completions", { method: "POST", headers: { ...headers(), "content-type": "application/json" }, body: JSON.stringify(body) });
+    const answer = await reply.json();
+    if (!reply.ok) throw new Error(answer.error?.message ?? answer.message ?? `the server answers ${reply.status}`);
+    showAnswer(answer.choices[0].label_scores);
+  } catch (error) { $("ask-error").textContent = error.message; }
+}
+function showAnswer(scores) {
+  $("answer").hidden = false;
+  put("mass", scores.label_mass);
+  put("ask-tokens", scores.prompt_tokens);
+  put("ask-cached", scores.cached_tokens);
+  put("ask-queue", scores.queue_ms);
+  put("ask-predicted", scores.predicted_jct_ms);
+  put("ask-actual", scores.actual_ms);
+  fill("distribution", [...scores.labels].sort((a, b) => b.probability - a.probability).map((one) => {
+    const meter = element("meter");
+    meter.value = one.probability;
+    meter.setAttribute("aria-label", `probability of ${one.label}`);
+    return [JSON.stringify(one.label), shown(one.probability), meter, one.logprob];
+  }));
+}
+
+// Light or dark.
+function paint(theme) {
+  document.documentElement.dataset.theme = theme;
+  $("theme").textContent = theme === "dark" ? "Light" : "Dark";
+  for (const chart of charts.values()) chart.redraw(false, true);
+}
+const system = matchMedia("(prefers-color-scheme: dark)");
+const chosen = () => storage?.getItem(THEME) ?? (system.matches ? "dark" : "light");
+$("theme").onclick = () => { storage?.setItem(THEME, chosen() === "dark" ? "light" : "dark"); paint(chosen()); };
+system.addEventListener("change", () => paint(chosen()));
+$("rate").onchange = () => listening?.abort();
+document.addEventListener("visibilitychange", () => { if (document.hidden) listening?.abort(); });
+$("tree-by").onchange = $("engine").onchange = () => last && show(last);
+$("ask-form").onsubmit = ask;
+for (const table of ["next", "refusals", "memory-table", "most-hit", "latency", "client-table", "distribution"]) $(table).hidden = true;
+window.sglPrefillShow = show; // a snapshot from elsewhere, for tests
+paint(chosen());
+listen();
+})();
