@@ -26,7 +26,7 @@ from sglang.srt.entrypoints.openai.protocol import (
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from starlette.routing import BaseRoute, Route
 
-from sgl_prefill.api import calibrations, conversations, reply_options, rerank, route_list, scores
+from sgl_prefill.api import calibrations, conversations, decisions, reply_options, rerank, route_list, scores
 from sgl_prefill.api.answers import chat_choice, completion_choice, usage
 from sgl_prefill.api.calibrations import Calibrations
 from sgl_prefill.api.cut_requests import CutRequests, PartsOfPrompts, with_parts
@@ -347,6 +347,7 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
     app.api_route("/v1/rerank", methods=["POST", "PUT"], dependencies=only_json)(ours.rerank)
     app.post("/v1/score", dependencies=only_json)(ours.score)
     calibrations.add_routes(app, lambda: ours.calibrations)
+    decisions.add_routes(app, config, lambda: http_server._global_state.tokenizer_manager)
     app.post("/rerank", dependencies=only_json)(ours.rerank_of_jina)
     app.post("/v2/rerank", dependencies=only_json)(ours.rerank_of_cohere)
     # First, since each request is compared with one route after the other, and once more for the metrics.

@@ -38,6 +38,13 @@ class Writing(NamedTuple):
     n_output_tokens: int  # so far
 
 
+class ScoreParts(NamedTuple):
+    """What the score of a waiting job is made of, in units of `PolicySettings.cost`: cost less credit, the smallest runs."""
+
+    cost: float
+    credit: float  # for its waiting
+
+
 class PolicySettings(NamedTuple):
     """What a policy may need to know; costs are in units of `cost`."""
 
@@ -147,6 +154,10 @@ class Policy:
 
     def forecast(self, job: Job) -> Forecast | None:
         """Predicts when a waiting job will be done, were nobody to arrive any more; None where this policy cannot say."""
+        return None
+
+    def parts_of_score(self, job: Job, now_s: float) -> ScoreParts | None:
+        """Says why a waiting job stands where it does; None where this policy knows no scores."""
         return None
 
     def drain_ms(self, client: str | None = None) -> float | None:

@@ -16,6 +16,7 @@ from sgl_prefill.port import (
     answer_trees,
     arrival,
     between_steps,
+    decisions,
     device_logits,
     hybrid,
     idle,
@@ -396,6 +397,15 @@ HOOKS: tuple[Hook, ...] = (
         function=kernels.around_gate_sigmoid_mul_add,
     ),
     Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+        kind="around",
+        process="scheduler",
+        feature="scheduling",
+        reason="/decisions asks by the same message who ran in the last steps",
+        function=decisions.around_get_internal_state,
+        takes_state=True,
+    ),
+    Hook(
         target="sglang.srt.managers.scheduler.Scheduler.get_init_info",
         kind="after",
         process="scheduler",
@@ -739,6 +749,10 @@ RELIED_UPON: tuple[Relied, ...] = (
     ),
     Relied(f"{DETOKENIZER}.event_loop", "answers are detokenized like it"),
     Relied("sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_request", "sends, then waits"),
+    Relied(
+        "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.get_internal_state",
+        "/decisions asks the scheduler like it",
+    ),
     Relied("sglang.srt.managers.tokenizer_manager.TokenizerManager._remove_req_state", "forgets a refused request"),
     *(
         Relied(f"sglang.srt.layers.{layer}.forward_native", "native kernels compute the same in its place")

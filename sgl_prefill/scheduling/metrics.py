@@ -18,6 +18,7 @@ _ERROR_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 class Facts(NamedTuple):
     """What became of a request that has run, in tokens of its input."""
 
+    rid: str  # what the engine calls it
     n_cached: int  # found in the prefix cache
     n_kept: int | None  # whose KV stays there; None where all of it is kept
     n_evicted: int | None  # whose KV lived for one layer
@@ -67,6 +68,9 @@ class PolicyMetrics:
         )
         self._cached = counter("cached_tokens", "Input tokens found in the prefix cache.")
         self._kept = counter("kept_tokens", "Input tokens whose KV was kept in the prefix cache.")
+        self._lost_lines = counter(
+            "decision_lines_lost", "Decisions that --decision-log could not be given, as on a full disk."
+        )
         self._evicted = counter("evicted_tokens", "Input tokens whose KV lived for one layer.")
 
     def set_queue(self, policy: Policy, now_s: float) -> None:
@@ -98,6 +102,10 @@ class PolicyMetrics:
         if facts.n_kept is not None and facts.n_evicted is not None:
             self._kept.inc(facts.n_kept)
             self._evicted.inc(facts.n_evicted)
+
+    def count_lost_line(self) -> None:
+        """Counts a decision that could not be written to the log."""
+        self._lost_lines.inc()
 
     def observe_prediction(self, predicted_ms: float, actual_ms: float) -> None:
         """Counts the error of the prediction for the step that has just run."""

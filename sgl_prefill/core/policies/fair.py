@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from sgl_prefill.core.job import Job
 from sgl_prefill.core.lazy_heap import LazyHeap
 from sgl_prefill.core.policies.srjf import CalibratedSrjf, cost_alone
-from sgl_prefill.core.policy import TYPICAL_TOKENS, Forecast, Policy, PolicySettings
+from sgl_prefill.core.policy import TYPICAL_TOKENS, Forecast, Policy, PolicySettings, ScoreParts
 from sgl_prefill.core.shares import Shares
 
 
@@ -75,6 +75,10 @@ class Fair(Policy):
         """Costs some microseconds for each client that waits. While this job's client is served what stands before it, each other
         is served as much, or all that it waits for."""
         return self._classes[job.rank].forecast(job)
+
+    def parts_of_score(self, job: Job, now_s: float) -> ScoreParts | None:
+        """Says it within the job's client."""
+        return self._classes[job.rank].orders[job.client].parts_of_score(job, now_s)
 
     def drain_ms(self, client: str | None = None) -> float | None:
         """Adds up all clients of all priorities; beside the jobs of one client each other is served as much, or all that it

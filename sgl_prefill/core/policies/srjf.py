@@ -19,7 +19,7 @@ from sgl_prefill.core.job import Job
 from sgl_prefill.core.lazy_heap import LazyHeap
 from sgl_prefill.core.ordered_sums import OrderedSums
 from sgl_prefill.core.packing import LOOK_AT, fill_steps
-from sgl_prefill.core.policy import Forecast, Policy, PolicySettings
+from sgl_prefill.core.policy import Forecast, Policy, PolicySettings, ScoreParts
 
 
 class CalibratedSrjf(Policy):
@@ -102,6 +102,9 @@ class CalibratedSrjf(Policy):
 
     def _score(self, job: Job) -> float:
         return self.cost(job) + self.settings.fairness_lambda * self.since_s(job)
+
+    def parts_of_score(self, job: Job, now_s: float) -> ScoreParts | None:
+        return ScoreParts(self.cost(job), self.settings.fairness_lambda * (now_s - self.since_s(job)))
 
     def drain_ms(self, client: str | None = None) -> float | None:
         """Predicts when all that wait here would be done, whoever asks; None where nobody knows."""
