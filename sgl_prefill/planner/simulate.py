@@ -12,7 +12,6 @@ import math
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 from sgl_prefill import preflight
 from sgl_prefill.config import PrefillConfig
@@ -23,6 +22,7 @@ from sgl_prefill.core.packing import StepSize
 from sgl_prefill.core.policies import make
 from sgl_prefill.core.policy import PolicySettings
 from sgl_prefill.planner.routing import RoundRobin, Router
+from sgl_prefill.planner.summary import Served as Served
 from sgl_prefill.planner.workloads import Arrival
 from sgl_prefill.port.simulated_cache import SimulatedCache
 from sgl_prefill.scheduling.decisions import DecisionRecorder, RecordedPolicy
@@ -37,20 +37,6 @@ def name_of(config: PrefillConfig) -> str:
     words += [] if config.max_queue_s is None else [f"at most {config.max_queue_s:g} s"]
     words += [] if config.pack_step_tokens == 0 else ["packed"]
     return ", ".join(words)
-
-
-class Served(NamedTuple):
-    """One request of the replay."""
-
-    arrival_s: float
-    start_s: float
-    finish_s: float
-    n_tokens: int
-    n_cached_tokens: int
-
-    @property
-    def latency_s(self) -> float:
-        return self.finish_s - self.arrival_s
 
 
 class SimulatedEngine:

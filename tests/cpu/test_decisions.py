@@ -336,3 +336,73 @@ def test_a_policy_is_replayed_from_what_its_header_says(tmp_path: Path) -> None:
     assert replayed.max_queue_s == 0.1
     assert json.loads((tmp_path / "log").read_text())["jct_model"] == JCT_MS._asdict()
     assert plan.EXAMPLE_PROFILE != JCT_MS
+
+
+def test_the_command_replays_a_log_and_says_what_other_options_would_have_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All in the same order; and for another lambda both how many decisions change, and the latencies of a simulation."""
+    log, numbers, picture = tmp_path / "log", tmp_path / "numbers.json", tmp_path / "plot.png"
+    engine = Engine(log, fairness_lambda=0.0)
+    traffic(engine, random.Random(9), 200)
+    options = ["--fairness-lambda", "0,100000", "--json", str(numbers), "--plot", str(picture), "--page-tokens", "5"]
+    assert plan.main(["--decisions", str(log), *options]) == 0
+    found, n = json.loads(numbers.read_text()), len(records(log))
+    assert (found["decisions"], found["same_order"]) == (n, n)
+    assert [one["same_order"] == n for one in found["other_options"]] == [True, False]
+    ran, simulated, same, other = found["settings"]
+    assert [one["name"] for one in (ran, simulated, same, other)] == [
+        "as it ran",
+        "simulated as it was",
+        "simulated, lambda 0",
+        "simulated, lambda 100000",
+    ]
+    assert {**simulated, "name": ""} == {**same, "name": ""} != {**other, "name": ""}
+    assert ran["token_saving"] == sum(engine.found.values()) / sum(
+        one["input_tokens"] for record in records(log) for one in (record["first"], *record["riders"]) if one
+    )
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr().out
+    assert f"made again with the server's options: {n} of {n} decisions in the same order" in shown
+
+
+def test_a_simulation_of_a_log_finds_the_prefixes_that_were_shared(tmp_path: Path) -> None:
+    """Whose prompts are not there: four that begin alike are a miss and three hits of the common length."""
+    engine = Engine(tmp_path / "log", fair_by="none", pack_step_tokens=0, step=StepSize())
+    for n in range(4):
+        engine.arrive([*range(640), 10_000 + n], client="ada")
+    engine.run_all()
+    assert (
+        plan.main(
+            [
+                "--decisions",
+                str(tmp_path / "log"),
+                "--lambda",
+                "1",
+                "--page-tokens",
+                "10",
+                "--json",
+                str(tmp_path / "j"),
+            ]
+        )
+        == 0
+    )
+    ran, simulated, _ = json.loads((tmp_path / "j").read_text())["settings"]
+    assert ran["token_saving"] == pytest.approx(3 * 640 / (4 * 641)) == simulated["token_saving"]
+
+
+def test_what_the_command_cannot_replay_is_said_with_a_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An exit status of 2 and a sentence; of a log that does not replay 1, and which decision differs."""
+    assert plan.main(["--decisions", str(tmp_path / "none")]) == 2
+    assert "No such file" in capsys.readouterr().err
+    log = tmp_path / "log"
+    traffic(Engine(log), random.Random(9), 100)
+    assert plan.main(["--decisions", str(log), "--engines", "2"]) == 2
+    assert "--engines: with --decisions the log says who came" in capsys.readouterr().err
+    beginning = json.loads(log.read_text().splitlines()[0])
+    beginning["config"] |= {"scheduling": "fifo", "fair_by": "none"}
+    log.write_text("\n".join([json.dumps(beginning), *log.read_text().splitlines()[1:]]) + "\n")
+    assert plan.main(["--decisions", str(log)]) == 1
+    assert "the first that differs ran and refused" in capsys.readouterr().out
