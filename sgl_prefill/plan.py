@@ -8,8 +8,7 @@
 `--profile` is a JSON object with the coefficients of a fitted JCT model, as /server_info shows it under
 `sgl_prefill.jct_model`. A trace has one JSON object a line: arrival_s, prefix_id, prefix_tokens, tail_tokens, and `user`
 where a prefix is not a user's. `--engines` puts a router before so many engines, with `--durable-tokens` each.
-`--decisions` replays what a server decided
-(`planner/DECISIONS.md`).
+`--decisions` replays what a server decided (`planner/DECISIONS.md`).
 """
 
 from __future__ import annotations
