@@ -122,6 +122,13 @@ class PrefillConfig:
         None, "more prompts of one client (see --fair-by) that wait are refused with 429", **LIMIT
     )
     max_client_waiting_tokens: int | None = _option(None, "the same in tokens of prompts", **LIMIT)
+    decision_log: str | None = _option(
+        None,
+        "a file to which every decision of the scheduler is appended, one JSON object a line, for `python -m sgl_prefill.plan"
+        " --decisions`; not for --scheduling stock",
+        type=str,
+        none="none",
+    )
     background_step_ms: float = _option(
         20.0,
         "requests of background jobs (header x-prefill-background: 1) run when no other waits, in steps predicted to take at"
@@ -259,6 +266,7 @@ class PrefillConfig:
         return [
             *self._contradictions_of_policy(given),
             *self._contradictions_of_clients(),
+            *self._contradictions_of_records(),
             *self._contradictions_of_stable_answers(),
         ]
 
@@ -276,6 +284,14 @@ class PrefillConfig:
                 f"--stable-answers needs logits in float32, and --logits-dtype is {self.logits_dtype}: leave one of the two out"
             )
         return problems
+
+    def _contradictions_of_records(self) -> list[str]:
+        if self.decision_log is None or self.has_policy:
+            return []
+        return [
+            "--decision-log is for policies of this package, and with --scheduling stock SGLang's own scheduler decides: leave"
+            " one of the two out"
+        ]
 
     def _contradictions_of_clients(self) -> list[str]:
         problems = []

@@ -2,11 +2,13 @@
 
     python -m sgl_prefill.plan --workload post-recommendation --rate 20 --durable-tokens 28300 --lambda 0,100,500,2000
     python -m sgl_prefill.plan --trace T.jsonl --profile P.json --durable-tokens 200000 --plot latency.png
+    python -m sgl_prefill.plan --decisions LOG --fairness-lambda 2000
     python -m sgl_prefill.plan --trace T.jsonl --durable-tokens 28300 --engines 4 --routing user,cache_aware
 
 `--profile` is a JSON object with the coefficients of a fitted JCT model, as /server_info shows it under
 `sgl_prefill.jct_model`. A trace has one JSON object a line: arrival_s, prefix_id, prefix_tokens, tail_tokens, and `user`
 where a prefix is not a user's. `--engines` puts a router before so many engines, with `--durable-tokens` each.
+`--decisions` replays what a server decided (`planner/DECISIONS.md`).
 """
 
 from __future__ import annotations
@@ -20,16 +22,19 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.jct import FittedJct
 from sgl_prefill.errors import ConfigurationError
+from sgl_prefill.planner.summary import Summary as Summary
+from sgl_prefill.planner.summary import percentile as percentile
+from sgl_prefill.planner.summary import plot, show, summary_of
 
 # A machine that computes 20,000 tokens a second, for those who have not started a server yet.
 EXAMPLE_PROFILE = FittedJct(step_ms=5.0, miss_token_ms=0.05, pair_ms=5e-7, cached_token_ms=1e-4)
+USUAL_LAMBDAS = "0,100,500,2000"
 # Of the engine's own options these can be given here too, with the same defaults.
 ENGINE_OPTIONS = ("sharers", "max_queue_s", "pack_step_tokens")
 
@@ -45,35 +50,16 @@ class Cluster(NamedTuple):
 ALONE = Cluster()
 
 
-class Summary(NamedTuple):
-    """One setting of a replay."""
-
-    name: str
-    n_requests: int
-    token_saving: float  # share of all input tokens that the cache held
-    hit_rate: float  # share of requests that found half of their tokens or more
-    requests_per_s: float
-    mean_s: float
-    p50_s: float
-    p99_s: float
-    longest_wait_s: float
-    latencies_s: list[float]  # sorted
-
-    def row(self) -> list[str]:
-        percents = [f"{100 * value:.2f}" for value in (self.token_saving, self.hit_rate)]
-        numbers = [self.requests_per_s, self.mean_s, self.p50_s, self.p99_s, self.longest_wait_s]
-        return [self.name, *percents, *(f"{number:.3f}" for number in numbers)]
-
-
-HEADER = ["setting", "tokens saved %", "hits %", "requests/s", "mean s", "P50 s", "P99 s", "longest wait s"]
-
-
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, or 2 with one message on stderr."""
     arguments = _parser().parse_args(argv)
+    if arguments.decisions is not None:
+        from sgl_prefill.planner import decision_report
+
+        return decision_report.main(arguments)
     try:
-        profile = _profile(arguments.profile)
-        lambdas = _lambdas(arguments.fairness_lambda)
+        profile = profile_of(arguments.profile)
+        lambdas = lambdas_of(arguments.fairness_lambda or USUAL_LAMBDAS)
         routings = _routings(arguments.engines, arguments.routing)
         from sgl_prefill.planner import workloads
 
@@ -95,10 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     clusters = [Cluster(arguments.engines, routing, arguments.seed) for routing in routings]
     summaries = [summarize(arrivals, one, profile, arguments, cluster) for cluster in clusters for one in configs]
-    rows = [HEADER, *(summary.row() for summary in summaries)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
-    for row in rows:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    show(summaries)
     if arguments.json is not None:
         found = [summary._replace(latencies_s=[])._asdict() for summary in summaries]
         arguments.json.write_text(json.dumps({"profile": profile._asdict(), "settings": found}, indent=1) + "\n")
@@ -128,7 +111,7 @@ def summarize(
     name = name_of(config) if cluster.n_engines == 1 else f"{cluster.routing}: {name_of(config)}"
     started = time.monotonic()
 
-    def show(n_served: int) -> None:
+    def show_progress(n_served: int) -> None:
         left_s = (time.monotonic() - started) / n_served * (len(arrivals) - n_served)
         print(f"\r{name}: {n_served} of {len(arrivals)}, {left_s:.0f} s left   ", end="", file=sys.stderr)
 
@@ -137,47 +120,9 @@ def summarize(
         for _ in range(cluster.n_engines)
     ]
     router = ROUTERS[cluster.routing](random.Random(cluster.seed))
-    served = [one for _, one in replay_cluster(arrivals, engines, router, on_progress=show)]
+    served = [one for _, one in replay_cluster(arrivals, engines, router, on_progress=show_progress)]
     print("\r" + 79 * " " + "\r", end="", file=sys.stderr)
-    latencies_s = sorted(one.latency_s for one in served)
-    return Summary(
-        name=name,
-        n_requests=len(served),
-        token_saving=sum(one.n_cached_tokens for one in served) / sum(one.n_tokens for one in served),
-        hit_rate=sum(2 * one.n_cached_tokens >= one.n_tokens for one in served) / len(served),
-        requests_per_s=len(served) / max(max(one.finish_s for one in served) - served[0].arrival_s, 1e-9),
-        mean_s=sum(latencies_s) / len(latencies_s),
-        p50_s=percentile(latencies_s, 50),
-        p99_s=percentile(latencies_s, 99),
-        longest_wait_s=max(one.start_s - one.arrival_s for one in served),
-        latencies_s=latencies_s,
-    )
-
-
-def percentile(sorted_values: Sequence[float], percent: float) -> float:
-    """Returns the smallest value that `percent` of all values do not exceed."""
-    return sorted_values[max(math.ceil(len(sorted_values) * percent / 100) - 1, 0)]
-
-
-def plot(summaries: list[Summary], path: Path) -> None:
-    """Draws the latency CDF of each setting (the paper's Fig. 11)."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise SystemExit("sgl_prefill: --plot needs matplotlib: pip install matplotlib") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    for summary in summaries:
-        share = [(index + 1) / len(summary.latencies_s) for index in range(len(summary.latencies_s))]
-        axes.plot(summary.latencies_s, share, label=summary.name)
-    axes.set(
-        xlabel="latency in seconds", ylabel="share of requests", xscale="log", title="Simulated latency per setting"
-    )
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
+    return summary_of(name, served)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -186,11 +131,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--trace", type=Path, help="a trace file")
+    source.add_argument(
+        "--decisions", type=Path, help="a server's --decision-log: made again by its policy, and under other options"
+    )
     source.add_argument("--workload", choices=("post-recommendation", "credit-verification"), help="one of the paper's")
     parser.add_argument("--profile", type=Path, help="coefficients of the JCT model (default: an example machine)")
-    parser.add_argument("--durable-tokens", type=int, required=True, help="KV slots of the prefix cache")
     parser.add_argument(
-        "--lambda", dest="fairness_lambda", default="0,100,500,2000", help="values to compare, tokens per second"
+        "--durable-tokens", type=int, help="KV slots of the prefix cache (default: those of the server of --decisions)"
+    )
+    parser.add_argument(
+        "--lambda",
+        "--fairness-lambda",
+        dest="fairness_lambda",
+        help=f"values to compare, tokens per second (default: {USUAL_LAMBDAS}; of --decisions: the server's)",
     )
     for name in ENGINE_OPTIONS:
         PrefillConfig.add_cli_argument(parser, name)
@@ -215,7 +168,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _profile(path: Path | None) -> FittedJct:
+def profile_of(path: Path | None) -> FittedJct:
+    """Reads the coefficients of a JCT model. Raises ValueError and OSError."""
     if path is None:
         return EXAMPLE_PROFILE
     try:
@@ -227,7 +181,8 @@ def _profile(path: Path | None) -> FittedJct:
     return profile
 
 
-def _lambdas(text: str) -> list[float]:
+def lambdas_of(text: str) -> list[float]:
+    """Reads numbers with commas between them. Raises ValueError."""
     values = [float(part) for part in text.split(",")]
     if not all(0 <= value < math.inf for value in values):
         raise ValueError(f"--lambda is {text}: it must be numbers >= 0 with commas between them")
@@ -250,6 +205,8 @@ def _routings(n_engines: int, text: str) -> list[str]:
 def _arrivals(arguments: argparse.Namespace) -> list[Any]:
     from sgl_prefill.planner import workloads
 
+    if arguments.durable_tokens is None:
+        raise ValueError("--durable-tokens is missing: give the KV slots of the prefix cache")
     for name in ("durable_tokens", "page_tokens", "rate"):
         if not 0 < getattr(arguments, name) < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}: it must be positive")

@@ -234,6 +234,8 @@ def check_argv(config: PrefillConfig, argv: list[str], *, listens: bool = True) 
         problems += _model_path_problems(model_path)
     if config.shared_prefix is not None:
         problems += _text_file_problems("--shared-prefix", config.shared_prefix)
+    if config.decision_log is not None:
+        problems += _log_file_problems("--decision-log", config.decision_log)
     if config.rerank_template is not None:
         problems += _rerank_template_problems(config.rerank_template)
     host, port = value_of(argv, "--host") or "127.0.0.1", value_of(argv, "--port") or "30000"
@@ -365,6 +367,19 @@ def _text_file_problems(flag: str, path: str) -> list[str]:
             f"{flag} {path} cannot be read ({getattr(error, 'strerror', None) or error}): give a file of UTF-8 text"
         ]
     return [f"{flag} {path} is empty: give a file that holds the text, or leave it out"] if is_empty else []
+
+
+def _log_file_problems(flag: str, path: str) -> list[str]:
+    """Tries to open a file to which lines are appended; one that was not there is there afterwards."""
+    if Path(path).exists() and not Path(path).is_file():
+        return [f"{flag} {path} is no file: name one, or a new one"]
+    try:
+        with open(path, "ab"):
+            return []
+    except OSError as error:
+        return [
+            f"{flag} {path} cannot be written ({error.strerror}): give a file in a folder that is there and is yours"
+        ]
 
 
 def _rerank_template_problems(name_or_path: str) -> list[str]:

@@ -27,7 +27,7 @@ from sglang.srt.entrypoints.openai.protocol import (
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from starlette.routing import BaseRoute, Route
 
-from sgl_prefill.api import calibrations, conversations, dashboard, reply_options, rerank, route_list, scores
+from sgl_prefill.api import calibrations, conversations, dashboard, decisions, reply_options, rerank, route_list, scores
 from sgl_prefill.api.answers import chat_choice, completion_choice, usage
 from sgl_prefill.api.calibrations import Calibrations
 from sgl_prefill.api.cut_requests import CutRequests, PartsOfPrompts, with_parts
@@ -352,6 +352,7 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
     dashboard.add_routes(
         app, dashboard.Feed(lambda: http_server._global_state.tokenizer_manager, config, ending, n_refused)
     )
+    decisions.add_routes(app, config, lambda: http_server._global_state.tokenizer_manager)
     app.post("/rerank", dependencies=only_json)(ours.rerank_of_jina)
     app.post("/v2/rerank", dependencies=only_json)(ours.rerank_of_cohere)
     # First, since each request is compared with one route after the other, and once more for the metrics.

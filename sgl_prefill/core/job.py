@@ -31,6 +31,7 @@ class Job:
     n_answer_tokens: int = 0  # that are computed with it and kept by nobody (`core.answer_tree`)
     deadline_ms: float | None = None  # counted from the arrival; a later answer is worth nothing
     client: str = ""  # who asks; those whom nobody names are one client
+    rid: str = ""  # what the engine calls the request; for records
 
     n_cached_tokens: int = 0  # longest prefix that the cache holds now, as far as this job may use it
     next_page: Hashable | None = (

@@ -12,7 +12,6 @@ import math
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 from sgl_prefill import preflight
 from sgl_prefill.config import PrefillConfig
@@ -23,8 +22,10 @@ from sgl_prefill.core.packing import StepSize
 from sgl_prefill.core.policies import make
 from sgl_prefill.core.policy import PolicySettings
 from sgl_prefill.planner.routing import RoundRobin, Router
+from sgl_prefill.planner.summary import Served as Served
 from sgl_prefill.planner.workloads import Arrival
 from sgl_prefill.port.simulated_cache import SimulatedCache
+from sgl_prefill.scheduling.decisions import DecisionRecorder, RecordedPolicy
 
 
 def name_of(config: PrefillConfig) -> str:
@@ -38,20 +39,6 @@ def name_of(config: PrefillConfig) -> str:
     return ", ".join(words)
 
 
-class Served(NamedTuple):
-    """One request of the replay."""
-
-    arrival_s: float
-    start_s: float
-    finish_s: float
-    n_tokens: int
-    n_cached_tokens: int
-
-    @property
-    def latency_s(self) -> float:
-        return self.finish_s - self.arrival_s
-
-
 class SimulatedEngine:
     """One engine on a simulated clock: its policy, calibration and prefix cache.
 
@@ -63,6 +50,9 @@ class SimulatedEngine:
         jct_ms: how long a forward pass takes.
         durable_tokens: KV slots of the prefix cache.
         is_fair: users get fair shares of it, as in an engine whose requests name them.
+        settings: of the policy, in pages; None: what the options say.
+        recorder: writes down what the policy hears and decides.
+        job_of: makes the job of an arrival, its tokens pages; None: one of a prefix and a tail.
     """
 
     def __init__(
@@ -73,14 +63,21 @@ class SimulatedEngine:
         *,
         page_tokens: int = 50,
         is_fair: bool = False,
+        settings: PolicySettings | None = None,
+        job_of: Callable[[Arrival], Job] | None = None,
+        recorder: DecisionRecorder | None = None,
     ) -> None:
         self._jct_ms = jct_ms
         self._page_tokens = page_tokens
         self._cache = SimulatedCache(durable_tokens // page_tokens)
-        self._policy = make(config.scheduling, settings_of(config, jct_ms, page_tokens), is_fair=is_fair)
+        settings = settings_of(config, jct_ms, page_tokens) if settings is None else settings
+        self._policy = make(config.scheduling, settings, is_fair=is_fair)
+        self._recorder = recorder
+        if recorder is not None:
+            self._policy = RecordedPolicy(self._policy, recorder)
         self._calibration = Calibration(self._cache.tree, self._policy)
         self._cache.connect(self._calibration, self._calibration.advisor)
-        self._symbols = _Symbols(page_tokens)
+        self._job_of = _Symbols(page_tokens).job_of if job_of is None else job_of
         self._arrived: list[Arrival] = []  # since the last step was chosen
         self._waiting: dict[Job, Arrival] = {}
         self._running: list[Arrival] = []
@@ -108,8 +105,7 @@ class SimulatedEngine:
         """Returns the requests of the step that begins now, all with one finish; none where the policy lets nobody run."""
         assert not self.is_computing
         for arrival in self._arrived:
-            pages = self._symbols.of(arrival)
-            job = Job(pages, arrival.arrival_s, most_cached_tokens=len(pages) - 1, client=arrival.of_user)
+            job = self._job_of(arrival)
             self._waiting[job] = arrival
             self._calibration.add(job)
         self._arrived.clear()
@@ -131,6 +127,9 @@ class SimulatedEngine:
         work = self._jct_ms.of_step([(arrival.n_tokens, n) for arrival, n in zip(served, cached, strict=True)])
         finish_s = now_s + sum(work) / 1000
         self._cache.end(run, plans)
+        if self._recorder is not None:
+            found = {job.rid: plan.n_cached for job, plan in zip(run, plans, strict=True)}
+            self._recorder.step_ended(1000 * (finish_s - now_s), found)
         return [
             Served(arrival.arrival_s, now_s, finish_s, arrival.n_tokens, n)
             for arrival, n in zip(served, cached, strict=True)
@@ -237,6 +236,10 @@ class _Symbols:
         self._page_tokens = page_tokens
         self._numbers = itertools.count()
         self._prefixes: dict[str, array[int]] = {}
+
+    def job_of(self, arrival: Arrival) -> Job:
+        pages = self.of(arrival)
+        return Job(pages, arrival.arrival_s, most_cached_tokens=len(pages) - 1, client=arrival.of_user)
 
     def of(self, arrival: Arrival) -> array[int]:
         n_prefix = arrival.prefix_tokens // self._page_tokens

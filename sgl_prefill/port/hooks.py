@@ -18,6 +18,7 @@ from sgl_prefill.port import (
     arrival,
     between_steps,
     dashboard,
+    decisions,
     device_logits,
     hybrid,
     idle,
@@ -444,6 +445,15 @@ HOOKS: tuple[Hook, ...] = (
         takes_state=True,
     ),
     Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+        kind="around",
+        process="scheduler",
+        feature="scheduling",
+        reason="/decisions asks by the same message who ran in the last steps",
+        function=decisions.around_get_internal_state,
+        takes_state=True,
+    ),
+    Hook(
         target="sglang.srt.managers.scheduler.Scheduler.get_init_info",
         kind="after",
         process="scheduler",
@@ -837,7 +847,7 @@ RELIED_UPON: tuple[Relied, ...] = (
     Relied("sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_request", "sends, then waits"),
     Relied(
         "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.get_internal_state",
-        "the dashboard asks the scheduler like it",
+        "the dashboard and /decisions ask the scheduler like it",
     ),
     Relied("sglang.srt.managers.communicator.FanOutCommunicator.queueing_call", "and waits for every engine's answer"),
     Relied("sglang.srt.utils.auth.decide_request_auth", "a browser that brings no key gets the dashboard with a 401"),

@@ -18,7 +18,7 @@ from sgl_prefill.core.deadlines import Refusal
 from sgl_prefill.core.job import BACKGROUND, Job
 from sgl_prefill.core.packing import StepSize
 from sgl_prefill.core.policies.follower import Follower, Told
-from sgl_prefill.core.policy import Decision, Policy, PolicySettings, Writing
+from sgl_prefill.core.policy import Decision, Policy, Writing
 from sgl_prefill.core.ranks import ALONE, Ranks
 from sgl_prefill.engine_state import EngineState
 from sgl_prefill.errors import SeamError
@@ -28,6 +28,7 @@ from sgl_prefill.port import (
     client,
     dashboard,
     deadlines,
+    decisions,
     reply_facts,
     request_state,
     silent_metrics,
@@ -39,6 +40,7 @@ from sgl_prefill.port.waiting_list import Counted, WaitingList
 from sgl_prefill.scheduling.live import LiveScheduling
 from sgl_prefill.scheduling.metrics import Facts, PolicyMetrics
 from sgl_prefill.scheduling.recent import Recent
+from sgl_prefill.scheduling.server_settings import settings_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import AbortReq
@@ -182,6 +184,7 @@ class SchedulerPort:
             n_answer_tokens=answer_trees.count_nodes(req.sampling_params),
             deadline_ms=deadlines.deadline_ms_of(req),
             client=client.of(req),
+            rid=req.rid,
         )
 
     def _rank_of(self, req: Req) -> float:
@@ -200,15 +203,7 @@ def after_init_schedule_policy(state: EngineState, result: None, scheduler: Sche
     sign = (1 if scheduler.schedule_low_priority_values_first else -1) if scheduler.enable_priority_scheduling else 0
     config = state.config
     state.step_size = _step_size(state, scheduler)
-    settings = PolicySettings.of(
-        state.step_size,
-        jct_ms=state.jct_ms if config.jct_model == "fitted" else None,
-        fairness_lambda=config.fairness_lambda,
-        max_queue_s=config.max_queue_s,
-        counts_sharers=config.sharers == "count",
-    )._replace(
-        kv_tokens=scheduler.max_total_num_tokens, background_step_ms=config.background_step_ms, quotas=config.quotas
-    )
+    settings = settings_of(config, state.jct_ms, state.step_size, scheduler.max_total_num_tokens)
     collector = getattr(scheduler, "metrics_collector", None)
     metrics = None if collector is None or silent_metrics.are_silent(collector) else PolicyMetrics(collector.labels)
     ranks = these_ranks()
@@ -217,7 +212,8 @@ def after_init_schedule_policy(state: EngineState, result: None, scheduler: Sche
         policy = policies.make(config.scheduling, settings, is_fair=config.is_fair)
     else:
         policy = Follower(settings, lambda: of(state).hear())
-    live = LiveScheduling(RadixTree(cache), policy, metrics)
+    recorder = decisions.recorder_of(state, settings, metrics) if ranks.index == 0 else None
+    live = LiveScheduling(RadixTree(cache), policy, metrics, recorder)
     cache.connect(live.listener, live.advisor, scheduler.max_total_num_tokens)
     state.scheduling = SchedulerPort(live, sign, ranks)
     scheduler.waiting_queue = WaitingList(scheduler.waiting_queue)
@@ -351,4 +347,4 @@ def learn(state: EngineState, batch: ScheduleBatch) -> None:
 
 def _facts_of(req: Req) -> Facts:
     told: dict[str, Any] = reply_facts.read(req.time_stats)
-    return Facts(req.cached_tokens, told.get("kept_tokens"), told.get("evicted_tokens"))
+    return Facts(req.rid, req.cached_tokens, told.get("kept_tokens"), told.get("evicted_tokens"))

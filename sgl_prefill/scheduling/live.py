@@ -12,6 +12,7 @@ from sgl_prefill.core.job import Job
 from sgl_prefill.core.kv_advisor import KVAdvisor
 from sgl_prefill.core.policy import Decision, Policy, Writing
 from sgl_prefill.core.prefix_tree import PrefixTree, TreeListener
+from sgl_prefill.scheduling.decisions import DecisionRecorder, RecordedPolicy
 from sgl_prefill.scheduling.metrics import Facts, PolicyMetrics
 
 
@@ -34,10 +35,22 @@ class CostMeter:
 
 
 class LiveScheduling:
-    """One a scheduler process."""
+    """One a scheduler process.
 
-    def __init__(self, tree: PrefixTree, policy: Policy, metrics: PolicyMetrics | None = None) -> None:
+    Args:
+        recorder: writes down what the policy hears and decides; None where it follows another rank's.
+    """
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        policy: Policy,
+        metrics: PolicyMetrics | None = None,
+        recorder: DecisionRecorder | None = None,
+    ) -> None:
+        policy = policy if recorder is None else RecordedPolicy(policy, recorder)
         self.policy = policy
+        self.recorder = recorder
         self.cost = CostMeter()
         self.calibration = Calibration(tree, policy, self.cost)
         self.predictor = policy.settings.predictor
@@ -89,6 +102,8 @@ class LiveScheduling:
             predicted_ms = self.predictor.ms(self._running)
         if jobs:
             self.last_predicted_ms = predicted_ms
+        if self.recorder is not None:
+            self.recorder.predicted(predicted_ms)
         self.policy.started(jobs)
         for job in jobs:
             if self._metrics is not None:
@@ -115,6 +130,9 @@ class LiveScheduling:
                 self._metrics.count_request(of_request)
             with self.cost:
                 self.show_queue(time.perf_counter())
+        if self.recorder is not None:
+            with self.cost:
+                self.recorder.step_ended(actual_ms, {one.rid: one.n_cached for one in facts})
         self.last_step_s = self.cost.take_s()
         if self._metrics is not None:
             self._metrics.observe_policy_time(self.last_step_s)
