@@ -84,6 +84,11 @@ class SglangModel:
         return int(pool.most_durable_tokens if self.is_evicting else self.runner.max_total_num_tokens)
 
     @property
+    def durable_tokens(self) -> int:
+        allocator = self.runner.token_to_kv_pool_allocator
+        return int(allocator.size if isinstance(allocator, SuffixKVAllocator) else self.runner.max_total_num_tokens)
+
+    @property
     def scratch_tokens(self) -> int:
         allocator = self.runner.token_to_kv_pool_allocator
         return allocator.scratch_tokens if isinstance(allocator, SuffixKVAllocator) else 0

@@ -66,6 +66,11 @@ class LoadedModel(Protocol):
         ...
 
     @property
+    def durable_tokens(self) -> int:
+        """Counts those that it has now, by the plan."""
+        ...
+
+    @property
     def scratch_tokens(self) -> int:
         """Counts the slots whose memory all layers share; 0 where the whole KV is kept."""
         ...

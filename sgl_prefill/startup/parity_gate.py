@@ -120,7 +120,7 @@ def _pairs(model: LoadedModel, seed: int, n_tokens: int, reference: torch.Tensor
             with _room_for_two(model, n_tokens):
                 yield "hybrid and plain", _difference(reference, _hybrid_answer(model, model.step([token_ids])))
         with _room_for_two(model, n_tokens):
-            n_cached = floor_to(min(n_tokens // 2, model.most_durable_tokens), model.page_size)
+            n_cached = floor_to(min(n_tokens // 2, model.durable_tokens), model.page_size)
             if n_cached > 0:
                 first = model.step([token_ids[:n_cached]])
                 first.run()

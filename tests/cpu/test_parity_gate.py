@@ -50,7 +50,7 @@ class FakeModel:
     """`LoadedModel` as far as the gate asks."""
 
     is_generation, is_evicting, page_size, vocab_size = True, True, 1, VOCABULARY
-    dtype, most_durable_tokens = torch.bfloat16, 100_000
+    dtype, durable_tokens = torch.bfloat16, 100_000
 
     def __init__(
         self,
