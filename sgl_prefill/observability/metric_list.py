@@ -55,7 +55,7 @@ METRICS = (
     ),
     Metric("cached_tokens", "counter", "Input tokens found in the prefix cache."),
     Metric("kept_tokens", "counter", "Input tokens whose KV was kept in the prefix cache."),
-    Metric("decision_lines_lost", "counter", "Decisions that --decision-log could not be given, as on a full disk."),
+    Metric("lost_decision_lines", "counter", "Decisions that --decision-log could not be given, as on a full disk."),
     Metric("evicted_tokens", "counter", "Input tokens whose KV lived for one layer."),
     Metric("refused_requests", "counter", "Requests refused, by reason.", labels=("reason",)),
 )

@@ -61,7 +61,7 @@ class DecisionLog:
                 self._was_told = True
                 logger.error(
                     "--decision-log %s: a decision could not be written (%s), and is missing there. Requests are served as"
-                    " before. Further ones are counted (sglang:prefill_decision_lines_lost_total) and not logged",
+                    " before. Further ones are counted (sglang:prefill_lost_decision_lines_total) and not logged",
                     self._path,
                     error.strerror,
                 )

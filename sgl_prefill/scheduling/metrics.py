@@ -46,7 +46,7 @@ class PolicyMetrics:
         self._error = made("jct_error_ratio")
         self._cached = made("cached_tokens")
         self._kept = made("kept_tokens")
-        self._lost_lines = made("decision_lines_lost")
+        self._lost_lines = made("lost_decision_lines")
         self._evicted = made("evicted_tokens")
 
     def set_queue(self, policy: Policy, now_s: float) -> None:

@@ -10,7 +10,7 @@ import pytest
 from sgl_prefill.observability import generate
 from sgl_prefill.observability.metric_list import METRICS, PREFIX, Metric
 
-UNITS = ("seconds", "bytes", "tokens", "ratio", "requests")
+UNITS = ("seconds", "bytes", "tokens", "ratio", "requests", "lines")
 # Of which our own code is the only author.
 BOUNDED_LABELS = {"reason"}
 NAMES = {metric.exposed for metric in METRICS}
