@@ -86,6 +86,7 @@ def panels() -> list[Panel]:
         ),
         Panel("Refused requests a second", "reqps", {"{{reason}}": _rate(_name("refused_requests"), by="reason")}),
         Panel("Time of the policy, a step", "s", {"p99 {{instance}}": _quantile(0.99, "policy_seconds")}),
+        Panel("Decisions that the log lost, a second", "short", {"{{instance}}": _rate(_name("lost_decision_lines"))}),
     ]
 
 
