@@ -16,6 +16,7 @@ import platform
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,6 +113,35 @@ def finish(result: dict[str, Any], targets: list[Target], path: Path | None) -> 
         whole = {"conditions": result.pop("conditions"), "targets": [target._asdict() for target in targets], **result}
         path.write_text(json.dumps(whole, indent=1) + "\n")
         print(f"written to {path}")
+
+
+def part(rows: list[dict[str, Any]], targets: list[Target], **more: Any) -> dict[str, Any]:
+    """What a part of a benchmark has found, as `in_parts` keeps it."""
+    return {**more, "rows": rows, "targets": [target._asdict() for target in targets]}
+
+
+def in_parts(description: str | None, script: Path, parts: dict[str, Callable[[bool], dict[str, Any]]]) -> int:
+    """A benchmark's program of parts, each of which is told whether the run is quick, and returns its targets among its figures.
+
+    The result is written after each; those that BENCH_PARTS names are measured alone, and the others taken from the result there.
+    """
+    parsed = arguments(description, script.with_name("result.json"))
+    asked = os.environ.get("BENCH_PARTS", "").split()
+    if unknown := set(asked) - set(parts):
+        raise InvalidRunError(f"BENCH_PARTS names {', '.join(sorted(unknown))}: the parts are {', '.join(parts)}")
+    whole = conditions() | {"commit_of": {}}
+    found: dict[str, Any] = {}
+    if asked and parsed.json is not None and parsed.json.exists():
+        kept = json.loads(parsed.json.read_text())
+        found, whole["commit_of"] = kept["parts"], kept["conditions"]["commit_of"]
+    for name in asked or parts:
+        print(f"== {name}", file=sys.stderr)
+        found[name] = parts[name](parsed.quick)
+        whole["commit_of"][name] = whole["commit"]
+        in_order = {one: found[one] for one in parts if one in found}
+        targets = [Target(**target) for one in in_order.values() for target in one["targets"]]
+        finish({"conditions": dict(whole), "parts": in_order}, targets, parsed.json)
+    return 0
 
 
 def _without_json(words: list[str]) -> list[str]:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 from pathlib import Path
 
 SETTLE_MS = 8_000  # for the curves to have something to show
-SIZE = {"width": 1280, "height": 2000}
+WINDOW, PICTURE = {"width": 1280, "height": 900}, {"width": 1280, "height": 2000}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url")
-    parser.add_argument("--screenshots", type=Path, help="the folder that gets light.png and dark.png; then it ends")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--screenshots", type=Path, help="the folder that gets light.png and dark.png; then it ends")
+    instead.add_argument(
+        "--tiles", action="store_true", help="print the numbers of the first snapshot as JSON, and end"
+    )
     arguments = parser.parse_args()
     chromium = shutil.which("chromium")
     if chromium is None:
@@ -25,15 +30,20 @@ def main() -> int:
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for scheme in ("light", "dark") if arguments.screenshots else ("light",):
-            page = browser.new_page(viewport=SIZE, color_scheme=scheme)
+            page = browser.new_page(viewport=PICTURE if arguments.screenshots else WINDOW, color_scheme=scheme)
             page.goto(f"{arguments.url}/dashboard")
             expect(page.locator("#status")).to_have_text("live", timeout=60_000)
-            if arguments.screenshots is None:
-                print("looking", flush=True)
-                sys.stdin.read()
-            else:
+            if arguments.screenshots:
                 page.wait_for_timeout(SETTLE_MS)
                 page.screenshot(path=arguments.screenshots / f"{scheme}.png", full_page=True)
+            elif arguments.tiles:
+                found = page.eval_on_selector_all(
+                    "[data-value]", "all => all.map((one) => [one.id, one.dataset.value])"
+                )
+                print(json.dumps({name: float(value) for name, value in found if value}))
+            else:
+                print("looking", flush=True)
+                sys.stdin.read()
             page.close()
         browser.close()
     return 0

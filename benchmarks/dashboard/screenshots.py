@@ -11,7 +11,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.dashboard.run import BROWSER
+from benchmarks.dashboard.open_page import BROWSER
 from benchmarks.harness import client, engines, traffic
 from benchmarks.harness.turns import Servers
 from benchmarks.post_recommendation.run import POSTS, SCALE, SERVED

@@ -1,13 +1,10 @@
 """How many lines does a start print until the server is healthy, and how soon does the first one come? Beside stock SGLang.
 
-    python benchmarks/dashboard/start_lines.py [--quick] [--json PATH]
-
 The demo model, each engine three times in turn, on its default flags. A line of a progress bar that is written over counts once.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 import tempfile
@@ -15,9 +12,6 @@ import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
-
-os.environ.setdefault("OMP_NUM_THREADS", "2")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import report, shapes
 from sgl_prefill import local_server
@@ -61,30 +55,24 @@ def start(module: str, flags: list[str], log: Path) -> tuple[Start, list[str]]:
     return Start(n_lines, first_line_s[0]), server.command
 
 
-def main() -> int:
-    arguments = report.arguments(__doc__, Path(__file__).with_name("start_lines.json"))
-    conditions: dict[str, Any] = {**report.conditions(), "commands": {}}
+def measure(quick: bool = False) -> dict[str, Any]:
+    """Starts each engine, in turns."""
     rows: list[dict[str, Any]] = []
+    commands: dict[str, str] = {}
     flags = {"ours": [*shapes.demo_flags(), *shapes.budget(3)], "stock": [*shapes.demo_flags(), *shapes.stock_budget()]}
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(QUICK_ROUNDS if arguments.quick else ROUNDS):
+        for number in range(QUICK_ROUNDS if quick else ROUNDS):
             for name, module in ENGINES.items():
-                found, conditions["commands"][name] = start(module, flags[name], Path(folder) / "log")
+                found, command = start(module, flags[name], Path(folder) / "log")
+                commands[name] = report.portable(command)
                 rows.append({"engine": name, "round": number, **found._asdict()})
                 print(rows[-1], file=sys.stderr)
     medians = {
-        (name, field): statistics.median(row[field] for row in rows if row["engine"] == name)
+        name: {field: statistics.median(row[field] for row in rows if row["engine"] == name) for field in Start._fields}
         for name in ENGINES
-        for field in Start._fields
     }
     targets = [
-        report.Target.at_most("lines printed by a start", medians["ours", "n_lines"], MOST_LINES),
-        report.Target.at_most("seconds to the first line", medians["ours", "first_line_s"], FIRST_LINE_S),
+        report.Target.at_most("lines printed by a start", medians["ours"]["n_lines"], MOST_LINES),
+        report.Target.at_most("seconds to the first line", medians["ours"]["first_line_s"], FIRST_LINE_S),
     ]
-    stock = {field: medians["stock", field] for field in Start._fields}
-    report.finish({"conditions": conditions, "stock": stock, "rows": rows}, targets, arguments.json)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return report.part(rows, targets, medians=medians, commands=commands)

@@ -1,0 +1,117 @@
+"""How many requests a second are lost while a browser on the same cores shows the page, and does it show what /metrics says?"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import requests
+
+from benchmarks import report
+from benchmarks.guard.run import SERVED as GUARD
+from benchmarks.guard.run import prompts as guard_prompts
+from benchmarks.harness import client, engines, traffic
+from benchmarks.harness.turns import Served, Servers
+from benchmarks.post_recommendation.run import POSTS, SCALE
+from benchmarks.post_recommendation.run import SERVED as WL1
+
+BROWSER = Path(__file__).with_name("browser.py")
+N_TURNS, N_USERS, N_MESSAGES = 7, 20, 2_000
+QUICK_TURNS, QUICK_USERS, QUICK_MESSAGES = 1, 3, 30
+AT_LEAST = 0.98
+COUNTED = {
+    "requests": "wait_seconds_count",
+    "cached": "cached_tokens_total",
+    "kept": "kept_tokens_total",
+    "evicted": "evicted_tokens_total",
+}
+CLOSED, OPEN, AGAIN = "closed", "open", "closed again"
+
+
+class Workload(NamedTuple):
+    """Requests that are all sent at once."""
+
+    name: str
+    served: Served
+    dues: list[client.Due]
+
+
+def measure(quick: bool = False) -> dict[str, Any]:
+    """Serves each workload with the page closed, open, and closed again, in turns."""
+    n_users, n_messages = (QUICK_USERS, QUICK_MESSAGES) if quick else (N_USERS, N_MESSAGES)
+    rows: list[dict[str, Any]] = []
+    targets: list[report.Target] = []
+    commands: dict[str, str] = {}
+    for workload in (
+        Workload("WL1", WL1, traffic.post_recommendation(None, "single", SCALE, n_users=n_users, n_posts=POSTS)),
+        Workload("guard", GUARD, guard_prompts(n_messages)),
+    ):
+        with Servers(workload.served, 1) as servers:
+            server = servers.of(engines.OURS)
+            commands[workload.name] = server.command
+            row = in_turns(server, workload, QUICK_TURNS if quick else N_TURNS)
+            row["tile less /metrics"] = against_metrics(server.url)
+        rows.append(row)
+        largest = max(map(abs, row["tile less /metrics"].values()))
+        targets += [
+            report.Target.at_least(f"{workload.name}: requests a second, page open / closed", row["ratio"], AT_LEAST),
+            report.Target.at_most(f"{workload.name}: largest difference of a tile and /metrics", largest, 0),
+        ]
+    return report.part(rows, targets, commands=commands)
+
+
+def in_turns(server: engines.Running, workload: Workload, n_turns: int) -> dict[str, Any]:
+    """Sends all, n_turns times for each state of the page, after one run that nothing is taken from."""
+    found: dict[str, list[float]] = {CLOSED: [], OPEN: [], AGAIN: []}
+    client.run(server.url, workload.dues[:50], "warm-up")
+    for turn in range(n_turns):
+        order = list(found)
+        for page in order[turn % 3 :] + order[: turn % 3]:
+            with opened(server.url) if page == OPEN else nullcontext():
+                server.flush_cache()
+                outcomes = client.run(server.url, workload.dues, f"{workload.name}, {page}, turn {turn + 1}")
+            found[page].append(client.figures(outcomes).requests_per_s)
+    medians = {page: statistics.median(of_page) for page, of_page in found.items()}
+    return {
+        "workload": workload.name,
+        "requests": len(workload.dues),
+        "requests_per_s": medians,
+        "turns_requests_per_s": found,
+        "ratio": medians[OPEN] / statistics.median(found[CLOSED] + found[AGAIN]),
+        "identical_ratio": medians[AGAIN] / medians[CLOSED],
+    }
+
+
+@contextmanager
+def opened(url: str) -> Iterator[None]:
+    """Looks at the dashboard in a browser meanwhile. Raises InvalidRunError where it shows nothing, or has failed since."""
+    command = [sys.executable, str(BROWSER), url]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as browser:
+        assert browser.stdin is not None
+        assert browser.stdout is not None
+        if browser.stdout.readline().strip() != "looking":
+            raise report.InvalidRunError(f"the page shows nothing: {report.portable(command)}")
+        try:
+            yield
+        finally:
+            browser.stdin.close()
+    if browser.returncode:
+        raise report.InvalidRunError(f"the page did not stay open: {report.portable(command)}")
+
+
+def against_metrics(url: str) -> dict[str, float]:
+    """Returns what a browser shows in each tile less what /metrics says, where nothing runs."""
+    looked = subprocess.run([sys.executable, str(BROWSER), url, "--tiles"], capture_output=True, text=True, check=True)
+    tiles = json.loads(looked.stdout)
+    lines = requests.get(f"{url}/metrics", timeout=60).text.splitlines()
+    return {
+        tile: tiles[tile]
+        - sum(float(one.rpartition(" ")[2]) for one in lines if one.startswith(f"sglang:prefill_{name}{{"))
+        for tile, name in COUNTED.items()
+    }
