@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 PATH, EVENTS_PATH = "/dashboard", "/dashboard/events"
 MOST_PER_S = 5
-PART_OF_TIME = 0.02  # that snapshots may take of the scheduler, at most
+PART_OF_TIME = 0.01  # that snapshots may take of the scheduler, at most
 LOOK_S = 1.0  # whether the server ends
 WORDS_CHARACTERS = 60
 

@@ -5,9 +5,10 @@ const HISTORY = 300, RETRY_MS = 1000, KEY = "sgl_prefill.key", THEME = "sgl_pref
 const $ = (id) => document.getElementById(id);
 const storage = (() => { try { return window.sessionStorage; } catch { return null; } })(); // blocked in some browsers
 const color = (name) => () => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const whole = new Intl.NumberFormat("en");
 const shown = (value) => value === null || value === undefined ? "–"
   : typeof value !== "number" ? String(value)
-  : Number.isInteger(value) ? value.toLocaleString("en") : value.toPrecision(3).replace(/e\+?(-?\d+)/, "e$1");
+  : Number.isInteger(value) ? whole.format(value) : value.toPrecision(3).replace(/e\+?(-?\d+)/, "e$1");
 const percent = (value) => value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)} %`;
 
 function element(tag, text, className) {
@@ -16,60 +17,89 @@ function element(tag, text, className) {
   if (className) made.className = className;
   return made;
 }
+// The page is written only where it changes: a browser lays out again whatever is written, also if it says the same.
+function write(place, text) { if (place.textContent !== text) place.textContent = text; }
+function label(place, text) { if (place.getAttribute("aria-label") !== text) place.setAttribute("aria-label", text); }
 function put(id, value, text = shown(value)) {
-  const place = $(id);
-  place.textContent = text;
-  place.dataset.value = value === null || value === undefined ? "" : String(value);
+  const place = $(id), known = value === null || value === undefined ? "" : String(value);
+  write(place, text);
+  if (place.dataset.value !== known) place.dataset.value = known;
 }
 function fill(id, rows) {
-  $(id).tBodies[0].replaceChildren(...rows.map((cells) => {
-    const row = element("tr");
-    row.append(...cells.map((cell) => {
-      if (!(cell instanceof Node)) return element("td", typeof cell === "string" ? cell : shown(cell));
-      const made = element("td"); made.append(cell); return made;
-    }));
-    return row;
-  }));
+  const body = $(id).tBodies[0];
+  while (body.rows.length > rows.length) body.deleteRow(-1);
+  rows.forEach((cells, place) => {
+    const row = body.rows[place] ?? body.insertRow();
+    cells.forEach((cell, column) => {
+      const made = row.cells[column] ?? row.insertCell();
+      if (cell instanceof Node) made.replaceChildren(cell);
+      else write(made, typeof cell === "string" ? cell : shown(cell));
+    });
+  });
   $(id).hidden = rows.length === 0;
 }
 
-// Charts: uPlot draws them; each is made when there is something to draw.
+// A chart is drawn while it is in view, and when it has changed since it was drawn.
+const inView = new Set(), widths = new Map(), drawings = new Map(), drawn = new Map();
+const watcher = new IntersectionObserver((entries) => entries.forEach(({ target, isIntersecting }) => {
+  if (!isIntersecting) inView.delete(target.id);
+  else { inView.add(target.id); drawIfNew(target.id); }
+}));
+const resizer = new ResizeObserver((entries) => entries.forEach(({ target, contentRect }) => {
+  widths.set(target.id, contentRect.width);
+  drawIfNew(target.id);
+}));
+function drawing(id, data, text, paintIt) {
+  label($(id), text);
+  if (!drawings.has(id)) { watcher.observe($(id)); resizer.observe($(id)); }
+  drawings.set(id, { data: JSON.stringify(data), paintIt });
+  drawIfNew(id);
+}
+function drawIfNew(id) {
+  if (!inView.has(id) || !widths.has(id)) return;
+  const { data, paintIt } = drawings.get(id), key = `${widths.get(id)} ${data}`;
+  if (drawn.get(id) === key) return;
+  drawn.set(id, key);
+  paintIt();
+}
+
+// Charts: uPlot draws them.
 const charts = new Map();
-function draw(id, series, data, label, more = {}) {
-  const host = $(id);
-  host.setAttribute("aria-label", label);
-  let chart = charts.get(id);
-  if (!chart) {
-    const axis = { stroke: color("--muted"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
-    chart = new uPlot({
-      width: Math.max(host.clientWidth, 50), height: host.clientHeight, cursor: { show: false }, legend: { show: false },
-      scales: { x: { time: false }, y: { range: (_, low, high) => [0, high > 0 ? high * 1.05 : 1] } },
-      axes: [{ ...axis, size: 24, ...more.x }, { ...axis, size: 46, values: (_, ticks) => ticks.map(shown) }],
-      series: [{}, ...series], ...more.options,
-    }, data, host);
-    charts.set(id, chart);
-    new ResizeObserver(() => chart.setSize({ width: Math.max(host.clientWidth, 50), height: host.clientHeight })).observe(host);
-    return;
-  }
-  chart.setData(data);
+function draw(id, series, data, text, more = {}) {
+  drawing(id, data, text, () => {
+    const host = $(id), size = { width: Math.max(host.clientWidth, 50), height: host.clientHeight };
+    let chart = charts.get(id);
+    if (!chart) {
+      const axis = { stroke: color("--muted"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
+      chart = new uPlot({
+        ...size, cursor: { show: false }, legend: { show: false },
+        scales: { x: { time: false }, y: { range: (_, low, high) => [0, high > 0 ? high * 1.05 : 1] } },
+        axes: [{ ...axis, size: 24, ...more.x }, { ...axis, size: 46, values: (_, ticks) => ticks.map(shown) }],
+        series: [{}, ...series], ...more.options,
+      }, data, host);
+      charts.set(id, chart);
+      return;
+    }
+    if (chart.width !== size.width) chart.setSize(size);
+    chart.setData(data);
+  });
 }
 const line = (name) => ({ stroke: color(name), width: 1.5, points: { show: false } });
 const bars = (name) => ({ stroke: color(name), fill: color(name), width: 0, paths: uPlot.paths.bars({ size: [0.8, 60] }), points: { show: false } });
 function histogram(id, found, what) {
-  if (!found) { $(id).setAttribute("aria-label", `${what}: unknown`); return; }
+  if (!found) { label($(id), `${what}: unknown`); return; }
   const names = [...found.edges.map((edge) => `≤${edge >= 1000 ? edge / 1000 + "k" : edge}`), "more"];
-  const label = names.map((name, place) => `${name}: ${found.counts[place]}`).join(", ");
+  const text = names.map((name, place) => `${name}: ${found.counts[place]}`).join(", ");
   $(id).dataset.counts = found.counts.join(",");
-  draw(id, [bars("--one")], [found.counts.map((_, place) => place), found.counts], `${what}: ${label}`, {
+  draw(id, [bars("--one")], [found.counts.map((_, place) => place), found.counts], `${what}: ${text}`, {
     x: { values: (_, ticks) => ticks.map((tick) => names[tick] ?? ""), splits: () => names.map((_, place) => place), space: 20, grid: { show: false } },
     options: { scales: { x: { time: false, range: [-0.6, names.length - 0.4] }, y: { range: (_, low, high) => [0, Math.max(high, 1) * 1.05] } } },
   });
 }
 
 // Parts of a whole: d3-hierarchy lays them out, along a bar or as a tree map.
-function cells(id, root, tile, label, textOf) {
+function cells(id, root, tile, textOf) {
   const host = $(id), width = host.clientWidth, height = host.clientHeight;
-  host.setAttribute("aria-label", label);
   d3.treemap().tile(tile).size([width, height]).paddingInner(0).paddingTop((node) => node.depth && node.children ? 16 : 0).round(true)(root);
   host.replaceChildren(...root.descendants().slice(1).filter((node) => node.x1 - node.x0 > 1 && node.y1 - node.y0 > 1).map((node) => {
     const cell = element("div", node.x1 - node.x0 > 30 && node.y1 - node.y0 > 14 ? textOf(node.data) : "", "cell");
@@ -80,9 +110,11 @@ function cells(id, root, tile, label, textOf) {
 }
 function bar(id, parts, unit) {
   const all = parts.reduce((sum, [, value]) => sum + value, 0) || 1;
-  const root = d3.hierarchy({ children: parts.map(([name, value]) => ({ name, value })) }).sum((one) => one.value ?? 0);
   const text = (one) => `${one.name}: ${shown(one.value)} ${unit} (${percent(one.value / all)})`;
-  cells(id, root, d3.treemapDice, parts.map(([name, value]) => text({ name, value })).join("; "), text);
+  drawing(id, parts, parts.map(([name, value]) => text({ name, value })).join("; "), () => {
+    const root = d3.hierarchy({ children: parts.map(([name, value]) => ({ name, value })) }).sum((one) => one.value ?? 0);
+    cells(id, root, d3.treemapDice, text);
+  });
 }
 const nameOf = (prefix) => prefix.words ?? `#${prefix.name}`;
 function tree(prefixes) {
@@ -94,8 +126,11 @@ function tree(prefixes) {
   const others = prefixes.tokens - top.reduce((sum, node) => sum + node.tokens + node.below, 0);
   const rest = by === "tokens" && others > 0 ? [{ own: others, rest: true, tokens: others, below: 0, children: [] }] : [];
   const text = (one) => one.rest ? `all others: ${shown(others)} tokens` : `${nameOf(one)}: ${shown(one.tokens + one.below)} tokens, ${shown(one.hits)} hits`;
-  const root = d3.hierarchy({ children: [...top, ...rest] }).sum((one) => one.own ?? 0).sort((a, b) => b.value - a.value);
-  cells("tree", root, d3.treemapSquarify, `${prefixes.count} cached prefixes of ${prefixes.tokens} tokens; the largest: ${top.slice(0, 5).map(text).join("; ")}`, text);
+  const largest = `${prefixes.count} cached prefixes of ${prefixes.tokens} tokens; the largest: ${top.slice(0, 5).map(text).join("; ")}`;
+  drawing("tree", [by, others, prefixes.largest], largest, () => {
+    const root = d3.hierarchy({ children: [...top, ...rest] }).sum((one) => one.own ?? 0).sort((a, b) => b.value - a.value);
+    cells("tree", root, d3.treemapSquarify, text);
+  });
 }
 
 // One snapshot.
@@ -109,7 +144,7 @@ function show(message) {
   }
   const engine = engines[Math.max($("engine").selectedIndex, 0)];
   if (!engine) return;
-  $("model").textContent = engine.model;
+  write($("model"), engine.model);
   showRefusals(http);
   showMemory(engine);
   put("engines", engines.length);
@@ -135,7 +170,7 @@ function showNow({ now, steps, knee_tokens: knee }) {
   fill("next", now.next.map((one) => [one.rides ? "rides along" : "first", one.input_tokens, `${shown(one.cached_tokens)} (${percent(one.cached_tokens / one.input_tokens)})`,
     one.cost, one.credit, one.score, one.wait_s, one.background ? "background" : one.client || "–"]));
   const many = now.next.length && now.next[0].of > now.next.length ? ` The step takes ${now.next[0].of} requests.` : "";
-  $("next-note").textContent = now.next.length ? `Score = cost - credit, in ${now.unit}; the smallest runs.${many}` : "Nobody waits.";
+  write($("next-note"), now.next.length ? `Score = cost - credit, in ${now.unit}; the smallest runs.${many}` : "Nobody waits.");
   const places = steps.forward_ms.map((_, place) => place - steps.forward_ms.length);
   const middle = (list) => shown([...list].sort((a, b) => a - b)[list.length >> 1]);
   draw("predicted-actual", [line("--one"), line("--two")], [places, steps.predicted_ms, steps.forward_ms],
@@ -157,7 +192,7 @@ function showMemory({ memory, cache, totals }) {
   put("hit-share", cache.hit_share, percent(cache.hit_share));
   put("ceiling", cache.ceiling_share, percent(cache.ceiling_share));
   if (!cache.prefixes) return;
-  $("tree-note").textContent = `${shown(cache.prefixes.count)} prefixes, as of ${shown(cache.prefixes.age_s)} s ago`;
+  write($("tree-note"), `${shown(cache.prefixes.count)} prefixes, as of ${shown(cache.prefixes.age_s)} s ago`);
   tree(cache.prefixes);
   fill("most-hit", cache.prefixes.most_hit.map((one) => [nameOf(one), one.tokens, one.hits]));
 }
@@ -177,8 +212,8 @@ function showSpeed({ start, at_s: at, totals, steps, speed }) {
   fill("latency", speed.map((one) => [one.up_to_tokens ? `up to ${shown(one.up_to_tokens)}` : "more", one.requests, one.p50_s, one.p99_s]));
 }
 function showClients({ clients }, http) {
-  $("clients-note").textContent = http.named_by === "none" ? "All are one client (--fair-by none)." : clients.length ? "Of the last 2,000 requests, and of those that wait."
-    : `No ${http.named_by} is named by requests.`;
+  write($("clients-note"), http.named_by === "none" ? "All are one client (--fair-by none)." : clients.length ? "Of the last 2,000 requests, and of those that wait."
+    : `No ${http.named_by} is named by requests.`);
   fill("client-table", clients.map((one) => [one.client || "not named", percent(one.share), one.requests, one.waiting, one.wait_s, one.longest_wait_s]));
 }
 
@@ -214,7 +249,7 @@ async function read(reader) {
     const events = text.split("\n\n");
     text = events.pop();
     const snapshot = events.filter((event) => event.startsWith("data: ")).pop();
-    if (snapshot) { show(JSON.parse(snapshot.slice(6))); $("status").textContent = "live"; }
+    if (snapshot) { show(JSON.parse(snapshot.slice(6))); write($("status"), "live"); }
     else if (events.length) $("status").textContent = "a long step computes";
   }
 }
@@ -276,7 +311,6 @@ document.addEventListener("visibilitychange", () => { if (document.hidden) liste
 $("tree-by").onchange = $("engine").onchange = () => last && show(last);
 $("ask-form").onsubmit = ask;
 for (const table of ["next", "refusals", "memory-table", "most-hit", "latency", "client-table", "distribution"]) $(table).hidden = true;
-window.sglPrefillShow = show; // a snapshot from elsewhere, for tests
 paint(chosen());
 listen();
 })();

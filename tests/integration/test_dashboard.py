@@ -87,7 +87,7 @@ def filled(engine: FilledEngine) -> Iterator[str]:
 
 
 def test_ten_thousand_waiting_requests_are_counted_in_every_tile(browser: Any, filled: str) -> None:
-    """Histograms hold all of them; the table of the next step says why each is in it."""
+    """Histograms hold all of them; the table of the next step says why each is in it. Charts are drawn as they come into view."""
     with looking(browser, filled) as looked:
         assert looked.value("waiting") == N_WAITING
         for histogram in ("by-age", "by-predicted"):
@@ -102,7 +102,8 @@ def test_ten_thousand_waiting_requests_are_counted_in_every_tile(browser: Any, f
         assert looked.page.locator("#memory-bar .cell").count() >= 3  # one is narrower than a pixel
         looked.page.wait_for_selector("#tree .cell")
         for chart in ("by-age", "by-predicted", "predicted-actual", "step-tokens", "rates"):
-            looked.page.wait_for_selector(f"#{chart} canvas", state="attached")
+            looked.page.locator(f"#{chart}").scroll_into_view_if_needed()
+            looked.page.wait_for_selector(f"#{chart} canvas")
 
 
 def test_a_prefix_that_is_a_program_is_shown_as_text(browser: Any, filled: str) -> None:
@@ -123,6 +124,7 @@ def test_axe_finds_nothing_and_a_phone_scrolls_only_down(browser: Any, filled: s
     options: Any = {"color_scheme": scheme, "viewport": {"width": width, "height": 800}}
     with looking(browser, filled, **options) as looked:
         assert looked.page.evaluate("document.documentElement.dataset.theme") == scheme
+        looked.page.locator("#tree").scroll_into_view_if_needed()
         looked.page.wait_for_selector("#tree .cell")
         looked.page.evaluate(AXE.read_text() + "; 0")
         found = looked.page.evaluate("axe.run()")["violations"]
