@@ -49,7 +49,7 @@ def test_a_rank_that_cannot_start_lets_rank_0_speak_first_and_then_ends_all(
 
     state = EngineState(PrefillConfig(), launcher=Launcher(1, 1))
     scheduler: Any = object()
-    arguments: Any = SimpleNamespace(device="cpu")
+    arguments: Any = SimpleNamespace(device="cpu", model_path="m")
     processes.around_scheduler_init(state, fails, scheduler, arguments, None, 0, rank)
     said = "sgl_prefill: cannot start\nthe paths disagree\n"
     waited = [] if rank == 0 else [(processes.OTHER_RANKS_WAIT_S, "")]
