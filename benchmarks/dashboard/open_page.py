@@ -22,7 +22,7 @@ from benchmarks.post_recommendation.run import POSTS, SCALE
 from benchmarks.post_recommendation.run import SERVED as WL1
 
 BROWSER = Path(__file__).with_name("browser.py")
-N_TURNS, N_USERS, N_MESSAGES = 9, 20, 600
+N_TURNS, N_USERS, N_MESSAGES = 9, 100, 600
 QUICK_TURNS, QUICK_USERS, QUICK_MESSAGES = 1, 3, 30
 AT_LEAST = 0.98
 COUNTED = {
