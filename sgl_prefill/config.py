@@ -202,6 +202,12 @@ class PrefillConfig:
     show_prompts: bool = _option(
         False, "show the first words of prompts and cached prefixes to who may look at /dashboard; without, hashes"
     )
+    cluster_engines: str | None = _option(
+        None,
+        "addresses of the engines behind one gateway, with commas between them, for /dashboard; sgl_prefill.cluster sets it",
+        type=str,
+        none="none",
+    )
     all_routes: bool = _option(
         False, "also serve the routes of SGLang that make no sense for prefill-only work, as SGLang has them"
     )

@@ -8,6 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
+DRAWN_MS = 2_000  # after the first snapshot
 SETTLE_MS = 8_000  # for the curves to have something to show
 WINDOW, PICTURE = {"width": 1280, "height": 900}, {"width": 1280, "height": 2000}
 
@@ -42,6 +43,7 @@ def main() -> int:
                 )
                 print(json.dumps({name: float(value) for name, value in found if value}))
             else:
+                page.wait_for_timeout(DRAWN_MS)
                 print("looking", flush=True)
                 sys.stdin.read()
             page.close()

@@ -12,11 +12,14 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import orjson
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from sglang.srt.managers.io_struct import GetInternalStateReq
 
 from sgl_prefill.config import PrefillConfig
+from sgl_prefill.dashboard.cluster import Cluster, urls_of
+from sgl_prefill.dashboard.jobs import PATH as JOBS_PATH
+from sgl_prefill.dashboard.jobs import Jobs, report_of
 from sgl_prefill.dashboard.page import page
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.port.dashboard import NAME
@@ -46,6 +49,8 @@ class Feed:
     ) -> None:
         self._manager, self._config, self._ending, self._refused = manager, config, ending, refused
         self._periods_s: list[float] = []  # of those who look
+        self.jobs = Jobs(time.monotonic)
+        self._cluster = Cluster(urls_of(config.cluster_engines))
         self._latest = b""
         self._new = asyncio.Event()  # replaced with each snapshot
         self._asking: asyncio.Task[None] | None = None
@@ -98,6 +103,8 @@ class Feed:
             "in_flight": self._ending.n_in_flight,
             "shows_prompts": self._config.show_prompts,
             "named_by": self._config.fair_by,
+            "jobs": self.jobs.shown(),
+            "cluster": self._cluster.shown(),
         }
         self._latest = orjson.dumps({"http": of_http, "engines": engines})
         before, self._new = self._new, asyncio.Event()
@@ -128,6 +135,15 @@ def add_routes(app: FastAPI, feed: Feed) -> None:
             raise BadRequestError(f"per_second is {per_second}: it must be from 1 to {MOST_PER_S}")
         headers = {"cache-control": "no-store"}
         return StreamingResponse(feed.events(per_second), media_type="text/event-stream", headers=headers)
+
+    @app.post(JOBS_PATH, include_in_schema=False)
+    async def take_report(request: Request) -> Response:
+        try:
+            body = orjson.loads(await request.body())
+        except orjson.JSONDecodeError as error:
+            raise BadRequestError(f"a job's report is a JSON object, and this is none: {error}") from error
+        feed.jobs.tell(*report_of(body))
+        return Response(status_code=HTTPStatus.NO_CONTENT)
 
 
 def _page_response(status: HTTPStatus) -> Response:

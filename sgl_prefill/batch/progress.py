@@ -8,6 +8,7 @@ from typing import TextIO
 
 import prometheus_client
 
+from sgl_prefill.dashboard.jobs import JobReport
 from sgl_prefill.errors import BatchJobError
 
 TERMINAL_EVERY_S = 0.5
@@ -19,7 +20,9 @@ class Progress:
 
     Args:
         n_rows: of the job; n_before: of these, answered by earlier runs.
-        n_tokens: of all prompts that this run answers; most_saved_tokens: of these, what the plan need not compute.
+        n_tokens: of all prompts that this run answers; most_saved_tokens: of these, what the plan need not compute; unit: "bytes"
+            where the plan has counted these, while answers tell of tokens.
+        n_groups: of rows that share a prefix.
     """
 
     def __init__(
@@ -30,12 +33,13 @@ class Progress:
         most_saved_tokens: int,
         unit: str = "tokens",
         *,
+        n_groups: int = 0,
         out: TextIO = sys.stderr,
     ) -> None:
         self.n_rows, self.n_done, self.n_failed = n_rows, n_before, 0
         self.n_tokens, self.most_saved_tokens = n_tokens, most_saved_tokens
         self.n_tokens_done = self.n_tokens_saved = 0
-        self._n_before = n_before
+        self._n_before, self._n_groups, self._has_tokens = n_before, n_groups, unit == "tokens"
         self._out = out
         self._began_s = time.monotonic()
         self._shown_s = self._began_s
@@ -57,19 +61,35 @@ class Progress:
 
     def line(self) -> str:
         """Says how far the job is."""
-        elapsed_s = max(self.elapsed_s, 1e-9)
+        elapsed_s, report = max(self.elapsed_s, 1e-9), self.report("")
+        of_all = f" of {self.n_tokens:,}" if self._has_tokens else ""
         parts = [
             f"{self.n_done:,} of {self.n_rows:,} rows",
-            f"{self.n_tokens_done:,} of {self.n_tokens:,} tokens, {self.n_tokens_done / elapsed_s:,.0f} a second",
+            f"{self.n_tokens_done:,}{of_all} tokens, {self.n_tokens_done / elapsed_s:,.0f} a second",
         ]
         if self.n_tokens_done and self.n_tokens:
-            most = self.most_saved_tokens / self.n_tokens
-            parts.append(f"{self.n_tokens_saved / self.n_tokens_done:.1%} saved (most: {most:.1%})")
-            left_s = elapsed_s * (self.n_tokens - self.n_tokens_done) / self.n_tokens_done
-            parts.append(f"{_duration(left_s)} left")
+            parts.append(f"{report.saved_share:.1%} saved (most: {report.most_saved_share:.1%})")
+        if report.left_s is not None:
+            parts.append(f"{_duration(report.left_s)} left")
         if self.n_failed:
             parts.append(f"{self.n_failed:,} failed")
         return ", ".join(parts)
+
+    def report(self, name: str) -> JobReport:
+        """Returns the same for a server's page."""
+        n_done, n_tokens = self.n_tokens_done, self.n_tokens
+        past, whole = (n_done, n_tokens) if self._has_tokens else (self.n_done, self.n_rows)
+        past_before = 0 if self._has_tokens else self._n_before
+        return JobReport(
+            name=name,
+            rows=self.n_rows,
+            done=self.n_done,
+            failed=self.n_failed,
+            groups=self._n_groups,
+            saved_share=self.n_tokens_saved / n_done if n_done else 0.0,
+            most_saved_share=self.most_saved_tokens / n_tokens if n_tokens else 0.0,
+            left_s=self.elapsed_s * (whole - past) / (past - past_before) if past > past_before and n_tokens else None,
+        )
 
     def end(self) -> None:
         """Says how the job ended."""

@@ -20,6 +20,12 @@ function element(tag, text, className) {
 // The page is written only where it changes: a browser lays out again whatever is written, also if it says the same.
 function write(place, text) { if (place.textContent !== text) place.textContent = text; }
 function label(place, text) { if (place.getAttribute("aria-label") !== text) place.setAttribute("aria-label", text); }
+function meter(share, text) {
+  const made = element("meter");
+  made.value = share;
+  label(made, text);
+  return made;
+}
 function put(id, value, text = shown(value)) {
   const place = $(id), known = value === null || value === undefined ? "" : String(value);
   write(place, text);
@@ -146,6 +152,7 @@ function show(message) {
   if (!engine) return;
   write($("model"), engine.model);
   showRefusals(http);
+  showJobs(http);
   showMemory(engine);
   put("engines", engines.length);
   if (!engine.now) { $("next-note").textContent = `--scheduling ${engine.scheduling}: SGLang's own scheduler decides, and shows nothing here.`; return; }
@@ -160,6 +167,12 @@ function showRefusals(http) {
   const reasons = Object.entries(http.refused).sort();
   put("refused", reasons.reduce((sum, [, count]) => sum + count, 0));
   fill("refusals", reasons.length ? reasons : [["none", 0]]);
+}
+function showJobs({ jobs, cluster }) {
+  write($("jobs-note"), jobs.length ? "" : "No job of sgl_prefill.batch with --base-url tells of itself.");
+  fill("jobs", jobs.map((one) => [one.name, one.done, one.rows, meter(one.done / one.rows, `done of ${one.name}`), one.failed, one.groups,
+    percent(one.saved_share), percent(one.most_saved_share), one.left_s]));
+  fill("cluster", cluster.map((one) => [one.url, one.is_up === null ? "asked" : one.is_up ? "yes" : "no"]));
 }
 function showNow({ now, steps, knee_tokens: knee }) {
   put("waiting", now.waiting);
@@ -289,10 +302,7 @@ function showAnswer(scores) {
   put("ask-predicted", scores.predicted_jct_ms);
   put("ask-actual", scores.actual_ms);
   fill("distribution", [...scores.labels].sort((a, b) => b.probability - a.probability).map((one) => {
-    const meter = element("meter");
-    meter.value = one.probability;
-    meter.setAttribute("aria-label", `probability of ${one.label}`);
-    return [JSON.stringify(one.label), shown(one.probability), meter, one.logprob];
+    return [JSON.stringify(one.label), shown(one.probability), meter(one.probability, `probability of ${one.label}`), one.logprob];
   }));
 }
 
@@ -310,7 +320,7 @@ $("rate").onchange = () => listening?.abort();
 document.addEventListener("visibilitychange", () => { if (document.hidden) listening?.abort(); });
 $("tree-by").onchange = $("engine").onchange = () => last && show(last);
 $("ask-form").onsubmit = ask;
-for (const table of ["next", "refusals", "memory-table", "most-hit", "latency", "client-table", "distribution"]) $(table).hidden = true;
+for (const table of ["next", "refusals", "memory-table", "most-hit", "latency", "client-table", "jobs", "cluster", "distribution"]) $(table).hidden = true;
 paint(chosen());
 listen();
 })();

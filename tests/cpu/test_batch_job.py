@@ -20,6 +20,7 @@ from sgl_prefill.batch.progress import Progress
 from sgl_prefill.batch.prompts import FoundPrompt, Prompts
 from sgl_prefill.batch.run import RowAnswer
 from sgl_prefill.core.batch.plan import JobPlan
+from sgl_prefill.dashboard.jobs import JobReport
 from sgl_prefill.errors import BatchJobError
 
 N_ROWS = 12
@@ -34,6 +35,10 @@ class Echo:
     def __init__(self, before_each: Callable[[int], None] = lambda n: None) -> None:
         self._before_each = before_each
         self.answered: list[int] = []
+        self.told: list[JobReport] = []
+
+    async def tell(self, run: str, report: JobReport) -> None:
+        self.told.append(report)
 
     async def find_prompts(self, url: str, body: dict[str, Any]) -> list[FoundPrompt]:
         return [([ord(one) for one in body["prompt"]], 1)]
@@ -91,6 +96,8 @@ def test_rows_run_group_by_group_and_a_failed_one_is_in_the_error_file(job_file:
     assert json.loads(error)["custom_id"] == "bad"
     assert json.loads(error)["line"] == N_ROWS + 1
     assert "no" in error
+    last = backend.told[-1]
+    assert (last.name, last.rows, last.done, last.failed, last.groups) == ("out.jsonl", N_ROWS + 1, N_ROWS + 1, 1, 3)
 
 
 def test_an_input_that_changes_stops_the_job_and_what_was_answered_is_kept(

@@ -85,7 +85,12 @@ def test_engines_share_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     options = parsed("--engines", "2", "--engine-port", "7100", "--dtype", "float32")
     assert options.urls == ["http://127.0.0.1:7100", "http://127.0.0.1:7101"]
     assert engines.shares(options) == [
-        (port, ("--dtype", "float32", "--memory-budget-gb", "2.000"), {"OMP_NUM_THREADS": "3"}) for port in (7100, 7101)
+        (
+            port,
+            ("--dtype", "float32", "--cluster-engines", ",".join(options.urls), "--memory-budget-gb", "2.000"),
+            {"OMP_NUM_THREADS": "3"},
+        )
+        for port in (7100, 7101)
     ]
 
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from array import array
 from collections import Counter
+from io import StringIO
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +16,13 @@ from sglang.srt.managers.io_struct import GetInternalStateReq
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sgl_prefill.api.dashboard import Feed
+from sgl_prefill.batch.progress import Progress
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.job import Job
+from sgl_prefill.dashboard import jobs
 from sgl_prefill.dashboard.ceiling import BLOCK_TOKENS, Ceiling
 from sgl_prefill.dashboard.page import page
+from sgl_prefill.errors import BadRequestError
 from sgl_prefill.port import dashboard
 from sgl_prefill.port.ending import Ending
 from tests.support.dashboard_server import HOSTILE, Manager
@@ -171,3 +175,56 @@ def test_an_engine_without_our_prefix_cache_has_none_to_show() -> None:
     engine.state.scheduling = None
     scheduler = SimpleNamespace(**{**vars(engine.scheduler), "tree_cache": object()})
     assert orjson.loads(dashboard.taken(engine.state, scheduler))["cache"] is None
+
+
+GOOD = {
+    "run": "1",
+    "name": "a",
+    "rows": 9,
+    "done": 3,
+    "failed": 0,
+    "groups": 2,
+    "saved_share": 0.5,
+    "most_saved_share": 0.6,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"run": None}, "run must be a text"),
+        ({"name": "x" * 41}, "name must be a text of 1 to 40"),
+        ({"rows": -1}, "rows is -1"),
+        ({"rows": 1.5}, "rows is 1.5: it must be a whole number"),
+        ({"done": True}, "done is True"),
+        ({"left_s": "soon"}, "left_s is soon: it must be a number"),
+        ({"html": "<b>"}, "no field 'html'"),
+    ],
+)
+def test_a_report_of_a_job_is_checked_field_by_field(change: dict[str, Any], told: str) -> None:
+    assert jobs.report_of(GOOD) == ("1", jobs.JobReport("a", 9, 3, 0, 2, 0.5, 0.6))
+    with pytest.raises(BadRequestError, match=told):
+        jobs.report_of(GOOD | change)
+
+
+def test_a_silent_job_is_forgotten_and_so_is_the_oldest_of_too_many() -> None:
+    """By the clock, and by their number."""
+    now_s = 0.0
+    known = jobs.Jobs(lambda: now_s)
+    _, report = jobs.report_of(GOOD)
+    for number in range(jobs.MOST_JOBS + 1):
+        known.tell(str(number), report._replace(name=f"{number:02}"))
+    assert [one["name"] for one in known.shown()] == [f"{number:02}" for number in range(1, jobs.MOST_JOBS + 1)]
+    now_s = jobs.SILENT_S / 2
+    known.tell("5", report)
+    now_s = jobs.SILENT_S
+    assert [one["name"] for one in known.shown()] == ["a"]
+
+
+def test_a_job_without_a_tokenizer_says_how_long_it_takes_by_its_rows() -> None:
+    """Its plan has counted bytes, and answers tell of tokens."""
+    progress = Progress(100, 20, 1_000_000, 500_000, "bytes", out=StringIO())
+    progress._began_s -= 1000
+    progress.add(20, 0, 4_000, 1_000)
+    assert progress.report("a").left_s == pytest.approx(3 * 1000, rel=0.01)
+    assert "4,000 tokens" in progress.line()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import itertools
 import shutil
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -15,6 +18,8 @@ from urllib.parse import urlsplit
 import pytest
 import requests
 
+from sgl_prefill.batch import servers
+from sgl_prefill.batch.progress import Progress
 from sgl_prefill.config import PrefillConfig
 from tests.integration.conftest import Server
 from tests.support.dashboard_server import HOSTILE, dashboard_server
@@ -181,6 +186,26 @@ def test_without_the_key_a_page_knows_nothing_and_asks_for_it(browser: Any, engi
                 looked.page.keyboard.press("Enter")
             looked.is_live()
             assert looked.value("waiting") == N_WAITING
+
+
+def test_batch_jobs_and_the_engines_of_a_cluster_show_themselves(browser: Any, engine: FilledEngine) -> None:
+    """A job is shown as it tells of itself; an engine answers, and one that is not there does not."""
+    report = Progress(200, 0, 1000, 600, n_groups=7, out=StringIO())
+    report.add(50, 2, 400, 100)
+    with dashboard_server(engine) as other:
+        config = dataclasses.replace(engine.state.config, cluster_engines=f"{other},http://127.0.0.1:1")
+        with dashboard_server(engine, config=config) as url:
+            assert asyncio.run(servers.tell([url, url + "/none"], "run", report.report(HOSTILE[:40]))) == {
+                url + "/none"
+            }
+            with looking(browser, url) as looked:
+                cells = looked.page.locator("#jobs tbody tr").first.locator("td")
+                shown = [cells.nth(place).text_content() for place in range(8)]
+                assert shown == [HOSTILE[:40], "52", "200", "", "2", "7", "25.0 %", "60.0 %"]
+                assert float(cells.nth(3).locator("meter").evaluate("one => one.value")) == 0.26
+                expect(looked.page.locator("#cluster tbody td")).to_have_text(
+                    [other, "yes", "http://127.0.0.1:1", "no"], timeout=WAIT_MS
+                )
 
 
 def metric(server: Server, name: str) -> float:

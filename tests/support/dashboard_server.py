@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from sglang.srt.utils.auth import add_api_key_middleware
 
 from sgl_prefill.api import dashboard as routes
+from sgl_prefill.config import PrefillConfig
 from sgl_prefill.port import dashboard
 from sgl_prefill.port.ending import Ending
 from tests.support.filled_engine import FilledEngine
@@ -43,17 +44,19 @@ class Manager:
 
 
 @contextmanager
-def dashboard_server(engine: FilledEngine, *, port: int = 0, api_key: str | None = None) -> Iterator[str]:
+def dashboard_server(
+    engine: FilledEngine, *, port: int = 0, api_key: str | None = None, config: PrefillConfig | None = None
+) -> Iterator[str]:
     """Yields the address."""
     manager: Any = Manager(engine)
     ending = Ending(0)
     refused = Counter({"invalid": 3, "deadline_expired": 2})
     app = FastAPI()
-    routes.add_routes(app, routes.Feed(lambda: manager, engine.state.config, ending, refused))
+    routes.add_routes(app, routes.Feed(lambda: manager, config or engine.state.config, ending, refused))
     if api_key is not None:
         add_api_key_middleware(app, api_key=api_key, admin_api_key=None)
-    config = uvicorn.Config(routes.AskForKey(app), log_level="error", lifespan="off")
-    server = uvicorn.Server(config)
+    settings = uvicorn.Config(routes.AskForKey(app), log_level="error", lifespan="off")
+    server = uvicorn.Server(settings)
     listener = socket.create_server(("127.0.0.1", port))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
