@@ -32,6 +32,7 @@ from sgl_prefill.port import (
     reply_facts,
     request_state,
     silent_metrics,
+    traces,
 )
 from sgl_prefill.port.arrival import arrival_s
 from sgl_prefill.port.radix_cache import RadixTree, WatchedRadixCache
@@ -284,6 +285,7 @@ def around_get_new_batch_prefill(
         for _, req in started:
             if predicted_ms is not None:
                 reply_facts.add(req.time_stats, predicted_jct_ms=round(predicted_ms, 3))
+        traces.tell_picked(started, now_s, predicted_ms, live.step)
         # SGLang itself may queue requests during the call: a grammar that became ready, a preempted generation.
         for req in left:
             if req not in picked:
