@@ -25,6 +25,8 @@ def main(argv: list[str] | None = None, *, is_program: bool = False) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help", "--help-all"} & set(argv):
         return _print_help(with_sglangs="--help-all" in argv)
+    if is_program:
+        start_log.heed_interrupt()
     try:
         config, server_args = parse(argv, on_read=_hold_log_back if is_program else _show_log)
         from sgl_prefill.port import launch

@@ -23,6 +23,7 @@ from sgl_prefill.cpu.native.library import native
 from sgl_prefill.dashboard.cluster import urls_of
 from sgl_prefill.device import this_device
 from sgl_prefill.errors import ConfigurationError
+from sgl_prefill.port import traces
 
 # Under this name SGLang's registry of radix caches knows ours (`--radix-cache-backend`).
 PREFIX_CACHE_NAME = "sgl_prefill_suffix_kv"
@@ -243,6 +244,8 @@ def check_argv(config: PrefillConfig, argv: list[str], *, listens: bool = True) 
         problems.append(f"--cluster-engines: {error}")
     if config.rerank_template is not None:
         problems += _rerank_template_problems(config.rerank_template)
+    if value_of(argv, "--enable-trace") is not None and (missing := traces.missing_packages()):
+        problems.append(missing)
     host, port = value_of(argv, "--host") or "127.0.0.1", value_of(argv, "--port") or "30000"
     if listens and port.isdigit():
         problems += port_problems([("--port", host, int(port))])
@@ -277,6 +280,8 @@ def check_server_args(config: PrefillConfig, server_args: Any, *, listens: bool)
             f"--rerank-template {config.rerank_template} is a prompt for a causal language model, and --is-embedding serves"
             " none: leave one of the two out"
         )
+    if server_args.enable_trace and (missing := traces.missing_packages()):
+        problems.append(missing)
     problems += rank_problems(server_args.tp_size, server_args.model_path)
     kinds = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
     if not this_device().is_host and (

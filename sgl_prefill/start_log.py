@@ -22,7 +22,9 @@ from collections.abc import Sequence
 MARK = "\x1e"  # ASCII's record separator, first in a line that is ours to show and not part of the log
 READY, END = f"{MARK}ready", f"{MARK}end"
 OURS = b"sgl_prefill: "
-LAST_WORDS = (b"sgl_prefill: cannot start", b"sgl_prefill: a process has failed")  # they follow what has been held back
+# They follow what has been held back.
+LAST_WORDS = (b"sgl_prefill: cannot start", b"sgl_prefill: a process has failed", b"sgl_prefill: ended by Ctrl-C")
+INTERRUPTED = b"sgl_prefill: ended by Ctrl-C before it served"  # by somebody who reads no log now
 QUIET_S = 10.0  # until it is said again what is going on
 FLUSH_TIMEOUT_S = 5.0
 CHUNK_BYTES = 1 << 16
@@ -30,6 +32,7 @@ CHUNK_BYTES = 1 << 16
 _saved: tuple[int, int] | None = None  # in the launcher: its own stdout and stderr
 _has_ended = -1  # a pipe whose other end the process holds
 _started_s = 0.0
+_is_ready = False
 
 
 def shows_all(flags: Sequence[str]) -> bool:
@@ -107,9 +110,33 @@ def ready(text: str) -> None:
     """Shows the last lines of a start in the launcher; from now on every line is passed on as it comes."""
     if _saved is None:
         return
+    global _is_ready
+    _is_ready = True
     hide_ours()
     say(f"{text}, after {time.monotonic() - _started_s:.0f} s")
     _write(READY)
+
+
+def heed_interrupt() -> None:
+    """Lets Ctrl-C end the start with one line and status 130, wherever the launcher is. Its children inherit this, and go on: the
+    launcher ends them, and each would print where it was."""
+    launcher = os.getpid()
+
+    def interrupt(*_: object) -> None:
+        if os.getpid() != launcher:
+            return
+        if _is_ready:  # then the HTTP server has ended in its own way
+            raise KeyboardInterrupt
+        import psutil
+
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        os.write(2, INTERRUPTED + b"\n")
+        end()
+        os._exit(128 + signal.SIGINT)
+
+    signal.signal(signal.SIGINT, interrupt)
 
 
 def end() -> None:
@@ -186,6 +213,10 @@ class Pump:
     def finish(self) -> None:
         """Prints all that was held back, where the server has never been ready."""
         if self._is_ready:
+            return
+        if any(line == INTERRUPTED for _, line in self._held):
+            n_held = sum(not line.startswith(OURS) for _, line in self._held)
+            write(2, INTERRUPTED + b"; %d lines of its log are not shown: --log-level debug shows them\n" % n_held)
             return
         for fd, rest in self._partial.items():
             if rest:

@@ -48,7 +48,7 @@ from sgl_prefill.api.text_limit import (
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.engine_state import ANSWERS_KEY, PACKS_WEIGHTS_KEY
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.port import answer_trees, background, client, custom_params, deadlines, namespaces
+from sgl_prefill.port import answer_trees, background, client, custom_params, deadlines, namespaces, traces
 from sgl_prefill.secret import masked
 
 if TYPE_CHECKING:
@@ -242,6 +242,11 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     async def get_internal_state(self) -> list[dict[Any, Any]]:
         """Does as SGLang's, without the keys."""
         return [masked(state) for state in await super().get_internal_state()]
+
+    def convert_to_span_attrs(self, state: ReqState, recv_obj: Any, i: int) -> dict[str, Any]:
+        """Does as SGLang's, which asks for them where it traces, and adds what was kept and predicted."""
+        found: dict[str, Any] = super().convert_to_span_attrs(state, recv_obj, i)
+        return found if recv_obj.time_stats is None else found | traces.of_answered(recv_obj.time_stats[i])
 
     def ask_scheduler_to_end(self) -> None:
         self._dispatch_to_scheduler(ShutdownReq())

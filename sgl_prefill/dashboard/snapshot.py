@@ -13,8 +13,8 @@ import numpy as np
 
 from sgl_prefill.core.job import Job
 from sgl_prefill.core.policy import Policy
-from sgl_prefill.dashboard.ceiling import Ceiling
 from sgl_prefill.dashboard.prefixes import Shown, View
+from sgl_prefill.scheduling.ceiling import Ceiling
 from sgl_prefill.scheduling.recent import Answered, Recent
 
 AGES_S = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
@@ -173,10 +173,18 @@ def _clients(recent: Recent, queue: _Queue) -> list[dict[str, Any]]:
     return shown
 
 
-def of_cache(cache: Cache, view: View | None, ceiling: Ceiling, now_s: float, shows_prompts: bool) -> dict[str, Any]:
-    """Shows the prefix cache. shows_prompts: the first tokens of prefixes go with them."""
+def of_cache(
+    cache: Cache, view: View | None, ceiling: Ceiling | None, now_s: float, shows_prompts: bool
+) -> dict[str, Any]:
+    """Shows the prefix cache.
+
+    Args:
+        ceiling: None under SGLang's own scheduler.
+        shows_prompts: the first tokens of prefixes go with them.
+    """
     shown: dict[str, Any] = {**cache._asdict(), "prefixes": None}
-    shown |= {"hit_share": ceiling.hit_share, "ceiling_share": ceiling.share}
+    shown["hit_share"] = None if ceiling is None else ceiling.hit_share
+    shown["ceiling_share"] = None if ceiling is None else ceiling.share
     if view is not None:
         shown["prefixes"] = {
             "age_s": _rounded(now_s - view.at_s),

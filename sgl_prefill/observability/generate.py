@@ -51,8 +51,8 @@ def _quantile(share: float, name: str, window: str = "5m") -> str:
     return f"histogram_quantile({share}, {_rate(_name(name) + '_bucket', window, 'instance, le')})"
 
 
-def _hit_share(window: str) -> str:
-    return f"{_rate(_name('cached_tokens'), window)} / {_rate(PROMPT_TOKENS, window)}"
+def _share(tokens: str, of: str, window: str) -> str:
+    return f"{_rate(tokens, window)} / {_rate(of, window)}"
 
 
 def panels() -> list[Panel]:
@@ -78,7 +78,14 @@ def panels() -> list[Panel]:
             "percentunit",
             {f"p{round(share * 100)} {{{{instance}}}}": _quantile(share, "jct_error_ratio") for share in (0.5, 0.9)},
         ),
-        Panel("Share of input tokens found in the cache", "percentunit", {"{{instance}}": _hit_share("5m")}),
+        Panel(
+            "Share of input tokens found in the cache, and its ceiling",
+            "percentunit",
+            {
+                "found {{instance}}": _share(_name("cached_tokens"), PROMPT_TOKENS, "5m"),
+                "ceiling {{instance}}": _share(_name("reusable_tokens"), PROMPT_TOKENS, "5m"),
+            },
+        ),
         Panel(
             "Input tokens a second",
             "short",
@@ -118,12 +125,13 @@ def alerts() -> list[Alert]:
             "the reply of each says why; `overloaded` and `deadline_unreachable` mean too much load for this engine",
         ),
         Alert(
-            "SglPrefillHitsFellBelowTheirUsualShare",
-            f"({_hit_share('15m')}) < 0.5 * ({_hit_share('1d')})",
+            "SglPrefillHitsAreBelowTheirCeiling",
+            f"({_share(_name('cached_tokens'), _name('reusable_tokens'), '30m')}) < 0.8"
+            f" and ({_share(_name('reusable_tokens'), PROMPT_TOKENS, '30m')}) > 0.1",
             "30m",
             "info",
-            "{{ $value | humanizePercentage }} of input tokens are found in the cache, less than half of the last day's share",
-            "prefixes have changed, or no longer fit: compare durable KV in /server_info with what clients share",
+            "the cache holds {{ $value | humanizePercentage }} of the tokens that a larger one would have held",
+            "prefixes leave the cache before they are asked for again: give it more memory, or send together what shares one",
         ),
     ]
 

@@ -15,7 +15,6 @@ import orjson
 
 from sgl_prefill.core import memory_plan
 from sgl_prefill.dashboard import snapshot
-from sgl_prefill.dashboard.ceiling import Ceiling
 from sgl_prefill.dashboard.prefixes import Survey
 from sgl_prefill.engine_state import EngineState
 from sgl_prefill.port import background, client, reply_facts
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from sgl_prefill.port.scheduler import SchedulerPort
 
 NAME = "sgl_prefill:dashboard"  # of the question, and of the answer in its dictionary
-WATCHED_S = 10.0  # after a question somebody still looks
 
 
 class Watch:
@@ -39,17 +37,9 @@ class Watch:
 
     def __init__(self, cache: Any) -> None:
         self.start = secrets.token_hex(4)  # another one after a restart
-        self.ceiling = Ceiling()
         self.survey: Survey | None = None
         if isinstance(cache, WatchedRadixCache) and not cache.disable:
             self.survey = Survey(RadixTree(cache), secrets.token_bytes(16))
-        self._asked_s = -WATCHED_S
-
-    def asked(self, now_s: float) -> None:
-        self._asked_s = now_s
-
-    def is_on(self, now_s: float) -> bool:
-        return now_s - self._asked_s < WATCHED_S
 
 
 def around_get_internal_state(
@@ -72,7 +62,6 @@ def taken(state: EngineState, scheduler: Any) -> bytes:
     if state.watch is None:
         state.watch = Watch(scheduler.tree_cache)
     watch, port = state.watch, state.scheduling
-    watch.asked(began_s)
     if watch.survey is not None:
         watch.survey.go_on()
     found: dict[str, Any] = {
@@ -104,10 +93,10 @@ def _cache(state: EngineState, scheduler: Any, now_s: float) -> dict[str, Any] |
         wanted_removed_tokens=0 if calibration is None else calibration.n_wanted_removed_tokens,
     )
     view = None if watch.survey is None else watch.survey.view
-    return snapshot.of_cache(counted, view, watch.ceiling, now_s, state.config.show_prompts)
+    return snapshot.of_cache(counted, view, None if port is None else port.ceiling, now_s, state.config.show_prompts)
 
 
-def write_down(state: EngineState, port: SchedulerPort, done: Sequence[Req]) -> None:
+def write_down(port: SchedulerPort, done: Sequence[Req]) -> None:
     """Notes what a step has come to. done: whom it answered."""
     live = port.live
     begin_s = done[0].time_stats.forward_entry_time
@@ -124,9 +113,6 @@ def write_down(state: EngineState, port: SchedulerPort, done: Sequence[Req]) -> 
     )
     known = [(one["kept_tokens"], one["evicted_tokens"]) for one in facts if "kept_tokens" in one]
     port.recent.count(answered, known, sum(map(background.is_background, done)))
-    if state.watch is not None and state.watch.is_on(end_s):
-        for req in done:
-            state.watch.ceiling.add(req.origin_input_ids, req.extra_key, req.cached_tokens)
 
 
 def _answered(req: Req, begin_s: float, end_s: float) -> Answered:

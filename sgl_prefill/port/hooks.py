@@ -593,6 +593,7 @@ OVERRIDES: tuple[Override, ...] = (
             ("_process_single_item_scoring_results", "a score that was aborted has no log-probabilities"),
             ("resolved_config_dict", "/server_info shows no keys"),
             ("get_internal_state", "/server_info shows no keys"),
+            ("convert_to_span_attrs", "a trace says what was kept and predicted"),
             ("sigterm_watchdog", "no new requests while those that wait are answered, and a status of 0"),
             ("update_weights_from_disk", "packed weights cannot be replaced"),
             ("update_weights_from_tensor", "packed weights cannot be replaced"),
@@ -788,6 +789,15 @@ RELIED_UPON: tuple[Relied, ...] = (
         "sglang.srt.entrypoints.openai.protocol.ResponsesRequest.to_sampling_params",
         "takes two tokens off what is asked for, which ours puts back",
     ),
+    Relied(
+        "sglang.srt.observability.trace.TraceReqContext.trace_event",
+        "puts our event into the span that runs, or the next that it is in the time of",
+    ),
+    Relied(
+        "sglang.srt.observability.req_time_stats.SchedulerReqTimeStats.set_forward_entry_time",
+        "begins that span while SGLang admits a request",
+    ),
+    Relied("sglang.srt.observability.req_time_stats.convert_time_to_realtime_ns", "the clock of spans"),
     Relied("sglang.srt.entrypoints.http_server._execute_server_warmup", "our warm-up stands in for it"),
     Relied(
         "sglang.srt.layers.logits_processor.should_apply_lm_head_quant_method", "which LM heads have a plain weight"

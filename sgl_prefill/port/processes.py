@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,11 +22,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import requests
 
-from sgl_prefill import start_log
+from sgl_prefill import preflight, start_log
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.device import device_of, is_out_of_memory
 from sgl_prefill.engine_state import EngineState
-from sgl_prefill.errors import MemoryPlanError, SglPrefillError
+from sgl_prefill.errors import ConfigurationError, MemoryPlanError, SglPrefillError
 from sgl_prefill.port import prefork, priority
 from sgl_prefill.port.prefork import Launcher, ParentEnvironment
 from sgl_prefill.startup import card_check
@@ -179,7 +180,7 @@ def execute_warmup(config: PrefillConfig, server_args: ServerArgs) -> bool:
     prompt: dict[str, Any] = {"input_ids": [10, 11, 12]} if manager.tokenizer is None else {"text": "warm-up"}
     try:
         session = _session(server_args)
-        _wait_until_listening(session, server_args.url())
+        _wait_until_listening(session, server_args)
         # With labels, so that what looks them up is ready before the first request.
         labels = {"allowed_token_ids": [10, 11]} if manager.is_generation else {}
         body = {**prompt, **labels, "sampling_params": {"max_new_tokens": 0, "temperature": 0}}
@@ -219,13 +220,21 @@ def _authorize(session: requests.Session, key: str | None) -> None:
         session.headers["Authorization"] = f"Bearer {key}"
 
 
-def _wait_until_listening(session: requests.Session, url: str) -> None:
+def _wait_until_listening(session: requests.Session, server_args: ServerArgs) -> None:
+    """Raises ConfigurationError where nobody will listen: another process has taken the port while the model was loaded."""
+    url = server_args.url()
     deadline = time.monotonic() + WARM_UP_TIMEOUT_S
     while True:
         try:
             session.get(url + "/model_info", timeout=5).raise_for_status()
             return
         except requests.RequestException:
+            if not threading.main_thread().is_alive():  # uvicorn has given up, and waits for this thread
+                listening = [("--port", server_args.host, server_args.port)]
+                reason = (
+                    "\n".join(preflight.port_problems(listening)) or "the HTTP server has ended, as its log above says"
+                )
+                raise ConfigurationError(reason) from None
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.05)

@@ -32,11 +32,13 @@ from sgl_prefill.port import (
     reply_facts,
     request_state,
     silent_metrics,
+    traces,
 )
 from sgl_prefill.port.arrival import arrival_s
 from sgl_prefill.port.radix_cache import RadixTree, WatchedRadixCache
 from sgl_prefill.port.ranks import these_ranks
 from sgl_prefill.port.waiting_list import Counted, WaitingList
+from sgl_prefill.scheduling.ceiling import Ceiling
 from sgl_prefill.scheduling.live import LiveScheduling
 from sgl_prefill.scheduling.metrics import Facts, PolicyMetrics
 from sgl_prefill.scheduling.recent import Recent
@@ -67,6 +69,7 @@ class SchedulerPort:
         self.planned: dict[str, PlannedRow] = {}  # by request id: what arrives next, where it is known ahead
         self._left: list[Any] = []
         self.recent = Recent()
+        self.ceiling = Ceiling()
 
     @property
     def is_first_rank(self) -> bool:
@@ -282,6 +285,7 @@ def around_get_new_batch_prefill(
         for _, req in started:
             if predicted_ms is not None:
                 reply_facts.add(req.time_stats, predicted_jct_ms=round(predicted_ms, 3))
+        traces.tell_picked(started, now_s, predicted_ms, live.step)
         # SGLang itself may queue requests during the call: a grammar that became ready, a preempted generation.
         for req in left:
             if req not in picked:
@@ -340,11 +344,14 @@ def learn(state: EngineState, batch: ScheduleBatch) -> None:
     if done:
         finished_s = max(req.time_stats.prefill_finished_time for req in done)
         actual_ms = 1000 * (finished_s - done[0].time_stats.forward_entry_time)
-    port.live.observe(actual_ms, [_facts_of(req) for req in done])
+    port.live.observe(actual_ms, [_facts_of(port, req) for req in done])
     if done:
-        dashboard.write_down(state, port, done)
+        dashboard.write_down(port, done)
 
 
-def _facts_of(req: Req) -> Facts:
+def _facts_of(port: SchedulerPort, req: Req) -> Facts:
     told: dict[str, Any] = reply_facts.read(req.time_stats)
-    return Facts(req.rid, req.cached_tokens, told.get("kept_tokens"), told.get("evicted_tokens"))
+    tokens: array[int] = req.origin_input_ids
+    most_cached_tokens = req._compute_max_prefix_len(len(tokens))
+    n_reusable = port.ceiling.add(tokens, req.extra_key, req.cached_tokens, most_cached_tokens)
+    return Facts(req.rid, req.cached_tokens, n_reusable, told.get("kept_tokens"), told.get("evicted_tokens"))

@@ -71,6 +71,11 @@ class LiveScheduling:
         """Returns what the KV side asks."""
         return self.calibration.advisor
 
+    @property
+    def step(self) -> int | None:
+        """Returns the number of the last decision, as /decisions shows it; None where it follows another rank's."""
+        return None if self.recorder is None else self.recorder.n_decisions
+
     def arrive(self, job: Job) -> None:
         self.calibration.add(job)
         self.n_pending_tokens += job.n_input_tokens

@@ -17,6 +17,7 @@ class Facts(NamedTuple):
 
     rid: str  # what the engine calls it
     n_cached: int  # found in the prefix cache
+    n_reusable: int  # that a far larger one would have held; no less
     n_kept: int | None  # whose KV stays there; None where all of it is kept
     n_evicted: int | None  # whose KV lived for one layer
 
@@ -45,6 +46,7 @@ class PolicyMetrics:
         self._overhead = made("policy_seconds")
         self._error = made("jct_error_ratio")
         self._cached = made("cached_tokens")
+        self._reusable = made("reusable_tokens")
         self._kept = made("kept_tokens")
         self._lost_lines = made("lost_decision_lines")
         self._evicted = made("evicted_tokens")
@@ -75,6 +77,7 @@ class PolicyMetrics:
     def count_request(self, facts: Facts) -> None:
         """Counts the tokens of a request that has run."""
         self._cached.inc(facts.n_cached)
+        self._reusable.inc(facts.n_reusable)
         if facts.n_kept is not None and facts.n_evicted is not None:
             self._kept.inc(facts.n_kept)
             self._evicted.inc(facts.n_evicted)

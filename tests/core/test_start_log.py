@@ -48,6 +48,15 @@ def test_a_refusal_before_anything_else_is_one_message(shown: list[tuple[int, by
     assert text_of(shown) == "sgl_prefill: cannot start\nthe reason\n"
 
 
+def test_a_start_that_is_interrupted_ends_in_one_line(shown: list[tuple[int, bytes]]) -> None:
+    """Sixty lines of SGLang's imports had followed, and a traceback of each process."""
+    pump = Pump()
+    pump.take(2, b"first\nsecond\n" + start_log.INTERRUPTED + f"\n{END}\n".encode())
+    pump.finish()
+    (line,) = text_of(shown).splitlines()
+    assert line.startswith("sgl_prefill: ended by Ctrl-C before it served; 2 lines")
+
+
 def test_a_server_that_is_ready_prints_as_it_would_without_us(shown: list[tuple[int, bytes]]) -> None:
     """Also what came with the last line of the start, unfinished lines, and bytes that are no text."""
     pump = Pump()
@@ -99,6 +108,34 @@ start_log.ready("serves")
 subprocess.run(["sh", "-c", "echo afterwards"], check=True)
 start_log.end()
 """
+
+
+INTERRUPTED = """
+import os, signal, subprocess, sys
+from sgl_prefill import start_log
+start_log.heed_interrupt()
+start_log.begin()
+child = os.fork()
+if child == 0:
+    signal.raise_signal(signal.SIGINT)  # as a terminal sends it to all
+    print("a child goes on", flush=True)
+    signal.pause()
+os.waitid(os.P_PID, child, os.WNOHANG | os.WEXITED)
+try:
+    signal.raise_signal(signal.SIGINT)
+except BaseException:
+    print("an import catches all")
+"""
+
+
+def test_ctrl_c_ends_a_launcher_and_its_children_with_status_130_and_no_traceback() -> None:
+    """Wherever it is: what it imports may catch everything."""
+    command = [sys.executable, "-c", INTERRUPTED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr + done.stdout
+    assert "catches all" not in done.stdout
+    assert done.stderr.splitlines()[-1].startswith("sgl_prefill: ended by Ctrl-C before it served")
 
 
 def launched(*arguments: str) -> subprocess.CompletedProcess[str]:

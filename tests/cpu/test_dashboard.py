@@ -20,7 +20,6 @@ from sgl_prefill.batch.progress import Progress
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.job import Job
 from sgl_prefill.dashboard import jobs
-from sgl_prefill.dashboard.ceiling import BLOCK_TOKENS, Ceiling
 from sgl_prefill.dashboard.page import page
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.port import dashboard
@@ -99,19 +98,6 @@ def test_an_evicted_prefix_counts_as_wanted_where_somebody_waits_for_it() -> Non
     found = snapshot(engine)["cache"]
     assert (found["wanted_removals"], found["wanted_removed_tokens"]) == (1, 40)
     assert found["removed_tokens"] > 40
-
-
-def test_the_ceiling_is_what_was_seen_before_in_whole_blocks() -> None:
-    """Two prompts of three blocks that share two: the second could have found two, whatever the engine's cache held."""
-    ceiling, first = Ceiling(), list(range(3 * BLOCK_TOKENS + 1))
-    ceiling.add(array("q", first), None, 0)
-    ceiling.add(array("q", [*first[: 2 * BLOCK_TOKENS], *([9] * (BLOCK_TOKENS + 1))]), None, 10)
-    assert ceiling.share == 2 * BLOCK_TOKENS / (2 * len(first))
-    assert ceiling.hit_share == 10 / (2 * len(first))
-    other_tenant = Ceiling()
-    other_tenant.add(array("q", first), "one", 0)
-    other_tenant.add(array("q", first), "other", 0)
-    assert other_tenant.share == 0
 
 
 def test_other_questions_for_the_internal_state_reach_sglang() -> None:

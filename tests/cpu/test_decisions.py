@@ -88,7 +88,7 @@ class Engine:
         actual_ms = slowness * (10.0 if predicted_ms is None else predicted_ms)
         self.now_s += actual_ms / 1000
         self.cache.end(run, plans)
-        facts = [Facts(job.rid, one.n_cached, None, None) for job, one in zip(run, plans, strict=True)]
+        facts = [Facts(job.rid, one.n_cached, one.n_cached, None, None) for job, one in zip(run, plans, strict=True)]
         self.found |= {one.rid: one.n_cached for one in facts}
         self.live.observe(actual_ms, facts)
         return run

@@ -1,0 +1,87 @@
+"""What SGLang's own traces and request log say of a request to this engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import requests
+
+from sgl_prefill import local_server
+from sgl_prefill.port import traces
+from tests.integration.conftest import Server
+from tests.support.otlp_collector import Collector, collector
+
+SECRET = "Mauritius"
+LONG = f"The island of {SECRET} lies in the Indian Ocean. " * 20
+
+
+class Watched(NamedTuple):
+    """A server that traces and logs."""
+
+    server: Server
+    spans: Collector
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory, demo_folder: Path) -> Iterator[Watched]:
+    log = tmp_path_factory.mktemp("watched") / "log.txt"
+    flags = ["--model-path", str(demo_folder), "--served-model-name", "demo", "--memory-budget-gb", "2"]
+    flags += ["--log-requests", "--log-requests-level", "0", "--log-requests-format", "json"]
+    with collector() as spans:
+        if traces.missing_packages() is None:
+            flags += ["--enable-trace", "--otlp-traces-endpoint", spans.url]
+        environment = {"OMP_NUM_THREADS": "2", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
+        with local_server.running("sgl_prefill.launch_server", flags, log, environment=environment) as running:
+            yield Watched(Server(running.url, running.process, log), spans)
+
+
+def asked(watched: Watched, prompt: str) -> dict[str, Any]:
+    """Asks for one answer, and returns what the reply says of it."""
+    body = {"text": prompt, "sampling_params": {"max_new_tokens": 1}}
+    reply = watched.server.post("/generate", body)
+    assert reply.status_code == 200, reply.text
+    facts: dict[str, Any] = reply.json()["meta_info"]
+    return facts
+
+
+def finished(watched: Watched) -> list[dict[str, Any]]:
+    """Returns the lines of requests that have been answered."""
+    lines = watched.server.log.read_text().splitlines()
+    return [json.loads(line[line.index("{") :]) for line in lines if '"event": "request.finished"' in line]
+
+
+@pytest.mark.skipif(traces.missing_packages() is not None, reason="OpenTelemetry's exporters are not installed")
+def test_a_requests_trace_says_when_and_with_whom_it_was_picked_and_what_was_kept(watched: Watched) -> None:
+    """The step's number is the one of /decisions; all spans of a request are one trace, from HTTP to the scheduler."""
+    facts = asked(watched, f"Once more. {LONG}")
+    n_tokens = facts["prompt_tokens"]
+    root = watched.spans.wait_for(lambda span: span.attributes.get("gen_ai.usage.prompt_tokens") == n_tokens)
+    assert root.attributes["sgl_prefill.kept_tokens"] == facts["kept_tokens"]
+    assert root.attributes["sgl_prefill.predicted_jct_ms"] == facts["predicted_jct_ms"]
+    forward = watched.spans.wait_for(lambda span: traces.EVENT in span.events and span.trace_id == root.trace_id)
+    assert forward.name == "prefill_forward"
+    event = forward.events[traces.EVENT]
+    assert event["sgl_prefill.predicted_ms"] == facts["predicted_jct_ms"]
+    assert event["sgl_prefill.input_tokens"] == facts["prompt_tokens"]
+    assert event["sgl_prefill.step_requests"] == 1
+    assert event["sgl_prefill.wait_ms"] >= 0
+    decisions = map(json.loads, requests.get(f"{watched.server.url}/decisions", timeout=60).text.splitlines())
+    (step,) = [one for one in decisions if one["first"] and one["first"]["id"] == event["sgl_prefill.picked_first"]]
+    assert step["step"] == event["sgl_prefill.step"]
+
+
+def test_a_requests_line_in_the_log_carries_its_facts_and_nothing_of_its_prompt(watched: Watched) -> None:
+    """At level 0; a service whose prompts are private can log every request."""
+    before = finished(watched)
+    facts = asked(watched, LONG)
+    (line,) = finished(watched)[len(before) :]
+    logged = line["out"]["meta_info"]
+    for name in ("kept_tokens", "evicted_tokens", "predicted_jct_ms", "cached_tokens", "prompt_tokens"):
+        assert logged[name] == facts[name]
+    watched.server.scores(LONG, allowed_tokens=[" yes", " no"])
+    assert len(finished(watched)) == len(before) + 2
+    assert SECRET not in watched.server.log.read_text()
