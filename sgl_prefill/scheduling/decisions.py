@@ -50,7 +50,7 @@ class DecisionRecorder:
         self._log = log
         self._shows_prompts = shows_prompts
         self._alike = None if log is None else Alike()
-        self._n_jobs = self._n_decisions = 0
+        self._n_jobs = self.n_decisions = 0
         self._jobs: dict[Job, _Known] = {}
         self._pages = _Pages()
         self._told: list[Any] = []
@@ -97,12 +97,12 @@ class DecisionRecorder:
     ) -> None:
         """Hears a decision. scores: of those that run."""
         self.close()
-        self._n_decisions += 1
+        self.n_decisions += 1
         run = [self._picked(job, score, now_s) for job, score in zip(decision.run, scores, strict=True)]
         self._run = {job.rid: shown for job, shown in zip(decision.run, run, strict=True)}
         told, self._told = self._told, []
         self._open = {
-            "step": self._n_decisions,
+            "step": self.n_decisions,
             "time_s": now_s,
             "unix_s": round(time.time(), 3),
             "told": told,
