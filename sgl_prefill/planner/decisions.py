@@ -59,7 +59,8 @@ def read(path: Path) -> Iterator[Began | Decided | Unusable]:
         elif line.number == 1:
             raise ValueError(
                 f"{path} does not begin with what a server was started with, so that what waited before its first line is not"
-                f" known (what /decisions shows can be read, and not replayed): {HOW_TO_MAKE_ONE}"
+                " known (what /decisions shows can be read, and not replayed; nor can a log that was cut at its beginning):"
+                f" {HOW_TO_MAKE_ONE}"
             )
         elif expected is not None:
             step = line.fields.get("step")
