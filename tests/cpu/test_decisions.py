@@ -162,12 +162,14 @@ OPTIONS = [
 ]
 
 
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**32), options=st.sampled_from(OPTIONS), packs=st.booleans())
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32), options=st.sampled_from(OPTIONS), others=st.sampled_from(OPTIONS), packs=st.booleans()
+)
 def test_whatever_happens_the_log_replays_to_the_same_order(
-    tmp_path_factory: pytest.TempPathFactory, seed: int, options: dict[str, Any], packs: bool
+    tmp_path_factory: pytest.TempPathFactory, seed: int, options: dict[str, Any], others: dict[str, Any], packs: bool
 ) -> None:
-    """Under every policy, with refusals, cancelled requests, evictions and corrected predictions."""
+    """Under every policy, with refusals, cancelled requests, evictions and corrected predictions; others differ in words."""
     log = tmp_path_factory.mktemp("log") / "decisions.jsonl"
     engine = Engine(log, step=PACKED if packs else StepSize(), **options)
     traffic(engine, random.Random(seed), 120)
@@ -180,6 +182,8 @@ def test_whatever_happens_the_log_replays_to_the_same_order(
         [record["first"]["id"], *(one["id"] for one in record["riders"])] for record in shown if record["first"]
     ] == (engine.orders)
     assert [orjson.loads(line) for line in engine.recorder.lines] == shown
+    differing = decisions.replay(decisions.read(log), lambda _: PrefillConfig(**others))
+    assert differing.is_whole or (differing.first_difference and "; now " in differing.first_difference.in_words)
 
 
 def test_what_was_found_in_the_cache_and_computed_stands_beside_what_was_planned(tmp_path: Path) -> None:
@@ -419,7 +423,9 @@ def test_what_the_command_cannot_replay_is_said_with_a_remedy(
     beginning["config"] |= {"scheduling": "fifo", "fair_by": "none"}
     log.write_text("\n".join([json.dumps(beginning), *log.read_text().splitlines()[1:]]) + "\n")
     assert plan.main(["--decisions", str(log)]) == 1
-    assert "the first that differs ran and refused" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "the first that differs is decision " in shown
+    assert "what follows is worth nothing" in shown
 
 
 STRANGE = ('a\nb"c\u2028\\', "\udc80 \U0001f600", "x" * 10_000 + "1", "x" * 10_000 + "2", "")
@@ -593,3 +599,34 @@ def test_a_simulated_engine_writes_the_whole_record_of_a_server(tmp_path: Path) 
     assert first["actual_ms"] == pytest.approx(2 * first["predicted_ms"])
     assert last["actual_ms"] < 1.5 * last["predicted_ms"]  # it has learned
     assert agreement(tmp_path / "log").is_whole
+
+
+def test_what_other_options_would_have_done_is_told_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Who ran, who would have run in its place, and what the policy knew of both: numbers of jobs tell nobody anything."""
+    engine = Engine(tmp_path / "log", step=StepSize(), pack_step_tokens=0, fair_by="none", fairness_lambda=0.0)
+    engine.arrive([*range(200)], rid="long and old", client="ada")
+    engine.now_s += 60
+    engine.arrive([7] * 20, rid="short and new")
+    engine.run_all()
+    assert plan.main(["--decisions", str(tmp_path / "log"), "--fairness-lambda", "1000"]) == 0
+    shown = capsys.readouterr().out
+    assert "with lambda 1000, asked at the same moments" in shown
+    assert "1 decisions the same, 1 others (50.0 %)" in shown
+    assert (
+        "it ran request 'short and new' (waited 0 ms, 20 tokens, 0 of them cached);"
+        " now runs request 'long and old' of 'ada' (waited 60000 ms, 200 tokens, 0 of them cached)"
+    ) in shown
+    assert plan.main(["--decisions", str(tmp_path / "log")]) == 0
+    assert "what other options would have done: add --fairness-lambda" in capsys.readouterr().out
+
+
+def test_a_simulation_counts_few_tokens_as_one_where_prompts_are_short(tmp_path: Path) -> None:
+    """Pages of 50 tokens had hidden every hit of prompts of 60."""
+    engine = Engine(tmp_path / "log", fair_by="none", pack_step_tokens=0, step=StepSize())
+    for n in range(4):
+        engine.arrive([*range(48), *(1000 * n + m for m in range(12))])
+    engine.run_all()
+    options = ["--lambda", "1", "--json", str(tmp_path / "numbers")]
+    assert plan.main(["--decisions", str(tmp_path / "log"), *options]) == 0
+    ran, simulated, _ = json.loads((tmp_path / "numbers").read_text())["settings"]
+    assert ran["token_saving"] == pytest.approx(3 * 48 / 240) == simulated["token_saving"]
