@@ -35,6 +35,7 @@ from sgl_prefill.planner.summary import plot, show, summary_of
 # A machine that computes 20,000 tokens a second, for those who have not started a server yet.
 EXAMPLE_PROFILE = FittedJct(step_ms=5.0, miss_token_ms=0.05, pair_ms=5e-7, cached_token_ms=1e-4)
 USUAL_LAMBDAS = "0,100,500,2000"
+USUAL_PAGE_TOKENS = 50
 # Of the engine's own options these can be given here too, with the same defaults.
 ENGINE_OPTIONS = ("sharers", "max_queue_s", "pack_step_tokens")
 
@@ -57,6 +58,8 @@ def main(argv: list[str] | None = None) -> int:
         from sgl_prefill.planner import decision_report
 
         return decision_report.main(arguments)
+    if arguments.page_tokens is None:
+        arguments.page_tokens = USUAL_PAGE_TOKENS
     try:
         profile = profile_of(arguments.profile)
         lambdas = lambdas_of(arguments.fairness_lambda or USUAL_LAMBDAS)
@@ -68,10 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, ConfigurationError) as error:
         print(f"sgl_prefill: {error}", file=sys.stderr)
         return 2
-    with warnings.catch_warnings():  # SGLang's and PyTorch's, about this machine
-        warnings.simplefilter("ignore")
-        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-        from sgl_prefill.planner import simulate  # noqa: F401
+    import_quietly()
     config = dataclasses.replace(config, fair_by="none")  # a trace names no clients
     configs = [dataclasses.replace(config, scheduling=name) for name in ("fifo", "srjf")]
     configs += [dataclasses.replace(config, fairness_lambda=value) for value in lambdas]
@@ -88,6 +88,14 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.plot is not None:
         plot(summaries, arguments.plot)
     return 0
+
+
+def import_quietly() -> None:
+    """Imports the simulation, without the warnings of SGLang and PyTorch about this machine."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+        from sgl_prefill.planner import simulate  # noqa: F401
 
 
 def summarize(
@@ -154,7 +162,9 @@ def _parser() -> argparse.ArgumentParser:
         help="values of `python -m sgl_prefill.cluster --routing` to compare (default: user)",
     )
     parser.add_argument(
-        "--page-tokens", type=int, default=50, help="tokens that the replay counts as one (default: 50)"
+        "--page-tokens",
+        type=int,
+        help="tokens that the replay counts as one (default: 50; of --decisions: a hundredth of a prompt, 50 at most)",
     )
     parser.add_argument("--rate", type=float, default=1.0, help="of a workload: requests per second")
     parser.add_argument("--arrivals", choices=("burst", "single", "at-once"), default="burst", help="of WL1")

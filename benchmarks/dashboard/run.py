@@ -18,12 +18,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import report
-from benchmarks.dashboard import open_page, snapshots, start_lines
+from benchmarks.dashboard import open_page, replay_decisions, snapshots, start_lines
 
 PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "snapshot": snapshots.measure,
     "open": open_page.measure,
     "start": start_lines.measure,
+    "replay": replay_decisions.measure,
 }
 
 if __name__ == "__main__":

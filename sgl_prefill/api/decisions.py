@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PATH = "/decisions"
 USUAL_DECISIONS = 200
+MOST_DIGITS = 20  # Python reads no number of thousands of them
 JSON_LINES = "application/x-ndjson"
 
 
@@ -37,7 +38,8 @@ def add_routes(app: FastAPI, config: PrefillConfig, manager: Callable[[], Prefil
 
 def count_of(last: str) -> int:
     """Returns how many decisions are asked for. Raises BadRequestError."""
-    if not last.isascii() or not last.isdigit() or not 1 <= int(last) <= KEPT_DECISIONS:
+    is_number = last.isascii() and last.isdigit() and len(last) < MOST_DIGITS
+    if not is_number or not 1 <= int(last) <= KEPT_DECISIONS:
         raise BadRequestError(
             f"last is {last[:20]!r}: it must be a number from 1 to {KEPT_DECISIONS}, which is how many decisions a server keeps;"
             " for all of them start it with --decision-log FILE"

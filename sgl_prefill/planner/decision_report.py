@@ -88,11 +88,12 @@ def _as_it_ran(traffic: Traffic) -> list[Summary]:
 
 def _simulated(arguments: argparse.Namespace, traffic: Traffic, changes: Sequence[Change]) -> list[Summary]:
     """Lets the server's options and others decide for themselves. Raises ValueError where nobody knows how long a step takes."""
-    from sgl_prefill.plan import profile_of
+    from sgl_prefill.plan import import_quietly, profile_of
 
     jct_ms = traffic.start.jct_ms if arguments.profile is None else profile_of(arguments.profile)
     if jct_ms is None:
         raise ValueError("the server of this log has measured no times (--jct-model cache-miss): give --profile")
+    import_quietly()
     for name in ("durable_tokens", "page_tokens"):
         if (given := getattr(arguments, name)) is not None and given < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {given}: it must be positive")
@@ -106,7 +107,8 @@ def _simulate(arguments: argparse.Namespace, traffic: Traffic, jct_ms: FittedJct
     from sgl_prefill.planner.routing import RoundRobin
     from sgl_prefill.planner.simulate import SimulatedEngine, replay_cluster
 
-    config, page_tokens = change.apply(traffic.start.config), arguments.page_tokens
+    config = change.apply(traffic.start.config)
+    page_tokens = arguments.page_tokens or logged_traffic.page_tokens_of(traffic)
     engine = SimulatedEngine(
         config,
         jct_ms,
@@ -132,13 +134,23 @@ def _tell(
     print(f"made again with the server's options: {same.n_same} of {same.n_decisions} decisions in the same order")
     if (first := same.first_difference) is not None:
         print(
-            f"the first that differs ran and refused {first.then}, and would now {first.now}: the log is of another release, or"
-            " of a policy that looks at what no log tells; what follows is worth nothing"
+            f"  the first that differs is {first.name}: it {first.in_words}. The log is of another release, or of a"
+            " policy that looks at what no log tells: what follows is worth nothing"
         )
     for change, other in zip(changes, others, strict=True):
+        n_others = other.n_decisions - other.n_same
         print(
-            f"with {change.name}, each asked with all before it as it was: {other.n_same} of {other.n_decisions} alike"
+            f"with {change.name}, asked at the same moments, each with all before it as it was: {other.n_same} decisions the"
+            f" same, {n_others} others ({100 * n_others / other.n_decisions:.1f} %)"
         )
+        if other.first_difference is not None:
+            print(f"  the first is {other.first_difference.name}: it {other.first_difference.in_words}")
+    if changes:
+        print(
+            "\nhad these options decided all since the last start (times are predicted: compare simulated rows with each other):"
+        )
+    else:
+        print("what other options would have done: add --fairness-lambda 500,2000, say, and --plot FILE\n")
 
 
 def _numbers(
@@ -149,7 +161,11 @@ def _numbers(
         "same_order": same.n_same,
         "left_out": same.left_out,
         "other_options": [
-            {"options": change.options, "same_order": other.n_same}
+            {
+                "options": change.options,
+                "same_order": other.n_same,
+                "first_difference": other.first_difference and other.first_difference._asdict(),
+            }
             for change, other in zip(changes, others, strict=True)
         ],
         "settings": [summary._replace(latencies_s=[])._asdict() for summary in summaries],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,7 +60,8 @@ def read(path: Path) -> Iterator[Began | Decided | Unusable]:
         elif line.number == 1:
             raise ValueError(
                 f"{path} does not begin with what a server was started with, so that what waited before its first line is not"
-                f" known (what /decisions shows can be read, and not replayed): {HOW_TO_MAKE_ONE}"
+                " known (what /decisions shows can be read, and not replayed; nor can a log that was cut at its beginning):"
+                f" {HOW_TO_MAKE_ONE}"
             )
         elif expected is not None:
             step = line.fields.get("step")
@@ -131,6 +133,14 @@ class Again(NamedTuple):
     is_same: bool
     then: tuple[list[int], list[int]]  # the jobs that ran, in order, and those that were refused
     now: tuple[list[int], list[int]]
+    step: int  # its number since the start of the server
+    unix_s: float  # when it was made
+    in_words: str  # what differs; empty where nothing does
+
+    @property
+    def name(self) -> str:
+        when = datetime.datetime.fromtimestamp(self.unix_s, datetime.UTC)
+        return f"decision {self.step} ({when:%Y-%m-%d %H:%M:%S} UTC)"
 
 
 class PolicyReplay:
@@ -161,7 +171,32 @@ class PolicyReplay:
         self._actual_ms = record["actual_ms"]
         now = [self._numbers[job] for job in decision.run], [self._numbers[job] for job in decision.refuse]
         then = jobs_of(record), [one["job"] for one in record["refuse"]]
-        return Again(now == then and self._is_same_at_the_door, then, now)
+        is_same = now == then and self._is_same_at_the_door
+        in_words = "" if is_same else self._difference(then, now, record["time_s"])
+        return Again(is_same, then, now, record["step"], record["unix_s"], in_words)
+
+    def _difference(self, then: tuple[list[int], list[int]], now: tuple[list[int], list[int]], now_s: float) -> str:
+        if then[1] != now[1]:
+            return f"refused {self._shown(then[1], now_s)}; now refuses {self._shown(now[1], now_s)}"
+        if then[0] == now[0]:
+            return "came after a request was refused on arrival (no room in the queue); now there is room for it"
+        at = next((n for n, (old, new) in enumerate(zip(then[0], now[0], strict=False)) if old != new), None)
+        if at is None:
+            return f"ran {len(then[0])} requests, of which the first are the same; now runs {len(now[0])}"
+        place = "ran" if at == 0 else f"ran, at place {at + 1} of its step,"
+        return f"{place} {self._shown([then[0][at]], now_s)}; now runs {self._shown([now[0][at]], now_s)}"
+
+    def _shown(self, numbers: list[int], now_s: float) -> str:
+        """Names the first of these jobs, and says of it what the policy looked at."""
+        if not numbers:
+            return "nobody"
+        job = self._jobs[numbers[0]]
+        more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
+        client = f" of {job.client!r}" if job.client else ""
+        return (
+            f"request {job.rid!r}{client} (waited {1000 * (now_s - job.arrival_s):.0f} ms, {job.n_input_tokens} tokens,"
+            f" {job.n_cached_tokens} of them cached){more}"
+        )
 
     def _observe(self) -> None:
         """The predictions that refuse what comes too late are corrected by what steps have taken."""

@@ -22,6 +22,8 @@ from sgl_prefill.planner.summary import Served
 from sgl_prefill.planner.workloads import Arrival
 from sgl_prefill.scheduling.decision_record import Start, job_of
 
+PAGES_OF_A_PROMPT, MOST_PAGE_TOKENS = 100, 50
+
 
 class Traffic(NamedTuple):
     """What came to one start of a server."""
@@ -71,6 +73,13 @@ def arrivals_of(traffic: Traffic) -> list[Arrival]:
         )
         for job in came
     ]
+
+
+def page_tokens_of(traffic: Traffic) -> int:
+    """Returns how many tokens a simulation of this traffic counts as one: few where prompts are short, whose prefixes would fill
+    no page."""
+    lengths: list[int] = [job["prompt_tokens"] for job in traffic.jobs.values()]
+    return min(max(sum(lengths) // len(lengths) // PAGES_OF_A_PROMPT, 1), MOST_PAGE_TOKENS)
 
 
 class LoggedJobs:

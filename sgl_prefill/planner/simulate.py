@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from sgl_prefill import preflight
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.calibration import Calibration
-from sgl_prefill.core.jct import FittedJct
+from sgl_prefill.core.jct import FittedJct, Work
 from sgl_prefill.core.job import Job
 from sgl_prefill.core.packing import StepSize
 from sgl_prefill.core.policies import make
@@ -53,6 +53,7 @@ class SimulatedEngine:
         settings: of the policy, in pages; None: what the options say.
         recorder: writes down what the policy hears and decides.
         job_of: makes the job of an arrival, its tokens pages; None: one of a prefix and a tail.
+        actual_ms: says how long a step takes that the model says takes so long; None: as long.
     """
 
     def __init__(
@@ -66,18 +67,21 @@ class SimulatedEngine:
         settings: PolicySettings | None = None,
         job_of: Callable[[Arrival], Job] | None = None,
         recorder: DecisionRecorder | None = None,
+        actual_ms: Callable[[float], float] | None = None,
     ) -> None:
         self._jct_ms = jct_ms
         self._page_tokens = page_tokens
+        self._actual_ms = actual_ms
         self._cache = SimulatedCache(durable_tokens // page_tokens)
         settings = settings_of(config, jct_ms, page_tokens) if settings is None else settings
         self._policy = make(config.scheduling, settings, is_fair=is_fair)
+        self._predictor = settings.predictor
         self._recorder = recorder
         if recorder is not None:
             self._policy = RecordedPolicy(self._policy, recorder)
         self._calibration = Calibration(self._cache.tree, self._policy)
         self._cache.connect(self._calibration, self._calibration.advisor)
-        self._job_of = _Symbols(page_tokens).job_of if job_of is None else job_of
+        self._job_of = Symbols(page_tokens).job_of if job_of is None else job_of
         self._arrived: list[Arrival] = []  # since the last step was chosen
         self._waiting: dict[Job, Arrival] = {}
         self._running: list[Arrival] = []
@@ -116,6 +120,7 @@ class SimulatedEngine:
         if not run:
             return []
         plans = self._cache.begin(run)
+        predicted = self._predict(run)
         self._policy.started(run)
         for job in run:
             self._calibration.remove(job)
@@ -125,15 +130,27 @@ class SimulatedEngine:
             for plan, arrival in zip(plans, served, strict=True)
         ]
         work = self._jct_ms.of_step([(arrival.n_tokens, n) for arrival, n in zip(served, cached, strict=True)])
-        finish_s = now_s + sum(work) / 1000
+        took_ms = sum(work) if self._actual_ms is None else self._actual_ms(sum(work))
+        finish_s = now_s + took_ms / 1000
         self._cache.end(run, plans)
+        if predicted is not None and self._predictor is not None:
+            self._predictor.observe(predicted, took_ms)
         if self._recorder is not None:
             found = {job.rid: plan.n_cached for job, plan in zip(run, plans, strict=True)}
-            self._recorder.step_ended(1000 * (finish_s - now_s), found)
+            self._recorder.step_ended(took_ms, found)
         return [
             Served(arrival.arrival_s, now_s, finish_s, arrival.n_tokens, n)
             for arrival, n in zip(served, cached, strict=True)
         ]
+
+    def _predict(self, run: Sequence[Job]) -> Work | None:
+        """Says what a live engine predicts of a step, in the policy's own units; None where it knows no times."""
+        if self._predictor is None:
+            return None
+        work = self._predictor.model.of_step([(job.n_input_tokens, job.n_cached_tokens) for job in run])
+        if self._recorder is not None:
+            self._recorder.predicted(self._predictor.ms(work))
+        return work
 
     def answered(self) -> None:
         """Ends the step that runs."""
@@ -229,17 +246,22 @@ def settings_of(config: PrefillConfig, jct_ms: FittedJct, page_tokens: int) -> P
     )
 
 
-class _Symbols:
+class Symbols:
     """Keys of a request: its prefix's pages, the same for all that share it, and pages of its own."""
 
     def __init__(self, page_tokens: int) -> None:
         self._page_tokens = page_tokens
         self._numbers = itertools.count()
         self._prefixes: dict[str, array[int]] = {}
+        self._n_jobs = 0
 
     def job_of(self, arrival: Arrival) -> Job:
         pages = self.of(arrival)
-        return Job(pages, arrival.arrival_s, most_cached_tokens=len(pages) - 1, client=arrival.of_user)
+        self._n_jobs += 1
+        most_cached_tokens = len(pages) - 1
+        return Job(
+            pages, arrival.arrival_s, most_cached_tokens, client=arrival.of_user, rid=f"simulated-{self._n_jobs}"
+        )
 
     def of(self, arrival: Arrival) -> array[int]:
         n_prefix = arrival.prefix_tokens // self._page_tokens

@@ -3,6 +3,7 @@ reason to stop."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -31,24 +32,40 @@ class DecisionLog:
             raise ConfigurationError(
                 f"--decision-log {path} cannot be written ({error.strerror}): give a file in a folder that is there and is yours"
             ) from error
-        self._check()
-        self._end_torn_line()
+        try:
+            self._check()
+            self._end_torn_line()
+        except ConfigurationError:
+            os.close(self._file)
+            raise
 
     def _check(self) -> None:
         if not stat.S_ISREG(os.fstat(self._file).st_mode):
             raise ConfigurationError(f"--decision-log {self._path} is no file: name one, or a new one")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise ConfigurationError(
                 f"--decision-log {self._path} is written by another server: give each server a file of its own"
+            ) from error
+        except OSError as error:  # of a file system that knows no locks
+            raise ConfigurationError(
+                f"--decision-log {self._path} cannot be locked ({error.strerror}), and another server could write it too: give a"
+                " file on a disk of this machine"
             ) from error
 
     def _end_torn_line(self) -> None:
         """Begins on a line of its own, whatever a machine that stopped has left."""
         size = os.fstat(self._file).st_size
-        if size and os.pread(self._file, 1, size - 1) != b"\n":
+        if not size or os.pread(self._file, 1, size - 1) == b"\n":
+            return
+        try:
             self._append(b"\n")
+        except OSError as error:
+            raise ConfigurationError(
+                f"--decision-log {self._path} ends in half a line, behind which nothing can be written ({error.strerror}): make"
+                " room on its disk, or give another file"
+            ) from error
 
     def write(self, line: bytes) -> None:
         """Appends a line, whole or not at all."""
@@ -68,6 +85,8 @@ class DecisionLog:
 
     def _append(self, content: bytes) -> None:
         """Raises OSError, after which nothing of it is there."""
+        if os.fstat(self._file).st_nlink == 0:
+            raise OSError(errno.ENOENT, "its file was deleted; a new one begins with the next start")
         n_written = 0
         try:
             while n_written < len(content):  # what is cut off at the end of a disk ends in an error that says why

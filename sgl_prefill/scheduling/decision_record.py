@@ -6,6 +6,7 @@ Fields that are as in most jobs are left out.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from sgl_prefill.core.policy import PolicySettings
 from sgl_prefill.scheduling import server_settings
 
 VERSION = 1  # of lines, and of what follows from them
+LONGEST_TEXT = 200  # of ids and names, which clients give
+MOST_RANK = 2**63 - 1  # that JSON's readers agree on
 # On which decisions depend; --paper is what it stands for.
 OPTIONS = (
     *("scheduling", "fairness_lambda", "jct_model", "sharers", "max_queue_s", "pack_step_tokens", "fair_by"),
@@ -51,15 +54,20 @@ UNKNOWN = Calibrated()  # a job that has not been matched
 
 
 def text(name: str) -> str:
-    """Returns a client's text as JSON can hold it: what is no character stands as its escape."""
-    return name.encode("utf-8", "backslashreplace").decode()
+    """Returns a client's text as JSON can hold it: what is no character stands as its escape. Of a long one the beginning, its
+    length and a hash stand, which still tells it from others."""
+    content = name.encode("utf-8", "backslashreplace")
+    if len(name) <= LONGEST_TEXT:
+        return content.decode()
+    digest = hashlib.blake2b(content, digest_size=8).hexdigest()
+    return f"{text(name[:LONGEST_TEXT])}... ({len(name)} characters, hash {digest})"
 
 
 def fields_of(job: Job, number: int, calibrated: Calibrated) -> dict[str, Any]:
     """Says of a job what a policy may ask, and nothing of what its prompt says."""
     optional: dict[str, tuple[Any, Any]] = {
         "client": (text(job.client), ""),
-        "rank": (None if job.is_background else job.rank, 0),
+        "rank": (None if job.is_background else min(max(job.rank, -MOST_RANK), MOST_RANK), 0),
         "deadline_ms": (job.deadline_ms, None),
         "answer_tokens": (job.n_answer_tokens, 0),
         "most_output_tokens": (job.most_output_tokens, 1),

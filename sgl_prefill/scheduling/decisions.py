@@ -20,6 +20,7 @@ from sgl_prefill.scheduling.alike import Alike
 from sgl_prefill.scheduling.decision_record import Calibrated, fields_of, text
 
 KEPT_DECISIONS = 2000  # for /decisions
+KEPT_BYTES = 16_000_000  # of them: a step of 256 requests is a line of 100 kB, and more with --show-prompts
 
 
 class LineWriter(Protocol):
@@ -46,7 +47,8 @@ class DecisionRecorder:
     """
 
     def __init__(self, log: LineWriter | None = None, *, shows_prompts: bool = False) -> None:
-        self.lines: collections.deque[bytes] = collections.deque(maxlen=KEPT_DECISIONS)
+        self.lines: collections.deque[bytes] = collections.deque()  # the last ones
+        self._kept_bytes = 0
         self._log = log
         self._shows_prompts = shows_prompts
         self._alike = None if log is None else Alike()
@@ -144,9 +146,15 @@ class DecisionRecorder:
             return
         line = orjson.dumps(self._open)
         self._open = None
-        self.lines.append(line)
+        self._keep(line)
         if self._log is not None:
             self._log.write(line)
+
+    def _keep(self, line: bytes) -> None:
+        self.lines.append(line)
+        self._kept_bytes += len(line)
+        while len(self.lines) > KEPT_DECISIONS or (self._kept_bytes > KEPT_BYTES and len(self.lines) > 1):
+            self._kept_bytes -= len(self.lines.popleft())
 
     def forget_all_but(self, waiting: Mapping[Job, None], writing: Sequence[Writing]) -> None:
         """Forgets those that have written all, or were cancelled while they did."""
@@ -182,7 +190,10 @@ class DecisionRecorder:
         if job.client:
             shown["client"] = text(job.client)
         if score is not None:
-            shown["score"], shown["credit"] = round(score.cost - score.credit, 3), round(score.credit, 3)
+            # float: a policy of one's own may calculate with NumPy's numbers.
+            shown["score"], shown["credit"] = (
+                round(float(value), 3) for value in (score.cost - score.credit, score.credit)
+            )
         return shown
 
     def _numbers(self, jobs: Sequence[Job]) -> list[int]:

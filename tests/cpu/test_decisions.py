@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
+import os
 import random
 import resource
+import subprocess
+import sys
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_prefill import plan
+from sgl_prefill.api.decisions import count_of
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core import policies
 from sgl_prefill.core.jct import FittedJct
 from sgl_prefill.core.job import BACKGROUND, Job
 from sgl_prefill.core.packing import StepSize
-from sgl_prefill.errors import ConfigurationError
+from sgl_prefill.core.policies.srjf import CalibratedSrjf
+from sgl_prefill.core.policy import ScoreParts
+from sgl_prefill.errors import BadRequestError, ConfigurationError
 from sgl_prefill.planner import decisions
 from sgl_prefill.planner.decisions import Agreement, Began, Decided, PolicyReplay
+from sgl_prefill.planner.routing import RoundRobin
+from sgl_prefill.planner.simulate import SimulatedEngine, replay_cluster
+from sgl_prefill.planner.workloads import Arrival
 from sgl_prefill.port.simulated_cache import SimulatedCache
 from sgl_prefill.preflight import check_argv
+from sgl_prefill.scheduling import decisions as recording
 from sgl_prefill.scheduling.alike import Alike
 from sgl_prefill.scheduling.decision_log import DecisionLog
 from sgl_prefill.scheduling.decision_record import Start, header
@@ -62,7 +75,8 @@ class Engine:
     def arrive(self, tokens: list[int], **fields: Any) -> Job | None:
         """Takes in a job of these tokens; none where it is refused."""
         self._n_jobs += 1
-        job = Job(array("q", tokens), self.now_s, len(tokens) - 1, rid=f"job-{self._n_jobs}", **fields)
+        fields = {"rid": f"job-{self._n_jobs}", **fields}
+        job = Job(array("q", tokens), self.now_s, len(tokens) - 1, **fields)
         if self.live.policy.refusal(job) is not None:
             return None
         self.live.arrive(job)
@@ -148,12 +162,14 @@ OPTIONS = [
 ]
 
 
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**32), options=st.sampled_from(OPTIONS), packs=st.booleans())
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32), options=st.sampled_from(OPTIONS), others=st.sampled_from(OPTIONS), packs=st.booleans()
+)
 def test_whatever_happens_the_log_replays_to_the_same_order(
-    tmp_path_factory: pytest.TempPathFactory, seed: int, options: dict[str, Any], packs: bool
+    tmp_path_factory: pytest.TempPathFactory, seed: int, options: dict[str, Any], others: dict[str, Any], packs: bool
 ) -> None:
-    """Under every policy, with refusals, cancelled requests, evictions and corrected predictions."""
+    """Under every policy, with refusals, cancelled requests, evictions and corrected predictions; others differ in words."""
     log = tmp_path_factory.mktemp("log") / "decisions.jsonl"
     engine = Engine(log, step=PACKED if packs else StepSize(), **options)
     traffic(engine, random.Random(seed), 120)
@@ -166,6 +182,8 @@ def test_whatever_happens_the_log_replays_to_the_same_order(
         [record["first"]["id"], *(one["id"] for one in record["riders"])] for record in shown if record["first"]
     ] == (engine.orders)
     assert [orjson.loads(line) for line in engine.recorder.lines] == shown
+    differing = decisions.replay(decisions.read(log), lambda _: PrefillConfig(**others))
+    assert differing.is_whole or (differing.first_difference and "; now " in differing.first_difference.in_words)
 
 
 def test_what_was_found_in_the_cache_and_computed_stands_beside_what_was_planned(tmp_path: Path) -> None:
@@ -405,4 +423,210 @@ def test_what_the_command_cannot_replay_is_said_with_a_remedy(
     beginning["config"] |= {"scheduling": "fifo", "fair_by": "none"}
     log.write_text("\n".join([json.dumps(beginning), *log.read_text().splitlines()[1:]]) + "\n")
     assert plan.main(["--decisions", str(log)]) == 1
-    assert "the first that differs ran and refused" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "the first that differs is decision " in shown
+    assert "what follows is worth nothing" in shown
+
+
+STRANGE = ('a\nb"c\u2028\\', "\udc80 \U0001f600", "x" * 10_000 + "1", "x" * 10_000 + "2", "")
+
+
+def test_what_clients_call_themselves_and_their_requests_breaks_no_line_and_fills_no_log(tmp_path: Path) -> None:
+    """Ids and names of ten thousand characters, with line ends, quotes and halves of characters; who differs stays apart."""
+    engine = Engine(tmp_path / "log")
+    for name in STRANGE:
+        engine.arrive([*range(100)], rid=name, client=name)
+        engine.arrive([*range(300)], rid=name + "again", client=name)
+    engine.run_all()
+    shown = records(tmp_path / "log")
+    assert len((tmp_path / "log").read_bytes().splitlines()) == 1 + len(shown)
+    assert (tmp_path / "log").stat().st_size < 30_000
+    run = [one for record in shown for one in (record["first"], *record["riders"])]
+    assert len({one["id"] for one in run}) == 2 * len(STRANGE)
+    assert len({one.get("client") for one in run}) == len(STRANGE)
+    assert all(one["found_tokens"] is not None for one in run)
+    assert agreement(tmp_path / "log").is_whole
+
+
+def test_scores_that_are_no_numbers_are_null_and_end_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a policy of one's own, which may calculate with NumPy."""
+    parts = [ScoreParts(float("nan"), 0.0), ScoreParts(float("inf"), 1.0), ScoreParts(np.float64(3), np.float32(1))]  # type: ignore[arg-type]
+    monkeypatch.setattr(CalibratedSrjf, "parts_of_score", lambda *_: parts.pop(0))
+    engine = Engine(tmp_path / "log", step=StepSize(), pack_step_tokens=0, fair_by="none")
+    for n in range(3):
+        engine.arrive([n] * 10)
+    engine.run_all()
+    assert [(one["first"]["score"], one["first"]["credit"]) for one in records(tmp_path / "log")] == [
+        (None, 0.0),
+        (None, 1.0),
+        (2.0, 1.0),
+    ]
+    assert agreement(tmp_path / "log").is_whole
+
+
+def test_a_priority_beyond_64_bits_is_written_down(tmp_path: Path) -> None:
+    """Python's numbers have no end, JSON's have."""
+    engine = Engine(tmp_path / "log", step=StepSize(), pack_step_tokens=0)
+    for rank in (2**70, 0, -(2**70)):
+        engine.arrive([1, 2, 3], rank=rank)
+    engine.run_all()
+    assert engine.orders == [["job-3"], ["job-2"], ["job-1"]]
+    assert agreement(tmp_path / "log").is_whole
+
+
+def test_what_is_kept_for_the_route_has_a_limit_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two thousand steps of 256 requests would be 200 MB of a scheduler's memory; the file gets all of them."""
+    monkeypatch.setattr(recording, "KEPT_BYTES", 200_000)
+    engine = Engine(tmp_path / "log", step=StepSize(10**6, 256), fair_by="none")
+    for n in range(6 * 256):
+        engine.arrive([n, 1, 2])
+    engine.run_all()
+    shown = records(tmp_path / "log")
+    assert [len(record["riders"]) for record in shown] == [255] * 6
+    kept = [orjson.loads(line) for line in engine.recorder.lines]
+    assert 1 <= len(kept) < 6
+    assert kept == shown[-len(kept) :]
+    assert sum(map(len, engine.recorder.lines)) <= 200_000
+    assert agreement(tmp_path / "log").is_whole
+
+
+def test_a_log_that_is_moved_away_is_written_on_and_its_name_is_free(tmp_path: Path) -> None:
+    """It would otherwise be torn in two, the second part without a beginning."""
+    engine = Engine(tmp_path / "log")
+    traffic(engine, random.Random(1), 30)
+    (tmp_path / "log").rename(tmp_path / "moved")
+    traffic(engine, random.Random(2), 30)
+    assert engine.writer.n_lost == 0
+    found = agreement(tmp_path / "moved")
+    assert found.is_whole
+    assert found.n_decisions == len(engine.recorder.lines)
+    traffic(Engine(tmp_path / "log"), random.Random(3), 30)
+    assert agreement(tmp_path / "log").is_whole
+
+
+def test_lines_of_a_deleted_log_count_as_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Writing them succeeds, and nobody can read them."""
+    engine = Engine(tmp_path / "log")
+    (tmp_path / "log").unlink()
+    with caplog.at_level(logging.ERROR):
+        traffic(engine, random.Random(1), 30)
+    assert engine.writer.n_lost == len(engine.recorder.lines) > 1
+    (said,) = [one.message for one in caplog.records if "--decision-log" in one.message]
+    assert "its file was deleted; a new one begins with the next start" in said
+
+
+def test_a_log_that_was_cut_at_its_beginning_is_refused(tmp_path: Path) -> None:
+    """As by a program that copies a log and empties it under a server."""
+    engine = Engine(tmp_path / "log")
+    traffic(engine, random.Random(1), 30)
+    os.truncate(tmp_path / "log", 0)
+    traffic(engine, random.Random(2), 30)
+    with pytest.raises(ValueError, match="nor can a log that was cut at its beginning"):
+        agreement(tmp_path / "log")
+
+
+def test_half_a_line_on_a_full_disk_is_an_error_at_the_start(tmp_path: Path) -> None:
+    """What a server wrote behind it later would be one line with it."""
+    (tmp_path / "log").write_text("half a li")
+    with disk_of(9), pytest.raises(ConfigurationError, match=r"ends in half a line.*: make room on its disk"):
+        DecisionLog(str(tmp_path / "log"))
+    DecisionLog(str(tmp_path / "log")).close()
+
+
+def test_a_disk_without_locks_is_not_taken_for_another_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some network file systems have none; the message had sent people to look for a server that is not there."""
+
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(
+        ConfigurationError, match=r"cannot be locked \(No locks available\).* on a disk of this machine"
+    ):
+        DecisionLog(str(tmp_path / "log"))
+
+
+def test_a_server_that_is_killed_leaves_whole_lines_and_the_next_appends(tmp_path: Path) -> None:
+    """In the middle of writing: each line is one write, and the lock ends with the process."""
+    log = tmp_path / "log"
+    child = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from sgl_prefill.scheduling.decision_log import DecisionLog\n"
+            "log, n = DecisionLog(sys.argv[1]), 0\n"
+            "while n < 200_000:\n"
+            "    log.write(b'x' * 500); n += 1; n == 20 and print('writes', flush=True)",
+            str(log),
+        ],
+        stdout=subprocess.PIPE,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"writes\n"
+    child.kill()
+    child.communicate()
+    DecisionLog(str(log)).close()
+    lines = log.read_bytes().splitlines()
+    assert len(lines) >= 20
+    assert {len(line) for line in lines} == {500}
+
+
+@pytest.mark.parametrize("last", ["0", "-1", "abc", "", "1e2", "2001", "999999", "\u00b2", "9" * 5000])
+def test_a_number_of_decisions_that_nobody_can_have_is_refused(last: str) -> None:
+    """With the limit, also where it has more digits than Python reads."""
+    with pytest.raises(BadRequestError, match="it must be a number from 1 to 2000") as refused:
+        count_of(last)
+    assert len(str(refused.value)) < 250
+    assert (count_of("1"), count_of("2000")) == (1, 2000)
+
+
+def test_a_simulated_engine_writes_the_whole_record_of_a_server(tmp_path: Path) -> None:
+    """Each request has a name of its own, each step what was predicted and what it took, and the log replays."""
+    config = PrefillConfig(fair_by="none")
+    start = Start(config, JCT_MS, PACKED, 500)
+    recorder = DecisionRecorder(DecisionLog(str(tmp_path / "log")))
+    recorder.begin(header(config, JCT_MS, start.settings(), engine_version="1", unix_s=0.0))
+    engine = SimulatedEngine(
+        config, JCT_MS, 500, page_tokens=1, settings=start.settings(), recorder=recorder, actual_ms=lambda ms: 2 * ms
+    )
+    arrivals = [Arrival(n / 100, f"user {n % 3}", 50, 10 + n) for n in range(40)]
+    assert len(list(replay_cluster(arrivals, [engine], RoundRobin()))) == 40
+    shown = records(tmp_path / "log")
+    run = [one for record in shown for one in (record["first"], *record["riders"])]
+    assert len({one["id"] for one in run}) == len(run) == 40
+    assert all(one["found_tokens"] == one["cached_tokens"] for one in run)
+    first, last = shown[0], shown[-1]
+    assert first["actual_ms"] == pytest.approx(2 * first["predicted_ms"])
+    assert last["actual_ms"] < 1.5 * last["predicted_ms"]  # it has learned
+    assert agreement(tmp_path / "log").is_whole
+
+
+def test_what_other_options_would_have_done_is_told_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Who ran, who would have run in its place, and what the policy knew of both: numbers of jobs tell nobody anything."""
+    engine = Engine(tmp_path / "log", step=StepSize(), pack_step_tokens=0, fair_by="none", fairness_lambda=0.0)
+    engine.arrive([*range(200)], rid="long and old", client="ada")
+    engine.now_s += 60
+    engine.arrive([7] * 20, rid="short and new")
+    engine.run_all()
+    assert plan.main(["--decisions", str(tmp_path / "log"), "--fairness-lambda", "1000"]) == 0
+    shown = capsys.readouterr().out
+    assert "with lambda 1000, asked at the same moments" in shown
+    assert "1 decisions the same, 1 others (50.0 %)" in shown
+    assert (
+        "it ran request 'short and new' (waited 0 ms, 20 tokens, 0 of them cached);"
+        " now runs request 'long and old' of 'ada' (waited 60000 ms, 200 tokens, 0 of them cached)"
+    ) in shown
+    assert plan.main(["--decisions", str(tmp_path / "log")]) == 0
+    assert "what other options would have done: add --fairness-lambda" in capsys.readouterr().out
+
+
+def test_a_simulation_counts_few_tokens_as_one_where_prompts_are_short(tmp_path: Path) -> None:
+    """Pages of 50 tokens had hidden every hit of prompts of 60."""
+    engine = Engine(tmp_path / "log", fair_by="none", pack_step_tokens=0, step=StepSize())
+    for n in range(4):
+        engine.arrive([*range(48), *(1000 * n + m for m in range(12))])
+    engine.run_all()
+    options = ["--lambda", "1", "--json", str(tmp_path / "numbers")]
+    assert plan.main(["--decisions", str(tmp_path / "log"), *options]) == 0
+    ran, simulated, _ = json.loads((tmp_path / "numbers").read_text())["settings"]
+    assert ran["token_saving"] == pytest.approx(3 * 48 / 240) == simulated["token_saving"]
