@@ -10,7 +10,8 @@ from pathlib import Path
 
 DRAWN_MS = 2_000  # after the first snapshot
 SETTLE_MS = 8_000  # for the curves to have something to show
-WINDOW, PICTURE = {"width": 1280, "height": 900}, {"width": 1280, "height": 2000}
+SOME_WAIT = "Number(document.getElementById('waiting').dataset.value) > 50"
+WINDOW, PICTURE = {"width": 1280, "height": 900}, {"width": 1280, "height": 1600}
 
 
 def main() -> int:
@@ -36,6 +37,7 @@ def main() -> int:
             expect(page.locator("#status")).to_have_text("live", timeout=60_000)
             if arguments.screenshots:
                 page.wait_for_timeout(SETTLE_MS)
+                page.wait_for_function(SOME_WAIT)
                 page.screenshot(path=arguments.screenshots / f"{scheme}.png", full_page=True)
             elif arguments.tiles:
                 found = page.eval_on_selector_all(

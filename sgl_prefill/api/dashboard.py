@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 PATH, EVENTS_PATH = "/dashboard", "/dashboard/events"
 MOST_PER_S = 5
-PART_OF_TIME = 0.01  # that snapshots may take of the scheduler, at most
+PART_OF_TIME = 0.01  # that snapshots may take of the scheduler
+LONGEST_PAUSE_S = 5.0  # between two, whatever one takes
 LOOK_S = 1.0  # whether the server ends
 WORDS_CHARACTERS = 60
 
@@ -53,6 +54,7 @@ class Feed:
         self._cluster = Cluster(urls_of(config.cluster_engines))
         self._latest = b""
         self._new = asyncio.Event()  # replaced with each snapshot
+        self._is_asking = False  # an answer is awaited; else nothing until the next question
         self._asking: asyncio.Task[None] | None = None
 
     async def events(self, per_s: int) -> AsyncGenerator[bytes, None]:
@@ -61,7 +63,10 @@ class Feed:
         self._periods_s.append(period_s)
         try:
             if self._asking is None or self._asking.done():
+                self._latest = b""
                 self._asking = asyncio.create_task(self._ask_on())
+            elif self._latest:
+                yield b"data: " + self._latest + b"\n\n"  # the next may be seconds away
             while self._ending.reason is None:
                 if await self._comes(self._new):
                     sent_s = time.monotonic()
@@ -70,7 +75,7 @@ class Feed:
                 elif self._asking.done():
                     self._asking.result()  # raises what it has failed at
                 else:
-                    yield b": a step computes\n\n"
+                    yield b": a step computes\n\n" if self._is_asking else b": the next snapshot is not due\n\n"
         finally:
             self._periods_s.remove(period_s)
 
@@ -86,8 +91,11 @@ class Feed:
         """Asks while somebody looks. Never to be cancelled: SGLang would take the answer for that to its next question."""
         while self._periods_s and self._ending.reason is None:
             began_s = time.monotonic()
+            self._is_asking = True
             took_ms = await self._ask()
-            pause_s = max(min(self._periods_s, default=0.0), took_ms / 1000 / PART_OF_TIME)
+            self._is_asking = False
+            rest_s = min(took_ms / 1000 / PART_OF_TIME, LONGEST_PAUSE_S)
+            pause_s = max(min(self._periods_s, default=0.0), rest_s)
             await asyncio.sleep(pause_s - (time.monotonic() - began_s))
 
     async def _ask(self) -> float:

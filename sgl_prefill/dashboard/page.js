@@ -5,10 +5,10 @@ const HISTORY = 300, RETRY_MS = 1000, KEY = "sgl_prefill.key", THEME = "sgl_pref
 const $ = (id) => document.getElementById(id);
 const storage = (() => { try { return window.sessionStorage; } catch { return null; } })(); // blocked in some browsers
 const color = (name) => () => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const whole = new Intl.NumberFormat("en");
+const ticked = new Intl.NumberFormat("en"), whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const shown = (value) => value === null || value === undefined ? "–"
   : typeof value !== "number" ? String(value)
-  : Number.isInteger(value) ? whole.format(value) : value.toPrecision(3).replace(/e\+?(-?\d+)/, "e$1");
+  : Number.isInteger(value) || Math.abs(value) >= 1000 ? whole.format(value) : value.toPrecision(3);
 const percent = (value) => value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)} %`;
 
 function element(tag, text, className) {
@@ -80,7 +80,7 @@ function draw(id, series, data, text, more = {}) {
       chart = new uPlot({
         ...size, cursor: { show: false }, legend: { show: false },
         scales: { x: { time: false }, y: { range: (_, low, high) => [0, high > 0 ? high * 1.05 : 1] } },
-        axes: [{ ...axis, size: 24, ...more.x }, { ...axis, size: 46, values: (_, ticks) => ticks.map(shown) }],
+        axes: [{ ...axis, size: 24, ...more.x }, { ...axis, size: 46, values: (_, ticks) => ticks.map((tick) => ticked.format(tick)) }],
         series: [{}, ...series], ...more.options,
       }, data, host);
       charts.set(id, chart);
@@ -98,7 +98,7 @@ function histogram(id, found, what) {
   const text = names.map((name, place) => `${name}: ${found.counts[place]}`).join(", ");
   $(id).dataset.counts = found.counts.join(",");
   draw(id, [bars("--one")], [found.counts.map((_, place) => place), found.counts], `${what}: ${text}`, {
-    x: { values: (_, ticks) => ticks.map((tick) => names[tick] ?? ""), splits: () => names.map((_, place) => place), space: 20, grid: { show: false } },
+    x: { values: (_, ticks) => ticks.map((tick) => tick % 2 ? "" : names[tick] ?? ""), splits: () => names.map((_, place) => place), space: 20, grid: { show: false } },
     options: { scales: { x: { time: false, range: [-0.6, names.length - 0.4] }, y: { range: (_, low, high) => [0, Math.max(high, 1) * 1.05] } } },
   });
 }
@@ -263,7 +263,7 @@ async function read(reader) {
     text = events.pop();
     const snapshot = events.filter((event) => event.startsWith("data: ")).pop();
     if (snapshot) { show(JSON.parse(snapshot.slice(6))); write($("status"), "live"); }
-    else if (events.length) $("status").textContent = "a long step computes";
+    else if (events.includes(": a step computes")) $("status").textContent = "a long step computes";
   }
 }
 function askForKey() {

@@ -187,7 +187,7 @@ def of_cache(
     shown["ceiling_share"] = None if ceiling is None else ceiling.share
     if view is not None:
         shown["prefixes"] = {
-            "age_s": _rounded(now_s - view.at_s),
+            "age_s": _rounded(max(now_s - view.at_s, 0.0)),
             "count": view.n_prefixes,
             "tokens": view.n_tokens,
             "largest": [_prefix(one, shows_prompts) for one in view.largest],

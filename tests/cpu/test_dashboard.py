@@ -15,6 +15,7 @@ import pytest
 from sglang.srt.managers.io_struct import GetInternalStateReq
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from sgl_prefill.api import dashboard as routes
 from sgl_prefill.api.dashboard import Feed
 from sgl_prefill.batch.progress import Progress
 from sgl_prefill.config import PrefillConfig
@@ -142,6 +143,41 @@ def test_two_who_look_share_one_question_and_after_them_none_is_asked() -> None:
         assert feed._asking is not None
         await feed._asking
         assert manager.n_asked == 1
+
+    asyncio.run(run())
+
+
+def test_the_stream_says_whether_a_step_or_the_next_question_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes between two questions is shown the last answer."""
+    monkeypatch.setattr(routes, "LOOK_S", 0.01)
+    monkeypatch.setattr("sgl_prefill.dashboard.snapshot.age_of", lambda _: 1e6)
+
+    async def run() -> None:
+        engine = filled_engine(5, 30, now_s=time.perf_counter())
+        manager: Any = Manager(engine)
+        feed = Feed(lambda: manager, engine.state.config, Ending(0), Counter())
+        answers, may_answer = manager.get_internal_state_communicator, asyncio.Event()
+
+        async def late(question: Any) -> Any:
+            await may_answer.wait()
+            return await answers(question)
+
+        manager.get_internal_state_communicator = late
+        one = feed.events(5)
+        assert await anext(one) == b": a step computes\n\n"
+        may_answer.set()
+        shown = await anext(one)
+        while shown == b": a step computes\n\n":
+            shown = await anext(one)
+        assert shown.startswith(b"data: ")
+        assert await anext(one) == b": the next snapshot is not due\n\n"
+        other = feed.events(5)
+        assert await anext(other) == shown
+        assert manager.n_asked == 1
+        await one.aclose()
+        await other.aclose()
+        assert feed._asking is not None
+        feed._asking.cancel()
 
     asyncio.run(run())
 
