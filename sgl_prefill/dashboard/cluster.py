@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -16,7 +17,7 @@ TIMEOUT_S = 2.0
 
 
 class Cluster:
-    """Asks each engine whether it is healthy, every PERIOD_S while somebody wants to know."""
+    """Asks each engine whether it is there, every PERIOD_S while somebody wants to know."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._urls = urls
@@ -37,16 +38,17 @@ class Cluster:
 
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
-            found = await asyncio.gather(*(_is_healthy(session, url) for url in self._urls))
+            found = await asyncio.gather(*(_answers(session, url) for url in self._urls))
         self._is_up = dict(zip(self._urls, found, strict=True))
 
 
-async def _is_healthy(session: aiohttp.ClientSession, url: str) -> bool:
+async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
+    """Asks for /ping, which waits for no step. An engine that asks for its key is there, too."""
     import aiohttp
 
     try:
-        async with session.get(f"{url}/health") as reply:
-            return reply.status == 200
+        async with session.get(f"{url}/ping") as reply:
+            return reply.status < HTTPStatus.INTERNAL_SERVER_ERROR
     except (aiohttp.ClientError, TimeoutError, OSError):
         return False
 

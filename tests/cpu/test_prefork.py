@@ -22,11 +22,13 @@ def test_a_process_gets_the_environment_of_the_moment_it_is_started(monkeypatch:
     sent = pickle.dumps(environment)
     monkeypatch.delenv("SET_BY_SGLANG")
     monkeypatch.setenv("EARLIER", "1")
-    before = signal.getsignal(signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in (signal.SIGQUIT, signal.SIGINT)}
     try:
         launcher = pickle.loads(sent).adopt()
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # a terminal sends it to the launcher, too, which drains
     finally:
-        signal.signal(signal.SIGQUIT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     assert launcher == (os.getpid(), signal.SIGQUIT)
     assert os.environ["SET_BY_SGLANG"] == "2"
     assert "EARLIER" not in os.environ
