@@ -212,7 +212,8 @@ class PrefillConfig:
         False, "also serve the routes of SGLang that make no sense for prefill-only work, as SGLang has them"
     )
     drain_s: float = _option(
-        30.0, "at SIGTERM no more requests are taken, and those that wait are answered, for so many seconds at most"
+        30.0,
+        "at SIGTERM or Ctrl-C no more requests are taken, and those that wait are answered, for so many seconds at most",
     )
 
     def __post_init__(self) -> None:

@@ -1,5 +1,5 @@
-"""How a server ends. Asked to (SIGTERM), it takes no more requests, answers those that wait, and refuses by name what is not
-done in time; where one of its processes has died, everyone who waits hears of it at once.
+"""How a server ends. Asked to (SIGTERM, Ctrl-C), it takes no more requests, answers those that wait, and refuses by name what is
+not done in time; where one of its processes has died, everyone who waits hears of it at once.
 
 SGLang, asked to end, takes new requests as long as there are old ones, and where a process has died lets clients wait.
 """
@@ -26,9 +26,11 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.02
 FLUSH_S = 2.0  # for answers on their way to clients
+CLOSE_S = 1  # for the HTTP server to close its connections
 CHILDREN_END_S = 5.0  # for the other processes to let go of what they hold; then they are killed
 ASKED = "this server is shutting down"
 DIED = "a process of this server has ended, and the server with it"
+INTERRUPTED = "this server was interrupted a second time"
 FAILED = "this server has failed, which is in its log, and ends"
 
 
@@ -51,6 +53,7 @@ class Ending:
     def watch(self, manager: PrefillTokenizerManager, loop: asyncio.AbstractEventLoop) -> None:
         """Takes the place of SGLang's signal handlers, which it has just set."""
         loop.add_signal_handler(signal.SIGTERM, self._begin, ASKED, 0, manager)
+        loop.add_signal_handler(signal.SIGINT, self._interrupt, manager)
         loop.add_signal_handler(signal.SIGQUIT, self._begin, DIED, 1, manager)
 
     def remember_listener(self) -> None:
@@ -60,13 +63,21 @@ class Ending:
         def stop() -> None:
             if server is None:
                 os._exit(self.status)
-            server.should_exit = server.force_exit = True
+            server.config.timeout_graceful_shutdown = CLOSE_S
+            server.should_exit, server.force_exit = True, self.status != 0
 
         self._stop_listening = stop
 
     def fail(self, manager: PrefillTokenizerManager) -> None:
         """Ends the server, since nobody hands out answers any more; SGLang's way waits up to 65 s before clients notice."""
         self._begin(FAILED, 1, manager)
+
+    def _interrupt(self, manager: PrefillTokenizerManager) -> None:
+        """Ends the server as SIGTERM does; the second time without waiting for answers."""
+        if self.reason is None:
+            self._begin(ASKED, 0, manager)
+        else:
+            self._begin(INTERRUPTED, 128 + signal.SIGINT, manager)
 
     def _begin(self, reason: str, status: int, manager: PrefillTokenizerManager) -> None:
         is_first = self.reason is None

@@ -698,6 +698,7 @@ POKES: tuple[Poke, ...] = (
         Poke("uvicorn.Server", attribute, "the server ends once everyone is answered")
         for attribute in ("should_exit", "force_exit")
     ),
+    Poke("uvicorn.Config", "timeout_graceful_shutdown", "a stream to a page has no end of its own"),
     Poke(
         "sglang.srt.utils.auth",
         "_auth_level",

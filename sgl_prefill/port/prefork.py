@@ -87,7 +87,9 @@ class ParentEnvironment:
             del os.environ[name]
         os.environ.update(self._variables)
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches a terminal's whole group; the launcher ends the rest
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # Ctrl-C reaches a terminal's whole group; the launcher ends the rest
         if self._holds_log_back:
             start_log.show_ours()
         return Launcher(self._launcher_pid, self._failure_signal)

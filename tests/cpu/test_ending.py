@@ -12,7 +12,7 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
 from sgl_prefill.port import ending
-from sgl_prefill.port.ending import ASKED, DIED, FAILED, Ending
+from sgl_prefill.port.ending import ASKED, DIED, FAILED, INTERRUPTED, Ending
 
 
 class Manager:
@@ -49,8 +49,10 @@ def _no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ending, "_a_scheduler_is_left", lambda: False)
 
 
-def end(manager: Manager, number: int, drain_s: float, answer: str | None = None) -> tuple[Ending, list[str]]:
-    """Sends a signal; `answer`: the request that is answered thereafter."""
+def end(
+    manager: Manager, number: int, drain_s: float, answer: str | None = None, times: int = 1
+) -> tuple[Ending, list[str]]:
+    """Sends a signal so many times; `answer`: the request that is answered thereafter."""
     server, events, loop = Ending(drain_s), [], Loop()
     server._stop_listening = lambda: events.append("ended")
     server.watch(manager, loop)  # type: ignore[arg-type]
@@ -59,7 +61,8 @@ def end(manager: Manager, number: int, drain_s: float, answer: str | None = None
         ends = asyncio.ensure_future(server.run(manager))  # type: ignore[arg-type]
         await asyncio.sleep(0)
         assert not ends.done(), "it runs until it is asked to end"
-        loop.handlers[number]()
+        for _ in range(times):
+            loop.handlers[number]()
         if answer is not None:
             await asyncio.sleep(0)
             del manager.rid_to_state[answer]
@@ -70,9 +73,10 @@ def end(manager: Manager, number: int, drain_s: float, answer: str | None = None
     return server, events
 
 
-def test_who_waits_is_answered_first() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_who_waits_is_answered_first(number: int) -> None:
     manager = Manager("a")
-    server, events = end(manager, signal.SIGTERM, drain_s=60, answer="a")
+    server, events = end(manager, number, drain_s=60, answer="a")
     assert (server.reason, server.status, events) == (ASKED, 0, ["a", "ended"])
     assert manager.gracefully_exit
     assert manager.scheduler_was_asked
@@ -85,6 +89,13 @@ def test_what_is_not_done_in_time_is_refused_by_name() -> None:
     assert (server.status, events) == (0, ["ended"])
     assert set(manager.refused) == {"a", "b"}
     assert "--drain-s 0" in manager.refused["a"]
+
+
+def test_a_second_interrupt_waits_for_nobody() -> None:
+    manager = Manager("a")
+    server, events = end(manager, signal.SIGINT, drain_s=3600, times=2)
+    assert (server.reason, server.status, events) == (INTERRUPTED, 130, ["ended"])
+    assert INTERRUPTED in manager.refused["a"]
 
 
 def test_where_a_process_has_died_everyone_hears_of_it_at_once() -> None:

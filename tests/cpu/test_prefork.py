@@ -25,7 +25,9 @@ def test_a_process_gets_the_environment_of_the_moment_it_is_started(monkeypatch:
     before = {number: signal.getsignal(number) for number in (signal.SIGQUIT, signal.SIGINT)}
     try:
         launcher = pickle.loads(sent).adopt()
-        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # a terminal sends it to the launcher, too, which drains
+        assert (
+            signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        )  # a terminal sends it to the launcher, too, which drains
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
