@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 PATH, EVENTS_PATH = "/dashboard", "/dashboard/events"
 MOST_PER_S = 5
-PART_OF_TIME = 0.01  # that snapshots may take of the scheduler
+PART_OF_TIME = 0.005  # that snapshots may take of the scheduler: half of what a look may cost
 LONGEST_PAUSE_S = 5.0  # between two, whatever one takes
 LOOK_S = 1.0  # whether the server ends
 WORDS_CHARACTERS = 60

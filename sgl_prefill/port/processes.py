@@ -184,11 +184,12 @@ def execute_warmup(config: PrefillConfig, server_args: ServerArgs) -> bool:
         # With labels, so that what looks them up is ready before the first request.
         labels = {"allowed_token_ids": [10, 11]} if manager.is_generation else {}
         body = {**prompt, **labels, "sampling_params": {"max_new_tokens": 0, "temperature": 0}}
-        reply = session.post(server_args.url() + route, json=body, timeout=WARM_UP_TIMEOUT_S)
-        reply.raise_for_status()
+        session.post(server_args.url() + route, json=body, timeout=WARM_UP_TIMEOUT_S).raise_for_status()
         # From now on full garbage collections pass over what has been loaded; each would stop all requests for that long.
         _authorize(session, server_args.admin_api_key or server_args.api_key)
         session.post(server_args.url() + "/freeze_gc", timeout=WARM_UP_TIMEOUT_S).raise_for_status()
+        # That goes on behind the reply, and the first request waits until it is over: let that be this one.
+        session.post(server_args.url() + route, json=body, timeout=WARM_UP_TIMEOUT_S).raise_for_status()
         if config.shared_prefix is not None:
             text = Path(config.shared_prefix).read_text(encoding="utf-8")
             shared = shared_prefix.share(manager, http_server.app.state.openai_serving_chat, text)

@@ -94,7 +94,9 @@ def run(model: LoadedModel, references: References, longest_tokens: int) -> dict
             f" {tolerance} is the limit for {model.dtype}. Nothing is served. Start with --hybrid-prefill off, --suffix-kv keep"
             " or --disable-prefill-cuda-graph to find the part, and please report it; --skip-parity-gate serves in spite of it"
         )
-    logger.info("parity gate passed in %.2f s: %s", time.perf_counter() - started, differences)
+    shown = ", ".join(f"{pair} {difference:.2g}" for pair, difference in differences.items())
+    took_s = time.perf_counter() - started
+    logger.info("parity gate passed in %.2f s; log-probabilities differ by (limit %g): %s", took_s, tolerance, shown)
     return differences
 
 
