@@ -99,7 +99,7 @@ def test_a_start_on_a_gpu_ends_with_that_message(
     config = PrefillConfig()
     fields: dict[str, Any] = {need.field: need.value for need in preflight.required_for(config)}
     backends = {"attention_backend": "fa3", "prefill_attention_backend": None, "decode_attention_backend": None}
-    others = {"page_size": 1, "is_embedding": False, "tp_size": 1, "model_path": "m"}
+    others = {"page_size": 1, "is_embedding": False, "tp_size": 1, "model_path": "m", "enable_trace": False}
     arguments = SimpleNamespace(**{**fields, **backends, **others, kind: "flashinfer"})
     monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: True)
     with pytest.raises(

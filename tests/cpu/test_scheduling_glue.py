@@ -112,7 +112,11 @@ def request(name: str, tokens: list[int], arrival_s: float = 1.0, priority: int 
         seqlen=len(tokens),
         priority=priority,
         sampling_params=SimpleNamespace(custom_params=None, max_new_tokens=1),
-        time_stats=SimpleNamespace(api_server_dispatch_time=arrival_s, wait_queue_entry_time=99.0),
+        time_stats=SimpleNamespace(
+            api_server_dispatch_time=arrival_s,
+            wait_queue_entry_time=99.0,
+            trace_ctx=SimpleNamespace(tracing_enable=False),
+        ),
         rid=name,
         _compute_max_prefix_len=lambda n: n - 1,
     )
