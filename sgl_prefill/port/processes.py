@@ -189,6 +189,7 @@ def execute_warmup(config: PrefillConfig, server_args: ServerArgs) -> bool:
         _authorize(session, server_args.admin_api_key or server_args.api_key)
         session.post(server_args.url() + "/freeze_gc", timeout=WARM_UP_TIMEOUT_S).raise_for_status()
         # That goes on behind the reply, and the first request waits until it is over: let that be this one.
+        _authorize(session, server_args.api_key)
         session.post(server_args.url() + route, json=body, timeout=WARM_UP_TIMEOUT_S).raise_for_status()
         if config.shared_prefix is not None:
             text = Path(config.shared_prefix).read_text(encoding="utf-8")
@@ -217,6 +218,7 @@ def _session(server_args: ServerArgs) -> requests.Session:
 
 
 def _authorize(session: requests.Session, key: str | None) -> None:
+    session.headers.pop("Authorization", None)
     if key:
         session.headers["Authorization"] = f"Bearer {key}"
 
