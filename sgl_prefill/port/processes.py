@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import psutil
 import requests
 
 from sgl_prefill import preflight, start_log
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WARM_UP_TIMEOUT_S = 600
+BIND_TIMEOUT_S = 10.0  # uvicorn binds as soon as the warm-up's thread is started
 END_TIMEOUT_S = 10
 OTHER_RANKS_WAIT_S = 2  # for rank 0, which most often says the same, and ends all
 # From a process that cannot start, and has said why, to a launcher of ours. To a user's program SGLang's own: SIGQUIT.
@@ -223,16 +225,25 @@ def _authorize(session: requests.Session, key: str | None) -> None:
         session.headers["Authorization"] = f"Bearer {key}"
 
 
+def _listens(port: int) -> bool:
+    """Whether this process does, itself or by a socket that it was given."""
+    sockets = psutil.Process().net_connections("inet")
+    return any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in sockets)
+
+
 def _wait_until_listening(session: requests.Session, server_args: ServerArgs) -> None:
     """Raises ConfigurationError where nobody will listen: another process has taken the port while the model was loaded."""
     url = server_args.url()
-    deadline = time.monotonic() + WARM_UP_TIMEOUT_S
+    began = time.monotonic()
+    deadline = began + WARM_UP_TIMEOUT_S
     while True:
         try:
             session.get(url + "/model_info", timeout=5).raise_for_status()
             return
         except requests.RequestException:
-            if not threading.main_thread().is_alive():  # uvicorn has given up, and waits for this thread
+            # Where uvicorn cannot bind it does not end: SGLang's shutdown waits for this thread.
+            is_late = time.monotonic() > began + BIND_TIMEOUT_S and not _listens(server_args.port)
+            if is_late or not threading.main_thread().is_alive():
                 listening = [("--port", server_args.host, server_args.port)]
                 reason = (
                     "\n".join(preflight.port_problems(listening)) or "the HTTP server has ended, as its log above says"
