@@ -167,7 +167,7 @@ def init_tokenizer_manager(
 
 
 def execute_warmup(config: PrefillConfig, server_args: ServerArgs) -> bool:
-    """Sends one prefill-only request through HTTP, where SGLang would generate 8 tokens, and computes what all tenants share;
+    """Sends two prefill-only requests through HTTP, where SGLang would generate 8 tokens, and computes what all tenants share;
     then the server reports healthy.
 
     Runs in a thread of the HTTP process once uvicorn is about to start. On failure ends the server.
@@ -188,10 +188,10 @@ def execute_warmup(config: PrefillConfig, server_args: ServerArgs) -> bool:
         body = {**prompt, **labels, "sampling_params": {"max_new_tokens": 0, "temperature": 0}}
         session.post(server_args.url() + route, json=body, timeout=WARM_UP_TIMEOUT_S).raise_for_status()
         # From now on full garbage collections pass over what has been loaded; each would stop all requests for that long.
-        _authorize(session, server_args.admin_api_key or server_args.api_key)
-        session.post(server_args.url() + "/freeze_gc", timeout=WARM_UP_TIMEOUT_S).raise_for_status()
+        as_administrator = _authorization(server_args.admin_api_key or server_args.api_key)
+        freeze_url = server_args.url() + "/freeze_gc"
+        session.post(freeze_url, headers=as_administrator, timeout=WARM_UP_TIMEOUT_S).raise_for_status()
         # That goes on behind the reply, and the first request waits until it is over: let that be this one.
-        _authorize(session, server_args.api_key)
         session.post(server_args.url() + route, json=body, timeout=WARM_UP_TIMEOUT_S).raise_for_status()
         if config.shared_prefix is not None:
             text = Path(config.shared_prefix).read_text(encoding="utf-8")
@@ -215,14 +215,12 @@ def _session(server_args: ServerArgs) -> requests.Session:
     session = requests.Session()
     session.trust_env = False  # the server is on this machine: no proxy
     session.verify = server_args.ssl_verify()
-    _authorize(session, server_args.api_key)
+    session.headers.update(_authorization(server_args.api_key))
     return session
 
 
-def _authorize(session: requests.Session, key: str | None) -> None:
-    session.headers.pop("Authorization", None)
-    if key:
-        session.headers["Authorization"] = f"Bearer {key}"
+def _authorization(key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _listens(port: int) -> bool:
