@@ -74,7 +74,7 @@ class Device(abc.ABC):
     extrapolates_memory: ClassVar[
         bool
     ]  # a start measures short inputs, a line tells of longer ones; else the longest runs
-    has_native_kernels: ClassVar[bool]  # of ours
+    has_native_kernels: ClassVar[bool]
     # Of a measurement of short computations: rounds that pay for what comes once, and rounds that count whatever they take.
     warm_up_rounds: ClassVar[int]
     fewest_rounds: ClassVar[int]
@@ -88,7 +88,7 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def free_bytes(self) -> int:
-        """Counts the memory that nobody holds, this process among them."""
+        """Free device memory in bytes: not allocated by any process, including this one."""
 
     @abc.abstractmethod
     def total_bytes(self) -> int:

@@ -19,7 +19,7 @@ class Node(NamedTuple):
     token: int
     parent: int  # the place of the node before it, -1 behind the prompt
     depth: int  # nodes before it
-    asked: tuple[int, ...]  # tokens whose log-probabilities behind it are wanted
+    asked_tokens: tuple[int, ...]  # tokens whose log-probabilities after this node are needed
 
 
 class AnswerTree:
@@ -46,7 +46,7 @@ class AnswerTree:
         found = []
         for n_before, token in enumerate(answer):
             place = self._places[answer[:n_before]]
-            asked, values = (self.first, first) if place < 0 else (self.nodes[place].asked, behind[place])
+            asked, values = (self.first, first) if place < 0 else (self.nodes[place].asked_tokens, behind[place])
             found.append(values[asked.index(token)])
         return found
 

@@ -1,7 +1,7 @@
-"""How much of the prefix cache background jobs may hold: they would otherwise evict what live requests use.
+"""Limits what background jobs hold of the prefix cache: otherwise they would evict what live requests use.
 
-A prefix that a live request has used is its, whoever computed it. Background jobs hold slots that nobody else wants, and of the
-others' at most a share: live requests find nearly all of their prefixes, and a job still has its present groups' prefixes.
+A prefix that any live request has used counts as live. Background jobs may hold free slots, and beyond these at most a
+fixed share of the cache: live requests find nearly all of their prefixes, and a job keeps the prefixes of its current groups.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ class BackgroundKV:
     def __init__(self, kv_tokens: int) -> None:
         self._kv_tokens = kv_tokens
         self._n_tokens_of: dict[Hashable, int] = {}
-        self.n_tokens = 0  # of all these nodes
+        self.n_tokens = 0  # of all nodes here
 
     def __contains__(self, node: Hashable) -> bool:
         return node in self._n_tokens_of
 
     def added(self, node: Hashable, n_tokens: int) -> None:
-        """Hears of a node that a background job has computed."""
+        """Called for a new node that a background job computed."""
         self._n_tokens_of[node] = n_tokens
         self.n_tokens += n_tokens
 
     def split(self, upper: Hashable, lower: Hashable, n_upper_tokens: int) -> None:
-        """Hears that `upper` took the first tokens of `lower`."""
+        """Called when `upper` took the first tokens of `lower`."""
         if lower in self._n_tokens_of:
             self._n_tokens_of[lower] -= n_upper_tokens
             self._n_tokens_of[upper] = n_upper_tokens
 
     def removed(self, node: Hashable) -> None:
-        """Hears that a node was evicted, or that a live request has used it."""
+        """Called when a node was evicted, or used by a live request."""
         self.n_tokens -= self._n_tokens_of.pop(node, 0)
 
     def cleared(self) -> None:
@@ -44,7 +44,7 @@ class BackgroundKV:
 
     @property
     def n_tokens_more(self) -> int:
-        """Counts the slots that background jobs may still take from others."""
+        """Slots that background jobs may still take from live requests' prefixes."""
         return max(int(SHARE * self._kv_tokens) - self.n_tokens, 0)
 
     def evictable_tokens(self, evictable: Callable[[Any], int]) -> int:
@@ -52,6 +52,6 @@ class BackgroundKV:
         return sum(evictable(node) for node in self._n_tokens_of)
 
     def used_by_live(self, nodes: Iterable[Hashable]) -> None:
-        """Hears that a live request has used these."""
+        """Called when a live request used these nodes."""
         for node in nodes:
             self.removed(node)

@@ -17,30 +17,30 @@ from sgl_prefill.core.prefix_tree import Match, PrefixTree
 
 
 class Calibration:
-    """Stands between a prefix cache, whose listener it is, and a policy, which it tells of every job that has changed."""
+    """Listens to a prefix cache and passes every changed job to the policy."""
 
     def __init__(self, tree: PrefixTree, policy: Policy, cost: AbstractContextManager[Any] | None = None) -> None:
-        """cost: is entered for what the advisor computes."""
+        """cost: a timer, entered while the advisor computes."""
         self.policy = policy
         self._tree = tree
         self._index = MatchIndex()
-        self.n_wanted_removals = self.n_wanted_removed_tokens = 0  # of prefixes that somebody waited for
+        self.n_wanted_removals = self.n_wanted_removed_tokens = 0  # evicted prefixes that waiting jobs would have used
         self.advisor = KVAdvisor(tree, self._index, cost or nullcontext())
 
     def add(self, job: Job) -> None:
-        """Takes in a job that begins to wait."""
+        """Adds a job to the queue."""
         self._file(job, self._tree.match(job))
         self._count_sharers()
         self.policy.add(job)
 
     def remove(self, job: Job) -> None:
-        """Takes out a job that runs, or has left."""
+        """Removes a job that starts, or was aborted."""
         self._index.remove(job)
         self.policy.remove(job)
         self._count_sharers()
 
     def child_added(self, child: Any) -> None:
-        """Hears of a new node: those that waited for its first page are matched on from its parent."""
+        """Called for a new node: jobs that waited for its first page are matched on from its parent."""
         parent = self._tree.parent(child)
         concerned = self._index.child_added(parent, self._tree.key(child))
         if not concerned:
@@ -54,12 +54,12 @@ class Calibration:
         self._count_sharers()
 
     def split(self, upper: Any, lower: Any) -> None:
-        """Hears that a node was split in two: nobody's match is longer or shorter than before."""
+        """Called when a node was split in two: no match changes its length."""
         for job in self._index.split(lower, upper, self._tree.end_tokens(upper)):
             self.policy.recalibrated(job)
 
     def leaf_removed(self, leaf: Any) -> None:
-        """Hears that a leaf was evicted: what matched it now matches its parent alone."""
+        """Called when a leaf was evicted: jobs that matched it now match its parent."""
         concerned = self._index.at_node(leaf)
         if not concerned:
             return
@@ -73,7 +73,7 @@ class Calibration:
         self._count_sharers()
 
     def cleared(self) -> None:
-        """Hears that the cache was emptied: all jobs are matched anew."""
+        """Called when the cache was emptied: all jobs are matched again."""
         for job in list(self._index):
             self._file(job, self._tree.match(job))
             self.policy.recalibrated(job)

@@ -1,7 +1,7 @@
 """`deadline_ms` of a job: an answer that comes later is worth nothing.
 
 A job that cannot be done in time is refused when it arrives (429), and one whose time has passed while it waited is not
-computed any more (504).
+computed (504).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Refusal(NamedTuple):
     status: HTTPStatus
     message: str
     reason: str  # in a word, for metrics
-    retry_after_s: int | None = None  # when it is worth to ask again; None where nobody says
+    retry_after_s: int | None = None  # for the Retry-After header; None: no header
 
     @classmethod
     def unreachable(cls, deadline_ms: float, finish_ms: float, n_before: int) -> Refusal:
@@ -57,12 +57,12 @@ class Deadlines:
         self._new.pop(job, None)
 
     def take_new(self) -> list[Job]:
-        """Returns those added since the last call."""
+        """Returns the jobs added since the last call."""
         new, self._new = list(self._new), {}
         return new
 
     def take_expired(self, now_s: float) -> dict[Job, Refusal]:
-        """Returns those whose time has passed, the earliest first; they are forgotten."""
+        """Removes and returns the jobs whose deadline has passed, earliest first."""
         expired = {}
         while (job := self._by_time.first()) is not None and self._by_time.key_of(job) <= now_s:
             assert job.deadline_ms is not None

@@ -25,7 +25,7 @@ def cache_miss_tokens(n_input_tokens: int, n_cached_tokens: int) -> float:
     return float(n_input_tokens - n_cached_tokens)
 
 
-# Of a step's time, where it is full.
+# Share of a full step's time that is its fixed cost.
 FIXED_SHARE = 0.1
 LEAST_FULL_PRICE_TOKENS = 64
 
@@ -105,10 +105,10 @@ def _features(requests: Sequence[tuple[int, int]]) -> list[float]:
 def fit(observations: Sequence[Observation]) -> FittedJct:
     """Fits by least squares of the relative error, so that a hit of 5 ms counts as much as a miss of 5 s.
 
-    A coefficient that came out negative (noise) is set to 0 and the others are fitted anew. What a request costs is told from
-    what a step costs by steps of several requests alone. Where there are none, or where the noise in them would leave a step
-    without a cost, so that nothing could be gained by packing, `request_ms` is 0 and all of it is the step's. Raises
-    ValueError where there are fewer observations than coefficients.
+    A coefficient that came out negative (noise) is set to 0 and the others are fitted anew. Only steps of
+    several requests can separate `request_ms` from `step_ms`. Without such steps, or where noise would make `step_ms` 0 (so that
+    packing could gain nothing), `request_ms` is 0 and `step_ms` holds both. Raises ValueError if there are fewer observations
+    than coefficients.
     """
     step, request = (FittedJct._fields.index(name) for name in ("step_ms", "request_ms"))
     kept = list(range(len(FittedJct._fields)))
@@ -158,7 +158,7 @@ class Drift:
         return self._factors[0] * work.steps_ms + self._factors[1] * work.tokens_ms
 
     def observe(self, work: Work, actual_ms: float) -> None:
-        """Hears that one step has taken so long. Times of 0 say nothing."""
+        """Corrects the factors by one observed step. Times of 0 are ignored."""
         predicted_ms = self.ms(work)
         if predicted_ms <= 0 or actual_ms <= 0:
             return
@@ -192,5 +192,5 @@ class Predictor:
         return self.drift.ms(work)
 
     def observe(self, work: Work, actual_ms: float) -> None:
-        """Learns from one step that has taken so long."""
+        """Corrects the model by one observed step."""
         self.drift.observe(work, actual_ms)

@@ -1,5 +1,4 @@
-"""One request as policies, plans and forecasts see it. Whether SGLang's scheduler, a trace or a batch holds it, they do not
-know."""
+"""One request as policies, plans and forecasts see it: from SGLang's scheduler, a trace or a batch job."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from collections.abc import Hashable
 
 from sgl_prefill.core.batch.planned_row import PlannedRow
 
-# Of requests that fill what all others leave: no user gives it.
+# Rank of background jobs: they use the capacity that live requests leave. Clients cannot set it.
 BACKGROUND = math.inf
 
 
@@ -23,23 +22,23 @@ class Job:
 
     tokens: array[int]  # the whole prompt
     arrival_s: float  # on one clock for all jobs
-    most_cached_tokens: int  # so many may be reused at most: at least the last one is always computed
+    most_cached_tokens: int  # upper bound of reuse: at least the last token is always computed
     namespace: str | None = None  # jobs of two namespaces share no prefix
     rank: float = 0.0  # priority class: a smaller rank always goes first; 0 where priorities are off, or BACKGROUND
-    planned: PlannedRow | None = None  # where it is a row of a job that is known ahead
-    most_output_tokens: int = 1  # that it may write; beyond one it goes on after its prefill, and keeps all of its KV
-    n_answer_tokens: int = 0  # that are computed with it and kept by nobody (`core.answer_tree`)
+    planned: PlannedRow | None = None  # for a row of a batch job
+    most_output_tokens: int = 1  # above 1 it decodes after its prefill, and all of its KV is kept
+    n_answer_tokens: int = 0  # label tokens computed with it; their KV is not kept (`core.answer_tree`)
     deadline_ms: float | None = None  # counted from the arrival; a later answer is worth nothing
-    client: str = ""  # who asks; those whom nobody names are one client
-    rid: str = ""  # what the engine calls the request; for records
+    client: str = ""  # requests without a client's name form one client
+    rid: str = ""  # request id of the engine
 
     n_cached_tokens: int = 0  # longest prefix that the cache holds now, as far as this job may use it
     next_page: Hashable | None = (
         None  # the first page beyond the match: jobs with the same one share it; None: there is none
     )
     is_follower: bool = False  # another job, which came first, waits for the same page
-    n_sharers: int = 0  # of the job that others follow: their number
-    n_shared_tokens: int = 0  # of a job in a group: how long the prefix is that it shares
+    n_sharers: int = 0  # jobs that follow this one
+    n_shared_tokens: int = 0  # length of the prefix that a job in a group shares
 
     @property
     def is_background(self) -> bool:
@@ -51,5 +50,5 @@ class Job:
 
     @property
     def n_miss_tokens(self) -> int:
-        """Returns the tokens that a step computes for this job, were it to run now."""
+        """Tokens that a step computes for this job if it runs now."""
         return self.n_input_tokens - self.n_cached_tokens

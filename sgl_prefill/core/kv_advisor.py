@@ -1,4 +1,4 @@
-"""What the KV side may ask about those who wait: nothing else crosses from the policy to memory."""
+"""What the KV side may ask about waiting jobs. Nothing else passes from the policy to memory management."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class KVAdvisor:
         return self._index.is_wanted(leaf)
 
     def room_for(self, job: Job, n_cached: int, n_missing: int, n_free: int) -> int:
-        """Counts the durable slots for a waiting job that is about to run: free ones, and cached ones that nobody waits for.
+        """Counts the durable slots for a job that is about to run: free ones, and cached ones that no waiting job will use.
 
         Args:
             n_cached: tokens of it that the cache holds, and that are locked.
-            n_missing: slots that it would take at most, in whole pages. Where they are free, nobody else is looked at.
+            n_missing: slots that it would take at most, in whole pages. If so many are free, waiting jobs are not looked at.
             n_free: free slots.
         """
         n_available = n_free + self._tree.evictable_tokens()

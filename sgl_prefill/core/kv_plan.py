@@ -4,7 +4,7 @@
     KV slots:              reused            durable              scratch
     owner while it runs:   prefix cache,     the request          the request; memory shared by all layers
                            locked
-    afterwards:            prefix cache      prefix cache         nobody: overwritten by the next request
+    afterwards:            prefix cache      prefix cache         none: overwritten by the next request
 
 `c` is what the prefix cache holds, `n` the length of the input, and `d` is chosen here: as much prefix as fits after
 evicting what is colder. A tail of less than a page is durable only where the whole request is.
@@ -56,7 +56,8 @@ def available_beside_wanted(n_cached: int, n_shared: int, n_available: int, n_wa
     """Counts the durable slots for a request, where `n_wanted` of the `n_available` hold prefixes that waiting requests will use.
 
     The first `n_shared` tokens of the request are waited for too, by requests that share them: for those any slot is right.
-    A tail that nobody shares takes only what nobody waits for. (PrefillOnly keeps a prefix of any request; this goes past it.)
+    A tail without sharers takes only slots that no waiting job needs. (PrefillOnly keeps a prefix of any
+    request.)
     """
     return max(n_available - n_wanted, min(n_available, n_shared - n_cached), 0)
 

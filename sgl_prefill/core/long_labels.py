@@ -124,7 +124,7 @@ def _check_once(texts: Sequence[str], kind: str) -> None:
 
 
 def check_tokens(texts: Sequence[str], answers: Sequence[Tokens]) -> None:
-    """Refuses what cannot be told apart or takes too long, once its tokens are known. Raises LabelError."""
+    """Refuses labels with equal tokens or too many tokens. Raises LabelError."""
     known: dict[Tokens, str] = {}
     for text, answer in zip(texts, answers, strict=True):
         if len(answer) > MOST_FORM_TOKENS:

@@ -1,4 +1,4 @@
-"""Which waiting jobs a change of the prefix cache concerns: continuous calibration without matching anew.
+"""Finds the waiting jobs whose match a change of the prefix cache affects: continuous calibration without matching all again.
 
 A job's match, the longest prefix of it that the tree of cached prefixes holds, changes only when the tree changes where the
 match ends. So jobs are filed under that place:
@@ -32,7 +32,7 @@ _Key = tuple[int | None, Hashable | None]
 class MatchIndex:
     """All waiting jobs by the place where their match ends. Every method costs O(jobs concerned).
 
-    Jobs at one place that go on with the same page are a group: whichever runs first computes that page for all.
+    Jobs at one place that go on with the same page are a group: the first to run computes that page for all.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class MatchIndex:
         return self._matches[job]
 
     def place(self, job: Job, match: Match) -> None:
-        """File a job, or file it anew; it follows those who wait for the same page already."""
+        """Files a job under its match; it follows the jobs that already wait for the same page."""
         if job in self._matches:
             self.remove(job)
         self._matches[job] = match
@@ -60,7 +60,7 @@ class MatchIndex:
         self._changed[match.node, key] = None
 
     def remove(self, job: Job) -> None:
-        """Forget a job: it runs, was cancelled or refused."""
+        """Removes a job that runs, was cancelled or refused."""
         match = self._matches.pop(job)
         key, groups = _key(match), self._groups[match.node]
         del groups[key][job]

@@ -53,7 +53,7 @@ class _Block:
 class OrderedSums(Generic[Item]):
     """Items in ascending order of their keys, each with some weights.
 
-    Sorted blocks of at most MOST_IN_BLOCK items, added up when somebody asks: every method costs some microseconds at 10,000
+    Sorted blocks of at most MOST_IN_BLOCK items, added up on demand: every method costs some microseconds at 10,000
     items, and grows with the number of blocks.
 
     Args:

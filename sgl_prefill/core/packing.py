@@ -13,9 +13,9 @@ from typing import NamedTuple
 from sgl_prefill.core.job import Job
 from sgl_prefill.core.kv_plan import ceil_to
 
-# A long run of candidates that must wait for each other is not searched to its end.
+# Candidates looked at per step: many may have to wait for each other.
 LOOK_AT = 256
-# Of all trees of a step, whose tokens are requests of the pass each (`core.answer_tree`).
+# Limit on the label tokens of a step: each is a sequence of the forward pass (`core.answer_tree`).
 MOST_ANSWER_TOKENS = 256
 
 
@@ -31,7 +31,7 @@ class StepSize(NamedTuple):
         return self.max_tokens == 0 or self.max_requests == 1
 
     def tokens_of(self, n_miss_tokens: int) -> int:
-        """Counts what a job takes of a step that computes so many of its tokens; one that is longer has a step to itself."""
+        """Tokens that a job takes of a step, in whole pages; a longer job fills a step alone."""
         n_tokens = ceil_to(n_miss_tokens, self.page_size)
         return n_tokens if self.is_one else min(n_tokens, self.max_tokens)
 
@@ -71,8 +71,8 @@ class Steps(NamedTuple):
     """How jobs fill steps."""
 
     n_steps: int
-    room_tokens: int  # that the last of them leaves to others, as are
-    room_requests: int
+    room_tokens: int  # tokens left in the last step
+    room_requests: int  # requests left in the last step
 
 
 def fill_steps(n_tokens: int, n_requests: int, size: StepSize) -> Steps:

@@ -1,6 +1,6 @@
-"""What a scheduling policy is: one object that decides who runs in the next step, and who is refused with what.
+"""The interface of a scheduling policy: it decides which jobs run in the next step and which are refused.
 
-The live scheduler, the planner and batch jobs call the same object. A policy of one's own overrides `choose`:
+The live scheduler, the planner and batch jobs call the same object. A new policy overrides `choose`:
 
     class NewestFirst(Policy):
         def choose(self, now_s):
@@ -27,35 +27,35 @@ TYPICAL_TOKENS = 1000
 class Decision(NamedTuple):
     """What happens next."""
 
-    run: list[Job]  # the jobs of the next step, the best first; they go on waiting until the caller takes them out
-    refuse: dict[Job, Refusal]  # they wait no longer
+    run: list[Job]  # jobs of the next step, best first; they stay in the queue until the caller removes them
+    refuse: dict[Job, Refusal]  # already removed from the queue
 
 
 class Writing(NamedTuple):
-    """A job that runs on after its prefill, token by token. Its KV stays until it ends."""
+    """A job that decodes after its prefill. Its KV stays allocated until it ends."""
 
     job: Job
     n_output_tokens: int  # so far
 
 
 class ScoreParts(NamedTuple):
-    """What the score of a waiting job is made of, in units of `PolicySettings.cost`: cost less credit, the smallest runs."""
+    """The terms of a waiting job's score, in units of `PolicySettings.cost`: score = cost - credit; the smallest runs."""
 
     cost: float
     credit: float  # for its waiting
 
 
 class PolicySettings(NamedTuple):
-    """What a policy may need to know; costs are in units of `cost`."""
+    """Parameters of every policy; costs are in units of `cost`."""
 
     step: StepSize = StepSize()
-    cost: JctModel = cache_miss_tokens  # of a job, by its input and its cached tokens; pure
+    cost: JctModel = cache_miss_tokens  # of a job, from its input and cached tokens; pure
     fairness_lambda: float = 0.0  # credit of a waiting job, in units of `cost` a second
-    max_queue_s: float | None = None  # no job waits longer while a later one is taken; None: no bound
+    max_queue_s: float | None = None  # a job that has waited so long runs next; None: no bound
     counts_sharers: bool = False
-    predictor: Predictor | None = None  # of milliseconds; None where nobody knows them
-    kv_tokens: int | None = None  # that the prefix cache can hold; None: no limit
-    background_step_ms: float | None = None  # longest step of background jobs; None: as long as any
+    predictor: Predictor | None = None  # of step times in ms; None without a fitted model
+    kv_tokens: int | None = None  # capacity of the prefix cache; None: unlimited
+    background_step_ms: float | None = None  # longest step of background jobs; None: no own limit
     quotas: Quotas = Quotas()
 
     @classmethod
@@ -69,12 +69,12 @@ class PolicySettings(NamedTuple):
         counts_sharers: bool,
         unit_tokens: int = 1,
     ) -> PolicySettings:
-        """Makes the settings from what a user says.
+        """Converts the user's options to settings.
 
         Args:
-            jct_ms: the model of milliseconds; None: a job costs its cache-miss tokens.
+            jct_ms: fitted model of step times; None: a job costs its cache-miss tokens.
             fairness_lambda: in tokens per second.
-            unit_tokens: what `step` and all jobs count as one token (a simulation counts pages).
+            unit_tokens: tokens per unit in which `step` and all jobs count (a simulation counts pages).
         """
         if jct_ms is None:
             return cls(step, cache_miss_tokens, fairness_lambda / unit_tokens, max_queue_s, counts_sharers)
@@ -84,26 +84,26 @@ class PolicySettings(NamedTuple):
 
 
 class Policy:
-    """Keeps the waiting jobs, and their deadlines. A subclass says who runs next."""
+    """Keeps the waiting jobs and their deadlines. A subclass chooses which jobs run next."""
 
     def __init__(self, settings: PolicySettings) -> None:
         self.settings = settings
-        self.waiting: dict[Job, None] = {}  # in the order in which they came here
-        self.writing: Sequence[Writing] = ()  # those that run on, before each decision
+        self.waiting: dict[Job, None] = {}  # in order of arrival here
+        self.writing: Sequence[Writing] = ()  # decoding jobs; the caller sets it before each decision
         self._by_arrival: LazyHeap[Job] = LazyHeap()
         self._deadlines = Deadlines()
         self._counted = Waiting(settings.quotas)
         self._background_step = _background_step(settings)
 
     def choose(self, now_s: float) -> list[Job]:
-        """Chooses the jobs of the next step, the best first; none only where none waits or some write."""
+        """Chooses the jobs of the next step, best first; may be empty only if no job waits or some are decoding."""
         raise NotImplementedError
 
     def fill_step(self, in_order: Iterable[Job]) -> list[Job]:
-        """Takes the first of these, and those behind it that the step has room for.
+        """Takes the first of these jobs, and the next ones while the step has room.
 
-        Background jobs share no step with others, which would wait for them, and run in short ones: who comes meanwhile waits
-        for the end of a step. They come last in every order, by their rank.
+        Background jobs get steps of their own, short ones, since a live request that arrives meanwhile waits for the end of the
+        step. Their rank puts them last in every order.
         """
         jobs = iter(in_order)
         first = next(jobs, None)
@@ -114,20 +114,20 @@ class Policy:
         return pack(itertools.chain([first], alike), step)
 
     def refusal(self, job: Job) -> Refusal | None:
-        """Says why a job may not begin to wait, which is to be asked before `add`; None where it may."""
+        """Admission control: why a job may not enter the queue, or None. Call it before `add`."""
         excess = self._counted.excess(job)
         return None if excess is None else excess.refusal(self.drain_ms(excess.client))
 
     def add(self, job: Job) -> None:
-        """Takes in a job that begins to wait."""
+        """Adds a job to the queue."""
         self.waiting[job] = None
         self._counted.add(job)
-        if not job.is_background:  # nobody waits for those
+        if not job.is_background:  # `max_queue_s` is for live requests
             self._by_arrival.put(job, job.arrival_s)
         self._deadlines.add(job)
 
     def remove(self, job: Job) -> None:
-        """Takes out a job that runs, or has left. It may have been refused before."""
+        """Removes a job that starts, or was aborted. A job that was refused before is ignored."""
         if job in self.waiting:
             del self.waiting[job]
             self._counted.discard(job)
@@ -135,37 +135,37 @@ class Policy:
         self._deadlines.discard(job)
 
     def recalibrated(self, job: Job) -> None:
-        """Hears that what the prefix cache holds of a job has changed, or how many share its prefix. It may have been
-        refused before."""
+        """Called after `n_cached_tokens` or `n_sharers` of a job changed. The job may have been refused before."""
 
     def prefix_computed(self, jobs: Sequence[Job]) -> None:
-        """Hears that the page that all of these waited for is in the cache now; of each, `recalibrated` follows."""
+        """Called when the page that all of these waited for entered the cache; `recalibrated` follows for each."""
 
     def started(self, jobs: Sequence[Job]) -> None:
-        """Hears that these run now; `remove` of each follows."""
+        """Called when these jobs start; `remove` follows for each."""
 
     def ended(self, job: Job, n_output_tokens: int) -> None:
-        """Hears that a job which may write more than one token has written so many, and all."""
+        """Called when a decoding job has finished after `n_output_tokens`."""
 
     @property
     def output_share(self) -> float | None:
-        """Says what part of the tokens that they may write jobs will write; None where this policy leaves that to SGLang."""
+        """Expected output tokens as a share of `most_output_tokens`; None leaves the estimate to SGLang."""
         return None
 
     def forecast(self, job: Job) -> Forecast | None:
-        """Predicts when a waiting job will be done, were nobody to arrive any more; None where this policy cannot say."""
+        """Predicts when a waiting job ends if no other job arrives; None if this policy cannot predict it."""
         return None
 
     def parts_of_score(self, job: Job, now_s: float) -> ScoreParts | None:
-        """Says why a waiting job stands where it does; None where this policy knows no scores."""
+        """The score of a waiting job by its terms; None if this policy has no scores."""
         return None
 
     def drain_ms(self, client: str | None = None) -> float | None:
-        """Predicts when all that waits now will be done, or all of one client; None where this policy cannot say."""
+        """Predicts the milliseconds until the queue, or the queue of one client, is empty; None if it cannot be predicted."""
         return None
 
     def decide(self, now_s: float) -> Decision:
-        """Refuses what comes too late, and chooses among the others. Who is refused delays nobody else's forecast."""
+        """Refuses jobs that cannot meet their deadline, then chooses among the rest. Later forecasts leave refused jobs
+        out."""
         refuse = self._deadlines.take_expired(now_s)
         for job in refuse:
             self.remove(job)
@@ -179,12 +179,12 @@ class Policy:
         return Decision(self.choose(now_s), refuse)
 
     def oldest(self) -> Job | None:
-        """Returns the job that has waited longest."""
+        """Returns the live job that has waited longest."""
         return self._by_arrival.first()
 
 
 def _background_step(settings: PolicySettings) -> StepSize:
-    """Returns how much of background jobs runs in one step."""
+    """Size of a step of background jobs: as many tokens as `background_step_ms` allows."""
     step, predictor = settings.step, settings.predictor
     if settings.background_step_ms is None or predictor is None or step.is_one or predictor.model.miss_token_ms == 0:
         return step
@@ -193,7 +193,7 @@ def _background_step(settings: PolicySettings) -> StepSize:
 
 
 class Forecast(NamedTuple):
-    """What lies before the end of a job."""
+    """When a job is predicted to end."""
 
-    ms: float  # from now on
+    ms: float  # from now
     n_before: int  # jobs that run before it

@@ -1,4 +1,4 @@
-"""What calibration and the KV advisor ask of a prefix cache, and what they are told of its changes. Nodes are opaque to them.
+"""Interface of a prefix cache for calibration and the KV advisor: read-only queries, and events. Nodes are opaque.
 
 Any tree will do whose children differ in their first page. SGLang's radix cache is one (`port.radix_cache`).
 """
@@ -21,7 +21,7 @@ class Match(NamedTuple):
 
     @property
     def next_page(self) -> Hashable | None:
-        """Names the next page of a job: two jobs with the same one share at least that page, which nobody has cached yet."""
+        """Names the next page of a job: two jobs with the same one share at least that page, which is not cached yet."""
         return None if self.next_key is None else (self.node, self.n_tokens, self.next_key)
 
 
@@ -59,7 +59,7 @@ class PrefixTree(Protocol):
 
 
 class TreeListener(Protocol):
-    """Is told of each change of the tree once it is made."""
+    """Receives each change of the tree, after it was made."""
 
     def child_added(self, child: Any) -> None: ...
 

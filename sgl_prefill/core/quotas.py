@@ -1,5 +1,5 @@
-"""How much may wait, of all clients together and of each: who comes when it is too much is refused at once (429), and told when
-to come again.
+"""Admission control: limits on what waits, in total and per client. A request beyond a limit gets a 429 with the time after which
+to retry.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sgl_prefill.core.job import Job
 
 
 class Limit(NamedTuple):
-    """What may wait at a time; None: any number."""
+    """The most that may wait at a time; None: no limit."""
 
     requests: int | None = None
     tokens: int | None = None  # of inputs, cached or not
@@ -30,7 +30,7 @@ class Quotas(NamedTuple):
 class Excess(NamedTuple):
     """Why a job may not begin to wait."""
 
-    client: str | None  # whose limit is passed; None: that of all
+    client: str | None  # whose limit is exceeded; None: the limit on all clients together
     unit: str  # "requests" or "tokens"
     n_waiting: int  # of that unit
     n_more: int  # that the job would add
@@ -38,11 +38,11 @@ class Excess(NamedTuple):
 
     @property
     def share_to_go(self) -> float:
-        """Returns which part of what waits must be done before there is room."""
+        """Share of the waiting work that must be done before there is room."""
         return min((self.n_waiting + self.n_more - self.limit) / self.n_waiting, 1.0)
 
     def refusal(self, drain_ms: float | None) -> Refusal:
-        """Makes the answer. drain_ms: until all that counts against this limit is done; None where nobody knows."""
+        """drain_ms: predicted time until all that counts against this limit is done; None if unknown."""
         retry_after_s = 1 if drain_ms is None else max(math.ceil(drain_ms * self.share_to_go / 1000), 1)
         flag = f"--max-{'' if self.client is None else 'client-'}waiting-{self.unit}"
         who = "" if self.client is None else "of this client "
@@ -57,7 +57,7 @@ class Excess(NamedTuple):
 
 
 class Count(NamedTuple):
-    """What waits."""
+    """Amount of waiting work."""
 
     requests: int = 0
     tokens: int = 0
@@ -67,7 +67,7 @@ class Count(NamedTuple):
 
 
 class Waiting:
-    """Counts what waits, of all and of each client that has anything waiting; each method costs O(1)."""
+    """Counts what waits, in total and per client; each method takes O(1)."""
 
     def __init__(self, quotas: Quotas) -> None:
         self._quotas = quotas
@@ -81,8 +81,8 @@ class Waiting:
         self._count(job, -1, -job.n_input_tokens)
 
     def excess(self, job: Job) -> Excess | None:
-        """Says which limit a job that comes would pass; None where it may wait. Who finds nobody waiting always may, so that no
-        request is too large for ever."""
+        """The limit that a new job would exceed, or None. A job is always admitted to an empty queue, so that no request is
+        refused for ever."""
         return next(self._excesses(job), None)
 
     def _excesses(self, job: Job) -> Iterator[Excess]:

@@ -1,7 +1,7 @@
 """Which requests of a step share a prefix, so that it is attended once for all of them (BatchLLM, section 5).
 
 A KV slot belongs to one position of one prefix: two requests share their first p positions where both have the same slot at
-position p - 1. So the radix tree need not be asked, and a shared length is found by halving, whatever its length.
+position p - 1. So the radix tree is not needed, and a shared length is found by halving, whatever its length.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""How much each client has been served, and who is too far ahead of the others: virtual counters, as in "Fairness in Serving
-Large Language Models" (OSDI'24), and a virtual time, as in fair queueing.
+"""Service counters of clients, and which clients are too far ahead: virtual counters, as in "Fairness in Serving Large Language
+Models" (OSDI'24), and a virtual time, as in fair queueing.
 
-The virtual time advances by what is served, divided by the clients that wait: where a client would stand that always got its
-share. Who begins to wait starts there, or where it stood, if that is more: nobody saves up a share by staying away, and a stream
-of newcomers takes no more than theirs. Who is ahead of the least served by more than its own advance does not run.
+The virtual time advances by the cost that is served divided by the number of waiting clients: it is the counter of a client that
+always got its share. A client that begins to wait starts at the virtual time, or at its own counter if that is higher: staying
+away saves up no share, and a stream of new clients gets no more than its share. A client that is ahead of the least served
+one by more than its advance does not run.
 
-An advance is some times what the most expensive job of a client has cost, since a shared prefix is computed once and makes the
-jobs behind it cheap: clients that took turns job by job would evict each other's prefixes, and compute nothing else. So of two
-clients that begin together and both wait, none is served more than the other by its advance and one job.
+An advance is a few times the cost of a client's most expensive job: a shared prefix is computed once and makes the jobs behind it
+cheap, while clients that took turns job by job would evict each other's prefixes. Of two clients that begin together and keep
+waiting, neither is ever ahead of the other by more than its advance and one job.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from collections.abc import Mapping
 
 from sgl_prefill.core.lazy_heap import LazyHeap
 
-# A client whose prefix was evicted computes it anew once in so much service: a quarter is lost where all clients always wait.
+# A client whose prefix was evicted computes it again once per advance: at most a quarter of the service is lost to that.
 ADVANCE_JOBS = 4.0
-LITTLE = 1 / 8  # of the least advance
+LITTLE = 1 / 8  # of the least advance: a new client's job of this cost goes first
 
 
 class Shares:
-    """Counters of clients, in any unit of cost; each method costs O(log n) of those that wait.
+    """Counters of clients, in any unit of cost; each method takes O(log n) of the waiting clients.
 
     Args:
         least_advance: how far ahead of the least served any client may be and still run.
@@ -32,21 +33,23 @@ class Shares:
         assert least_advance >= 0
         self.least_advance = least_advance
         self._time = 0.0
-        self._present: dict[str, bool] = {}  # those that wait; whether they have been served since they began
+        self._present: dict[str, bool] = {}  # waiting clients; True once served since they began to wait
         self._served: dict[str, float] = {}
-        self._largest: dict[str, float] = {}  # of the jobs that each has been charged for
-        self._waiting: LazyHeap[str] = LazyHeap()  # by what they have been served
-        self._held_back: LazyHeap[str] = LazyHeap()  # of those, who was found to be ahead, by when it may run
-        self._absent: LazyHeap[str] = LazyHeap()  # who left and was ahead of the time, by what it has been served
+        self._largest: dict[str, float] = {}  # cost of the most expensive job of each client
+        self._waiting: LazyHeap[str] = LazyHeap()  # waiting clients by their counter
+        self._held_back: LazyHeap[str] = (
+            LazyHeap()
+        )  # waiting clients that are ahead, by the counter at which they may run
+        self._absent: LazyHeap[str] = LazyHeap()  # clients that left while ahead of the virtual time, by their counter
 
     def begin(self, client: str) -> None:
-        """Takes in a client that begins to wait."""
+        """Adds a client that begins to wait."""
         self._absent.discard(client)
         self._present[client] = False
         self.restore({client: max(self._served.get(client, self._time), self._time)})
 
     def end(self, client: str) -> None:
-        """Takes out one that waits no longer. It is remembered while it is ahead of the time."""
+        """Removes a client without waiting jobs. Its counter is kept while it is ahead of the virtual time."""
         self.pass_over(client)
         del self._present[client]
         self._absent.put(client, self._served[client])
@@ -56,19 +59,19 @@ class Shares:
             self._largest.pop(first, None)
 
     def charge(self, client: str, cost: float) -> None:
-        """Counts what a client that waits is served."""
+        """Adds a cost to the counter of a waiting client."""
         self._time += cost / len(self._present)
         self._present[client] = True
         self._largest[client] = max(self._largest.get(client, 0.0), cost)
         self.restore({client: self._served[client] + cost})
 
     def pass_over(self, client: str) -> None:
-        """Lets a client count as one that does not wait, until `restore`."""
+        """Treats a client as not waiting, until `restore`."""
         self._waiting.discard(client)
         self._held_back.discard(client)
 
     def restore(self, served: Mapping[str, float]) -> None:
-        """Sets what clients that wait have been served, for a while or again."""
+        """Sets the counters of waiting clients (forecasts change and reset them)."""
         for client, amount in served.items():
             self._served[client] = amount
             self._waiting.put(client, amount)
@@ -79,29 +82,29 @@ class Shares:
         return self._served[client]
 
     def is_new(self, client: str) -> bool:
-        """Says whether a client that waits has not been served since it began."""
+        """Tells whether a waiting client has not been served since it began to wait."""
         return not self._present[client]
 
     @property
     def little(self) -> float:
-        """Returns what a newcomer may ask and go first: whoever waits meanwhile, little is lost."""
+        """Largest cost of a new client's job that goes first: the others lose little by it."""
         return self.least_advance * LITTLE
 
     def advance(self, client: str) -> float:
-        """Returns how far ahead of the least served a client may be and still run."""
+        """How far ahead of the least served client this client may be and still run."""
         return max(self.least_advance, ADVANCE_JOBS * self._largest.get(client, 0.0))
 
     def may_run(self, client: str) -> bool:
-        """Says whether a client that waits is not too far ahead."""
+        """Tells whether a waiting client is within its advance."""
         first = self._waiting.first()
         return first is None or self._served[client] <= self._served[first] + self.advance(client)
 
     def hold_back(self, client: str) -> None:
-        """Hears that a client that waits is passed over: `let_go` names it once it may run."""
+        """Marks a waiting client as skipped; `let_go` returns it once its advance allows it to run."""
         self._held_back.put(client, self._served[client] - self.advance(client))
 
     def let_go(self) -> list[str]:
-        """Returns those that were held back and may run again."""
+        """Returns the skipped clients that may run again."""
         found = []
         while (first := self._held_back.first()) is not None and self.may_run(first):
             self._held_back.discard(first)

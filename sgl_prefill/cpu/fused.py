@@ -212,7 +212,7 @@ class _RmsNorm(torch.nn.Module):
 
 
 class _AddRmsNorm(_RmsNorm):
-    is_in_place = False  # whether nobody else reads the residual that goes in
+    is_in_place = False  # whether the residual input has no other reader
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         total = residual if self.is_in_place and residual.is_contiguous() else residual.clone()

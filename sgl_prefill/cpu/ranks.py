@@ -1,4 +1,4 @@
-"""Several ranks on a machine without an accelerator: gloo in the place of NCCL, and a share of the cores for each."""
+"""Several ranks on a machine without an accelerator: gloo instead of NCCL, and a share of the cores for each."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ EXACT_METHODS = frozenset(
 
 
 def unknown_operations(graphs: Iterable[fx.Graph]) -> list[str]:
-    """Lists by name the operations of which nobody has shown that they treat a row alike in any company."""
+    """Lists by name the operations that are not known to treat a row alike whatever the other rows."""
     unknown = set()
     for graph in graphs:
         for node in graph.nodes:

@@ -1,7 +1,7 @@
 """A step's attention in two parts: the prefix of each group, read once for all its queries, and what each request reads alone.
 
     positions of a request       0 ... shared          shared ... cached          cached ... end
-    who else reads them          its group             nobody of this group       nobody: its new tokens
+    who else reads them          its group             none of this group         none: its new tokens
     part                         shared, not causal    own, causal from the last query backwards
 
 The softmax over both is the average of the two outputs, weighted by their sums of exponentials, which kernels return as a
@@ -58,7 +58,7 @@ class TwoParts(NamedTuple):
 
     own: Part  # a row a request, of all queries: everything behind the shared part
     shared: Part  # a row for neighbours of one group; one that reads nothing for those of none between them
-    first_shared_query: int  # in the step; outside the shared part's queries nobody is in a group
+    first_shared_query: int  # in the step; queries outside the shared part are in no group
 
     @property
     def n_shared_queries(self) -> int:
@@ -66,12 +66,12 @@ class TwoParts(NamedTuple):
 
     @property
     def shared_queries(self) -> slice:
-        """Returns those that the shared part computes; what is merged are these alone."""
+        """Returns the queries of the shared part: only these are merged."""
         return slice(self.first_shared_query, self.first_shared_query + self.n_shared_queries)
 
     @property
     def saved_positions(self) -> int:
-        """Counts the positions that are read once in the place of once a request."""
+        """Counts the positions that are read once instead of once per request."""
         return sum(self.own.first_positions) - sum(self.shared.kv_tokens)
 
 
@@ -108,7 +108,7 @@ def groups_by_pieces(
 
 
 def divide(groups: Sequence[Group], cached_tokens: Sequence[int], new_tokens: Sequence[int]) -> TwoParts | None:
-    """Divides a step; None where nobody shares anything.
+    """Divides a step; None where no requests share a prefix.
 
     The queries of a row lie side by side, so members of a group that are no neighbours read the prefix once a run of
     neighbours: the order of the requests decides what is saved, and nothing else.

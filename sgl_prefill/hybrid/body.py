@@ -46,7 +46,9 @@ class HybridBody:
         # With several ranks: the buffers that they hold together, and how (`shared_rows`).
         self.shared: frozenset[int] = frozenset()
         self.exchange: Exchange | None = None
-        self.on_written: Callable[[int, torch.Tensor], None] | None = None  # hears of each chunk of each buffer
+        self.on_written: Callable[[int, torch.Tensor], None] | None = (
+            None  # called for each chunk that was written to a buffer
+        )
 
     @property
     def retained_bytes_per_token(self) -> int:
@@ -65,7 +67,7 @@ class HybridBody:
         """Returns the hidden states after the body, [tokens, hidden size].
 
         token_rows: the inputs named in `trace.TOKEN_INPUTS`. last_rows: int64 [requests], the last token of each request, where
-        nobody reads the hidden states of others: behind the last layer's K and V only these are computed, and the other
+        no other hidden states are read: behind the last layer's K and V only these are computed, and the other
         rows are left as they come.
         """
         n_tokens = token_rows["input_ids"].shape[0]

@@ -66,7 +66,7 @@ class SharedRows:
         self._own[first : first + len(mine)] = mine
 
     def select(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns these rows, int64: whoever has one adds it to zeros."""
+        """Returns these rows, int64: the rank that holds a row adds it to zeros."""
         of_chunk = rows % self._chunk_tokens
         own = self._own[rows // self._chunk_tokens * self._part + of_chunk % self._part]
         is_mine = (of_chunk // self._part == self._exchange.index).view(-1, *[1] * (own.dim() - 1))
@@ -88,8 +88,10 @@ def share_equal_buffers(hybrid: HybridBody, run: Callable[[], None], ranks: Rank
     written: dict[int, list[str]] = {}
     with _watched(hybrid, lambda buffer, rows: written.setdefault(buffer, []).append(_digest(rows))):
         run()
-    told = ranks.of_all(written)
-    equal = {buffer for buffer in written if all(other.get(buffer) == told[0].get(buffer) for other in told)}
+    from_ranks = ranks.of_all(written)
+    equal = {
+        buffer for buffer in written if all(other.get(buffer) == from_ranks[0].get(buffer) for other in from_ranks)
+    }
     hybrid.shared, hybrid.exchange = frozenset(equal - own), exchange
 
 

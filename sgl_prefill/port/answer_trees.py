@@ -301,7 +301,7 @@ def around_logits(
     assert rows.batch is not None
     n_tokens = rows.batch.extend_num_tokens
     result = original(processor, input_ids[:n_tokens], hidden_states[:n_tokens], lm_head, rows.batch, *rest, **options)
-    asked = [node.asked for _, nodes in rows.trees for node in nodes]
+    asked = [node.asked_tokens for _, nodes in rows.trees for node in nodes]
     metadata = LogitsMetadata.from_forward_batch(rows.batch)
     for start in range(0, len(asked), LOGIT_ROWS):
         piece = hidden_states[n_tokens + start : n_tokens + min(start + LOGIT_ROWS, len(asked))]

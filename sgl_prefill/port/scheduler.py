@@ -17,7 +17,7 @@ from sgl_prefill.core.batch.planned_row import PlannedRow
 from sgl_prefill.core.deadlines import Refusal
 from sgl_prefill.core.job import BACKGROUND, Job
 from sgl_prefill.core.packing import StepSize
-from sgl_prefill.core.policies.follower import Follower, Told
+from sgl_prefill.core.policies.follower import Broadcast, Follower
 from sgl_prefill.core.policy import Decision, Policy, Writing
 from sgl_prefill.core.ranks import ALONE, Ranks
 from sgl_prefill.engine_state import EngineState
@@ -127,7 +127,7 @@ class SchedulerPort:
             self._ranks.of_first((run, refuse, self.live.policy.output_share))
         return decision
 
-    def hear(self) -> Told:
+    def receive_decision(self) -> Broadcast:
         """Returns what rank 0 has decided, on another rank. Raises SeamError where this one has another prefix cache."""
         nothing: tuple[list[tuple[str, int]], dict[str, Refusal], float | None] = ([], {}, None)
         told_run, told_refuse, output_share = self._ranks.of_first(nothing)
@@ -139,7 +139,7 @@ class SchedulerPort:
                     f" rank {self._ranks.index} has {job.n_cached_tokens}. Their answers would be wrong: start the server again,"
                     " and please report it"
                 )
-        return Told(Decision(run, {self._jobs[rid]: why for rid, why in told_refuse.items()}), output_share)
+        return Broadcast(Decision(run, {self._jobs[rid]: why for rid, why in told_refuse.items()}), output_share)
 
     def reqs_of(self, jobs: Iterable[Job]) -> list[Req]:
         return [self._reqs[job] for job in jobs]
@@ -214,7 +214,7 @@ def after_init_schedule_policy(state: EngineState, result: None, scheduler: Sche
     if ranks.index == 0:
         policy = policies.make(config.scheduling, settings, is_fair=config.is_fair)
     else:
-        policy = Follower(settings, lambda: of(state).hear())
+        policy = Follower(settings, lambda: of(state).receive_decision())
     recorder = decisions.recorder_of(state, settings, metrics) if ranks.index == 0 else None
     live = LiveScheduling(RadixTree(cache), policy, metrics, recorder)
     cache.connect(live.listener, live.advisor, scheduler.max_total_num_tokens)

@@ -37,7 +37,7 @@ class MadeUpStep(Protocol):
 
 
 class LoadedModel(Protocol):
-    """A model with its KV pool, before the first request: nobody holds a slot."""
+    """A model with its KV pool, before the first request: all slots are free."""
 
     name: str  # for messages
     device: Device
@@ -113,7 +113,7 @@ class LoadedModel(Protocol):
         ...
 
     def forget_slots(self) -> None:
-        """Hears that all of them are free again; takes a device's memory for scratch back."""
+        """Called when all of them are free again; takes a device's memory for scratch back."""
         ...
 
     def only_durable(self, n_tokens: int) -> AbstractContextManager[None]:
@@ -121,7 +121,7 @@ class LoadedModel(Protocol):
         ...
 
     def poison_scratch(self, n_tokens: int) -> None:
-        """Fills scratch for so many tokens and a page more: whoever reads scratch that it has not written gets NaN."""
+        """Fills scratch for so many tokens and a page more: a read of scratch that was not written gives NaN."""
         ...
 
     def clean_scratch(self, n_tokens: int) -> None:
@@ -138,7 +138,7 @@ class LoadedModel(Protocol):
 
     def pack_weights(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """Lay the weights of matrix products out for this processor. For the record: (which kernels serve, what was packed);
-        None where there are no kernels of ours, or where the model runs in SGLang's layers."""
+        None where the native kernels are missing, or where the model runs in SGLang's layers."""
         ...
 
     def make_stable(self) -> dict[str, Any]:

@@ -215,7 +215,7 @@ def _line(model: LoadedModel, n_long: int, measure: Callable[[LoadedModel, int],
 
 
 def _run(model: LoadedModel, n_tokens: int) -> None:
-    # Nobody holds a slot yet. The same slots each time: their memory is committed at the first, and counted elsewhere.
+    # All slots are free. The same slots each time: their memory is committed at the first, and counted elsewhere.
     model.forget_slots()
     step = model.step([[1] * n_tokens])
     try:

@@ -42,7 +42,8 @@ def computed(tree: AnswerTree) -> tuple[list[float], list[list[float]]]:
         assert len(before) == node.depth
         paths.append((*before, node.token))
     behind = [
-        [MODEL.logprobs(path)[token] for token in node.asked] for path, node in zip(paths, tree.nodes, strict=True)
+        [MODEL.logprobs(path)[token] for token in node.asked_tokens]
+        for path, node in zip(paths, tree.nodes, strict=True)
     ]
     return [MODEL.logprobs(())[token] for token in tree.first], behind
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgl_prefill.core.policies.follower import Follower, Told
+from sgl_prefill.core.policies.follower import Broadcast, Follower
 from sgl_prefill.core.policies.srjf import CalibratedSrjf
 from sgl_prefill.core.policy import Decision, PolicySettings
 from sgl_prefill.core.ranks import ALONE, smallest
@@ -17,8 +17,8 @@ def test_a_follower_says_what_it_is_told_whatever_its_own_clock_and_order() -> N
     decided = leader.decide(5.0)
     assert decided.run == [short]
     assert list(decided.refuse) == [late]
-    told = [Told(Decision([long], decided.refuse), 0.25)]
-    follower = Follower(PolicySettings(), told.pop)
+    broadcasts = [Broadcast(Decision([long], decided.refuse), 0.25)]
+    follower = Follower(PolicySettings(), broadcasts.pop)
     for one in (short, long, late):
         follower.add(one)
     assert follower.decide(-1e9) == Decision([long], decided.refuse)
@@ -26,13 +26,13 @@ def test_a_follower_says_what_it_is_told_whatever_its_own_clock_and_order() -> N
     assert follower.output_share == 0.25
 
 
-def test_a_follower_listens_only_where_somebody_waits() -> None:
-    """Rank 0 says nothing else, and the other ranks would wait for ever."""
+def test_a_follower_receives_a_decision_only_while_jobs_wait() -> None:
+    """Rank 0 broadcasts nothing else, and the other ranks would block for ever."""
 
-    def listen() -> Told:
-        raise AssertionError("nobody speaks")
+    def receive() -> Broadcast:
+        raise AssertionError("rank 0 broadcasts nothing")
 
-    follower = Follower(PolicySettings(), listen)
+    follower = Follower(PolicySettings(), receive)
     assert follower.decide(0.0) == Decision([], {})
 
 

@@ -104,7 +104,7 @@ def single_level_groups(nodes: Sequence[PrefixNode], n_rows: int) -> Iterator[Gr
     sharing is used.
 
     This is what Algorithm 1 approximates bottom-up: it forks a prefix where `gain > penalty`, each for itself. Neither its
-    published form is optimal: it charges the last rows that leave a group for a prefix that nobody computes any more, and a
+    published form is optimal: it charges the last rows that leave a group for a prefix that is no longer computed, and a
     fork that pays on its own level may not pay under a longer prefix. Here the choice is exact. Let a row that joins a prefix of
     `a` tokens save `a`, and each prefix that is used cost its length once. With a prefix of `a` tokens in use above it,
     the subtree of a node of `d` tokens saves at most

@@ -1,6 +1,6 @@
 """A job divided among several engines: pieces of its plan that share little with each other, the larger ones first.
 
-Whoever is free takes the next piece. What a piece shares with the one before it is computed again where another engine takes it,
+A free engine takes the next piece. What a piece shares with the one before it is computed again where another engine takes it,
 but for what all rows share: each engine computes that once.
 """
 
@@ -14,7 +14,7 @@ from sgl_prefill.core.batch.plan import JobPlan, cheapest_cut
 from sgl_prefill.core.batch.token_rows import IntArray
 
 # A piece is this part of what is left for one engine, and the last ones this part of what one engine does in all: so the engines
-# end together although nobody knows how long a row takes.
+# end together although the time of a row is not known.
 OF_WHAT_IS_LEFT, OF_ALL = 1 / 4, 1 / 32
 # What the death of an engine costs at most; answered in a second by the fastest.
 MOST_ROWS = 4096

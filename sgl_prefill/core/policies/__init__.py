@@ -17,12 +17,12 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def can_be_fair(name: str) -> bool:
-    """Says whether clients can get fair shares, and each its jobs in the order of this policy."""
+    """Tells whether this policy can order the jobs within a client of the fair policy."""
     return issubclass(POLICIES.get(name, Policy), CalibratedSrjf)
 
 
 def make(name: str, settings: PolicySettings, *, is_fair: bool) -> Policy:
-    """Makes the policy of this name; is_fair: of each client, with fair shares between them."""
+    """is_fair: fair shares between clients, and this policy within each client."""
     kind = POLICIES[name]
     if is_fair:
         assert issubclass(kind, CalibratedSrjf), name

@@ -1,8 +1,8 @@
-"""Fair shares between clients, shortest job first within each (past the paper, whose order serves one client's flood of short
-requests before anybody else's).
+"""Fair shares between clients, shortest job first within each (beyond the paper: its order serves one client's flood of short
+requests before all other clients).
 
-Among the clients that wait, those that have not been served more than the others by their advance (`shares`) compete by the
-scores of their best jobs; who has just come and asks little goes first. A job is charged at what it costs when it
+Clients whose service is at most their advance above the least served (`shares`) compete by the scores of their best jobs; a
+client that has just arrived with a small job goes first. A job is charged at what it costs when it
 runs, so that hits in the prefix cache are cheap. Priority classes come first, as in every policy.
 """
 
@@ -19,7 +19,7 @@ from sgl_prefill.core.shares import Shares
 
 
 class Fair(Policy):
-    """The jobs of each client in an order of their own.
+    """Fair queueing between clients; each client's jobs are ordered by a policy of its own.
 
     Args:
         order_of_client: makes the policy within one client.
@@ -64,7 +64,7 @@ class Fair(Policy):
         if rank is None:
             return []
         if self.settings.max_queue_s is not None and (oldest := self.oldest()) is not None:
-            self._classes[oldest.rank].look_again_at(oldest)  # it may be overdue by now
+            self._classes[oldest.rank].look_again_at(oldest)  # it may have passed `max_queue_s`
         in_order = self._classes[rank].in_order(now_s, self._price)
         try:
             return self.fill_step(in_order)
@@ -72,17 +72,17 @@ class Fair(Policy):
             in_order.close()
 
     def forecast(self, job: Job) -> Forecast | None:
-        """Costs some microseconds for each client that waits. While this job's client is served what stands before it, each other
-        is served as much, or all that it waits for."""
+        """Assumes that every other client is served as much as this one before the job ends, or its whole queue. Takes some
+        microseconds for each waiting client."""
         return self._classes[job.rank].forecast(job)
 
     def parts_of_score(self, job: Job, now_s: float) -> ScoreParts | None:
-        """Says it within the job's client."""
+        """The score within the job's client."""
         return self._classes[job.rank].orders[job.client].parts_of_score(job, now_s)
 
     def drain_ms(self, client: str | None = None) -> float | None:
-        """Adds up all clients of all priorities; beside the jobs of one client each other is served as much, or all that it
-        waits for."""
+        """Adds up all clients of all priorities. For one client: each other client is served as much
+        meanwhile, or its whole queue."""
         if self.settings.predictor is None:
             return None
         backlogs_ms: dict[str, float] = {}
@@ -93,7 +93,7 @@ class Fair(Policy):
         return sum(min(backlog_ms, most_ms) for backlog_ms in backlogs_ms.values())
 
     def _price(self, job: Job) -> float:
-        """Returns what a job adds to a step: what the step costs whoever is in it is nobody's."""
+        """Marginal cost of a job in a step. The step's fixed cost is charged to no client."""
         return cost_alone(self.settings.cost, job) - self._shared_cost
 
 
@@ -105,10 +105,10 @@ class _PriorityClass:
         self._order_of_client = order_of_client
         step_tokens = TYPICAL_TOKENS if settings.step.is_one else settings.step.max_tokens
         self.shares = Shares(settings.cost(step_tokens, 0))  # a full step, or a typical job where a step is one
-        self.orders: dict[str, CalibratedSrjf] = {}  # of those that wait
-        # Clients that are not held back, by their best job: newcomers' first, then by score.
+        self.orders: dict[str, CalibratedSrjf] = {}  # of clients with waiting jobs
+        # Clients that are not held back, by their best job: new clients first, then by score.
         self._by_best: LazyHeap[str] = LazyHeap()
-        self._changed: dict[str, None] = {}  # whose best job may be another now
+        self._changed: dict[str, None] = {}  # clients whose best job may have changed
 
     def add(self, job: Job) -> None:
         if job.client not in self.orders:

@@ -1,4 +1,4 @@
-"""The policy of every rank but the first: what rank 0 has decided. No two clocks are compared, and no order can differ."""
+"""The policy of ranks 1 and up: it repeats the decisions of rank 0. Clocks are never compared, and orders cannot differ."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from sgl_prefill.core.job import Job
 from sgl_prefill.core.policy import Decision, Policy, PolicySettings
 
 
-class Told(NamedTuple):
-    """What a rank hears of rank 0."""
+class Broadcast(NamedTuple):
+    """What rank 0 sends to the other ranks for each step."""
 
     decision: Decision  # of its own jobs
     output_share: float | None  # `Policy.output_share`
 
 
 class Follower(Policy):
-    """Knows who waits, as quotas and the advisor of the KV side do, and decides nothing."""
+    """Keeps the queue, as quotas and the KV advisor need it, and decides nothing itself."""
 
-    def __init__(self, settings: PolicySettings, listen: Callable[[], Told]) -> None:
-        """listen: is called for each decision, where somebody waits."""
+    def __init__(self, settings: PolicySettings, receive: Callable[[], Broadcast]) -> None:
+        """receive: blocks for the decision of rank 0; called for each step while jobs wait."""
         super().__init__(settings)
-        self._listen = listen
+        self._receive = receive
         self._output_share: float | None = None
 
     def decide(self, now_s: float) -> Decision:
-        """Returns what rank 0 says; its jobs of this rank."""
+        """Returns the decision of rank 0, in jobs of this rank."""
         if not self.waiting:
             return Decision([], {})
-        decision, self._output_share = self._listen()
+        decision, self._output_share = self._receive()
         for job in decision.refuse:
             self.remove(job)
         return decision

@@ -29,7 +29,7 @@ class CalibratedSrjf(Policy):
         super().__init__(settings)
         # Weights: tokens that the job takes of a step, milliseconds of its tokens, 1 where it waits for another's prefix.
         self._by_score: OrderedSums[Job] = OrderedSums(n_weights=3)
-        # Of those that wait for one page the first in the order computes it: the others are forecast to find it.
+        # Of the jobs that wait for one page, the first in the order computes it; forecasts assume that the others find it cached.
         self._by_page: dict[Hashable, LazyHeap[Job]] = {}
         self._page_of: dict[Job, Hashable] = {}
         self._first_of_page: dict[Hashable, Job] = {}
@@ -107,7 +107,7 @@ class CalibratedSrjf(Policy):
         return ScoreParts(self.cost(job), self.settings.fairness_lambda * (now_s - self.since_s(job)))
 
     def drain_ms(self, client: str | None = None) -> float | None:
-        """Predicts when all that wait here would be done, whoever asks; None where nobody knows."""
+        """Milliseconds until all jobs here are done, whatever the client; None without a predictor."""
         predictor = self.settings.predictor
         if predictor is None:
             return None
@@ -171,7 +171,7 @@ class CalibratedSrjf(Policy):
         n_requests = n_before + 1
         steps = fill_steps(round(n_tokens), n_requests, size)
         if n_following and steps.n_steps == 1:
-            steps = steps._replace(n_steps=2)  # nobody shares a step with the one whose prefix it waits for
+            steps = steps._replace(n_steps=2)  # a job never shares a step with the job whose prefix it waits for
         room_tokens, room_requests = steps.room_tokens, steps.room_requests
         for other in itertools.islice(self._by_score.after(job), LOOK_AT):
             if other.next_page is not None and other.next_page == job.next_page:

@@ -116,7 +116,7 @@ class WholeJob(Policy):
             row = job.planned
             assert row is not None
             n_tokens = self._new_prefix_tokens(job, row)
-            # Of a row that only reads, what nobody shares is evicted as soon as others need the room.
+            # A row that only reads leaves an unshared tail, which is evicted as soon as others need the room.
             n_needed = job.n_miss_tokens + self._expected_tokens(job) if job.most_output_tokens > 1 else n_tokens
             if some_run and job.most_output_tokens > 1 and n_needed > room:
                 return

@@ -29,7 +29,7 @@ struct bf16 {
   uint16_t bits;
 };
 
-// Aligned memory; `at` is null where there was none. Of ours and not the library's: what the builds share by name (a
+// Aligned memory; `at` is null where there was none. Our own type and not the library's: what the builds share by name (a
 // std::vector<float>) the linker takes from any of them, and its instructions may not be this processor's.
 struct Buffer {
   char* at;
