@@ -7,7 +7,6 @@ from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import torch
 
-from sgl_prefill.cpu.fused import Linear
 from sgl_prefill.hybrid.shared_rows import Exchange, SharedRows
 from sgl_prefill.hybrid.split import Argument, Attention, BufferSpec, Piece, SplitBody
 
@@ -32,10 +31,10 @@ class LayerIO(Protocol):
 class HybridBody:
     """Runs a split body with `chunk_tokens` rows at a time."""
 
-    def __init__(self, split: SplitBody, chunk_tokens: int, products: Sequence[Linear] = ()) -> None:
+    def __init__(self, split: SplitBody, chunk_tokens: int, products: Sequence[Any] = ()) -> None:
         self.split = split
         self.chunk_tokens = chunk_tokens
-        self.products = products  # the matrix products with weights that can be packed; none where kernels do not serve
+        self.products = products  # `cpu.fused.Linear`, whose weights can be packed; none without native kernels
         # Whether extends of at most one chunk run here too and not in SGLang's own layers.
         self.serves_short = bool(products)
         # Memory profiles set this: of the first two pieces and the last one only the first and the last chunk are
