@@ -122,10 +122,10 @@ class PrefillConfig:
         None, "more prompts of one client (see --fair-by) that wait are refused with 429", **LIMIT
     )
     max_client_waiting_tokens: int | None = _option(None, "the same in tokens of prompts", **LIMIT)
-    decision_log: str | None = _option(
+    request_log: str | None = _option(
         None,
-        "a file to which every decision of the scheduler is appended, one JSON object a line, for `python -m sgl_prefill.plan"
-        " --decisions`; not for --scheduling stock",
+        "a file to which one JSON line per finished request is appended, for `python -m sgl_prefill.plan --trace`; not for"
+        " --scheduling stock",
         type=str,
         none="none",
     )
@@ -293,11 +293,11 @@ class PrefillConfig:
         return problems
 
     def _contradictions_of_records(self) -> list[str]:
-        if self.decision_log is None or self.has_policy:
+        if self.request_log is None or self.has_policy:
             return []
         return [
-            "--decision-log is for policies of this package, and with --scheduling stock SGLang's own scheduler decides: leave"
-            " one of the two out"
+            "--request-log records predictions of this package's policies, and with --scheduling stock SGLang's own scheduler"
+            " decides: leave one of the two out"
         ]
 
     def _contradictions_of_clients(self) -> list[str]:

@@ -2,13 +2,11 @@
 
     python -m sgl_prefill.plan --workload post-recommendation --rate 20 --durable-tokens 28300 --lambda 0,100,500,2000
     python -m sgl_prefill.plan --trace T.jsonl --profile P.json --durable-tokens 200000 --plot latency.png
-    python -m sgl_prefill.plan --decisions LOG --fairness-lambda 2000
-    python -m sgl_prefill.plan --trace T.jsonl --durable-tokens 28300 --engines 4 --routing user,cache_aware
+    python -m sgl_prefill.plan --trace requests.jsonl --durable-tokens 28300 --fairness-lambda 500,2000
 
 `--profile` is a JSON object with the coefficients of a fitted JCT model, as /server_info shows it under
-`sgl_prefill.jct_model`. A trace has one JSON object a line: arrival_s, prefix_id, prefix_tokens, tail_tokens, and `user`
-where a prefix is not a user's. `--engines` puts a router before so many engines, with `--durable-tokens` each.
-`--decisions` replays what a server decided (`planner/DECISIONS.md`).
+`sgl_prefill.jct_model`. A trace is the file that a server wrote with `--request-log`, or has one JSON object a line:
+arrival_s, prefix_id, prefix_tokens, tail_tokens. Of a request log the first row is how the server served it.
 """
 
 from __future__ import annotations
@@ -23,14 +21,15 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.jct import FittedJct
 from sgl_prefill.errors import ConfigurationError
+from sgl_prefill.planner.summary import Served, plot, show, summary_of
 from sgl_prefill.planner.summary import Summary as Summary
 from sgl_prefill.planner.summary import percentile as percentile
-from sgl_prefill.planner.summary import plot, show, summary_of
+from sgl_prefill.scheduling.request_log import PAGE_TOKENS
 
 # A machine that computes 20,000 tokens a second, for those who have not started a server yet.
 EXAMPLE_PROFILE = FittedJct(step_ms=5.0, miss_token_ms=0.05, pair_ms=5e-7, cached_token_ms=1e-4)
@@ -40,33 +39,15 @@ USUAL_PAGE_TOKENS = 50
 ENGINE_OPTIONS = ("sharers", "max_queue_s", "pack_step_tokens")
 
 
-class Cluster(NamedTuple):
-    """How many engines, and what stands before them."""
-
-    n_engines: int = 1
-    routing: str = "user"
-    seed: int = 0  # of a router that leaves something to chance
-
-
-ALONE = Cluster()
-
-
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, or 2 with one message on stderr."""
     arguments = _parser().parse_args(argv)
-    if arguments.decisions is not None:
-        from sgl_prefill.planner import decision_report
-
-        return decision_report.main(arguments)
-    if arguments.page_tokens is None:
-        arguments.page_tokens = USUAL_PAGE_TOKENS
     try:
         profile = profile_of(arguments.profile)
         lambdas = lambdas_of(arguments.fairness_lambda or USUAL_LAMBDAS)
-        routings = _routings(arguments.engines, arguments.routing)
         from sgl_prefill.planner import workloads
 
-        arrivals = _arrivals(arguments)
+        arrivals, as_it_ran = _arrivals(arguments)
         config = PrefillConfig.from_namespace(arguments, ENGINE_OPTIONS)
     except (ValueError, OSError, ConfigurationError) as error:
         print(f"sgl_prefill: {error}", file=sys.stderr)
@@ -79,8 +60,8 @@ def main(argv: list[str] | None = None) -> int:
     print(
         f"{len(arrivals)} requests; an unlimited cache would save {100 * workloads.ceiling_of_saving(arrivals):.2f} %"
     )
-    clusters = [Cluster(arguments.engines, routing, arguments.seed) for routing in routings]
-    summaries = [summarize(arrivals, one, profile, arguments, cluster) for cluster in clusters for one in configs]
+    summaries = [summary_of("as it ran", as_it_ran)] if as_it_ran else []
+    summaries += [summarize(arrivals, one, profile, arguments) for one in configs]
     show(summaries)
     if arguments.json is not None:
         found = [summary._replace(latencies_s=[])._asdict() for summary in summaries]
@@ -103,32 +84,19 @@ def summarize(
     config: PrefillConfig,
     profile: FittedJct,
     arguments: argparse.Namespace,
-    cluster: Cluster = ALONE,
-    *,
-    is_fair: bool = False,
 ) -> Summary:
-    """Replay under these options, with progress on stderr.
+    """Replays under these options, with progress on stderr. arguments: `durable_tokens` and `page_tokens`."""
+    from sgl_prefill.planner.simulate import name_of, replay
 
-    Args:
-        arguments: `durable_tokens` of each engine, and `page_tokens`.
-        is_fair: users get fair shares of an engine.
-    """
-    from sgl_prefill.planner.routing import ROUTERS
-    from sgl_prefill.planner.simulate import SimulatedEngine, name_of, replay_cluster
-
-    name = name_of(config) if cluster.n_engines == 1 else f"{cluster.routing}: {name_of(config)}"
+    name = name_of(config)
     started = time.monotonic()
 
     def show_progress(n_served: int) -> None:
         left_s = (time.monotonic() - started) / n_served * (len(arrivals) - n_served)
         print(f"\r{name}: {n_served} of {len(arrivals)}, {left_s:.0f} s left   ", end="", file=sys.stderr)
 
-    engines = [
-        SimulatedEngine(config, profile, arguments.durable_tokens, page_tokens=arguments.page_tokens, is_fair=is_fair)
-        for _ in range(cluster.n_engines)
-    ]
-    router = ROUTERS[cluster.routing](random.Random(cluster.seed))
-    served = [one for _, one in replay_cluster(arrivals, engines, router, on_progress=show_progress)]
+    tokens, page_tokens = arguments.durable_tokens, arguments.page_tokens
+    served = list(replay(arrivals, config, profile, tokens, page_tokens=page_tokens, on_progress=show_progress))
     print("\r" + 79 * " " + "\r", end="", file=sys.stderr)
     return summary_of(name, served)
 
@@ -138,34 +106,19 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m sgl_prefill.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--trace", type=Path, help="a trace file")
-    source.add_argument(
-        "--decisions", type=Path, help="a server's --decision-log: made again by its policy, and under other options"
-    )
+    source.add_argument("--trace", type=Path, help="a trace file, or a server's request log")
     source.add_argument("--workload", choices=("post-recommendation", "credit-verification"), help="one of the paper's")
     parser.add_argument("--profile", type=Path, help="coefficients of the JCT model (default: an example machine)")
-    parser.add_argument(
-        "--durable-tokens", type=int, help="KV slots of the prefix cache (default: those of the server of --decisions)"
-    )
+    parser.add_argument("--durable-tokens", type=int, help="KV slots of the prefix cache")
     parser.add_argument(
         "--lambda",
         "--fairness-lambda",
         dest="fairness_lambda",
-        help=f"values to compare, tokens per second (default: {USUAL_LAMBDAS}; of --decisions: the server's)",
+        help=f"values to compare, tokens per second (default: {USUAL_LAMBDAS})",
     )
     for name in ENGINE_OPTIONS:
         PrefillConfig.add_cli_argument(parser, name)
-    parser.add_argument("--engines", type=int, default=1, help="engines behind a router (default: 1)")
-    parser.add_argument(
-        "--routing",
-        default="user",
-        help="values of `python -m sgl_prefill.cluster --routing` to compare (default: user)",
-    )
-    parser.add_argument(
-        "--page-tokens",
-        type=int,
-        help="tokens that the replay counts as one (default: 50; of --decisions: a hundredth of a prompt, 50 at most)",
-    )
+    parser.add_argument("--page-tokens", type=int, help="page size of the replay (default: 50; of a request log: 64)")
     parser.add_argument("--rate", type=float, default=1.0, help="of a workload: requests per second")
     parser.add_argument("--arrivals", choices=("burst", "single", "at-once"), default="burst", help="of WL1")
     parser.add_argument("--users", type=int, help="of a workload (default: the paper's 20 or 60)")
@@ -199,38 +152,35 @@ def lambdas_of(text: str) -> list[float]:
     return values
 
 
-def _routings(n_engines: int, text: str) -> list[str]:
-    from sgl_prefill.planner.routing import ROUTERS
-
-    if n_engines < 1:
-        raise ValueError(f"--engines is {n_engines}: it must be at least 1")
-    names = text.split(",")
-    if unknown := [name for name in names if name not in ROUTERS]:
-        raise ValueError(
-            f"--routing is {text}: {unknown[0]!r} is none of {', '.join(ROUTERS)} (with commas between them)"
-        )
-    return names if n_engines > 1 else names[:1]
-
-
-def _arrivals(arguments: argparse.Namespace) -> list[Any]:
+def _arrivals(arguments: argparse.Namespace) -> tuple[list[Any], list[Served]]:
+    """Returns the trace, and of a request log how its requests were served. Sets `page_tokens`."""
     from sgl_prefill.planner import workloads
 
+    logged = None if arguments.trace is None else workloads.read_log(arguments.trace)
+    if logged is not None and arguments.page_tokens not in (None, PAGE_TOKENS):
+        raise ValueError(
+            f"--page-tokens is {arguments.page_tokens}, and a request log has pages of {PAGE_TOKENS}: leave it out"
+        )
+    if arguments.page_tokens is None:
+        arguments.page_tokens = USUAL_PAGE_TOKENS if logged is None else PAGE_TOKENS
     if arguments.durable_tokens is None:
         raise ValueError("--durable-tokens is missing: give the KV slots of the prefix cache")
     for name in ("durable_tokens", "page_tokens", "rate"):
         if not 0 < getattr(arguments, name) < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}: it must be positive")
+    if logged is not None:
+        return logged
     if arguments.trace is not None:
         arrivals = workloads.read(arguments.trace)
         if not arrivals:
             raise ValueError(f"{arguments.trace} holds no request")
-        return arrivals
+        return arrivals, []
     rng = random.Random(arguments.seed)
     users: dict[str, Any] = {} if arguments.users is None else {"n_users": arguments.users}
     if arguments.workload == "credit-verification":
-        return workloads.credit_verification(rng, arguments.rate, **users)
+        return workloads.credit_verification(rng, arguments.rate, **users), []
     limits: dict[str, Any] = {"profile_range_tokens": None} if arguments.plain_normal else {}
-    return workloads.post_recommendation(rng, arguments.rate, arrivals=arguments.arrivals, **users, **limits)
+    return workloads.post_recommendation(rng, arguments.rate, arrivals=arguments.arrivals, **users, **limits), []
 
 
 if __name__ == "__main__":

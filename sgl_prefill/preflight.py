@@ -236,8 +236,8 @@ def check_argv(config: PrefillConfig, argv: list[str], *, listens: bool = True) 
         problems += _model_path_problems(model_path)
     if config.shared_prefix is not None:
         problems += _text_file_problems("--shared-prefix", config.shared_prefix)
-    if config.decision_log is not None:
-        problems += _log_file_problems("--decision-log", config.decision_log)
+    if config.request_log is not None:
+        problems += _log_file_problems("--request-log", config.request_log)
     try:
         urls_of(config.cluster_engines)
     except ValueError as error:

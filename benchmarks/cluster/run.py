@@ -21,14 +21,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import report
-from benchmarks.cluster import live, planner
+from benchmarks.cluster import live
 
 PARTS: dict[str, Callable[[live.Engines, bool], live.Part]] = {
     "routing": live.routing,
     "heavy_user": live.heavy_user,
     "gateway": live.gateway_cost,
     "kills": live.kills,
-    "planner": lambda _, quick: planned(quick),
 }
 
 
@@ -51,12 +50,6 @@ def main() -> int:
             conditions["commands"] = {**conditions.get("commands", {}), **engines.commands}
             write({one: parts[one] for one in PARTS if one in parts}, conditions, arguments.json)
     return 0
-
-
-def planned(quick: bool) -> live.Part:
-    """What the planner says, of routings and of a thousand engines; it needs no engine."""
-    found = planner.measure(quick)
-    return live.Part(found, planner.targets_of(found))
 
 
 def write(parts: dict[str, Any], conditions: dict[str, Any], path: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""What does the dashboard cost, are its numbers true, and what do a start and the log of decisions say?
+"""What does the dashboard cost, are its numbers true, and what does a start print?
 
     python benchmarks/dashboard/run.py [--quick] [--json PATH]
 
@@ -18,13 +18,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import report
-from benchmarks.dashboard import open_page, replay_decisions, snapshots, start_lines
+from benchmarks.dashboard import open_page, snapshots, start_lines
 
 PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "snapshot": snapshots.measure,
     "open": open_page.measure,
     "start": start_lines.measure,
-    "replay": replay_decisions.measure,
 }
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""GET /decisions: who ran in the last steps, and why. The lines are those of `--decision-log` (`planner/DECISIONS.md`)."""
+"""GET /scheduler/decisions: the requests of the last steps, one JSON object a line, and why the first one ran."""
 
 from __future__ import annotations
 
@@ -7,41 +7,36 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from fastapi.responses import Response
+from sglang.srt.managers.io_struct import GetInternalStateReq
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError, NotFoundError
-from sgl_prefill.port import decisions
-from sgl_prefill.scheduling.decisions import KEPT_DECISIONS
+from sgl_prefill.port.dashboard import DECISIONS_NAME
+from sgl_prefill.scheduling.recent import N_STEPS
 
 if TYPE_CHECKING:
     from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
 
-PATH = "/decisions"
-USUAL_DECISIONS = 200
-MOST_DIGITS = 20  # Python reads no number of thousands of them
-JSON_LINES = "application/x-ndjson"
+PATH = "/scheduler/decisions"
 
 
 def add_routes(app: FastAPI, config: PrefillConfig, manager: Callable[[], PrefillTokenizerManager]) -> None:
-    """manager: is called when a request has come."""
+    """manager: called per request, since SGLang makes it after the routes."""
 
     @app.get(PATH)
-    async def show_decisions(last: str = str(USUAL_DECISIONS)) -> Any:
-        n_last = count_of(last)
+    async def show_decisions(last: str = "200") -> Any:
+        if not (last.isascii() and last.isdigit() and len(last) < 6 and 1 <= int(last) <= N_STEPS):
+            raise BadRequestError(
+                f"last is {last[:20]!r}: it must be a number from 1 to {N_STEPS}, the steps that a server keeps;"
+                " --request-log FILE records all requests"
+            )
         if not config.has_policy:
             raise NotFoundError(
-                "this server runs with --scheduling stock: SGLang's own scheduler decides, and says nothing of it; start it with"
-                " another --scheduling"
+                "this server runs with --scheduling stock, where SGLang's own scheduler decides: start it with another"
+                " --scheduling"
             )
-        return Response(await decisions.ask(manager(), n_last), media_type=JSON_LINES)
-
-
-def count_of(last: str) -> int:
-    """Returns how many decisions are asked for. Raises BadRequestError."""
-    is_number = last.isascii() and last.isdigit() and len(last) < MOST_DIGITS
-    if not is_number or not 1 <= int(last) <= KEPT_DECISIONS:
-        raise BadRequestError(
-            f"last is {last[:20]!r}: it must be a number from 1 to {KEPT_DECISIONS}, which is how many decisions a server keeps;"
-            " for all of them start it with --decision-log FILE"
-        )
-    return int(last)
+        asked = manager()
+        asked.auto_create_handle_loop()
+        replies = await asked.get_internal_state_communicator(GetInternalStateReq(rid=DECISIONS_NAME))
+        lines = [line for reply in replies for line in reply.internal_state[DECISIONS_NAME].splitlines(keepends=True)]
+        return Response("".join(lines[-int(last) :]), media_type="application/x-ndjson")

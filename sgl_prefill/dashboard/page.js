@@ -202,8 +202,6 @@ function showMemory({ memory, cache, totals }) {
   put("kv-tokens", cache.kv_tokens);
   put("removed", cache.removed_tokens);
   put("wanted", cache.wanted_removals);
-  put("hit-share", cache.hit_share, percent(cache.hit_share));
-  put("ceiling", cache.ceiling_share, percent(cache.ceiling_share));
   if (!cache.prefixes) return;
   write($("tree-note"), `${shown(cache.prefixes.count)} prefixes, as of ${shown(cache.prefixes.age_s)} s ago`);
   tree(cache.prefixes);
@@ -212,6 +210,8 @@ function showMemory({ memory, cache, totals }) {
 function showSpeed({ start, at_s: at, totals, steps, speed }) {
   put("requests", totals.requests);
   put("cached", totals.cached_tokens);
+  const share = totals.input_tokens ? totals.cached_tokens / totals.input_tokens : null;
+  put("hit-share", share, percent(share));
   if (before && before.start === start && at > before.at) {
     const seconds = at - before.at, point = [at, (totals.requests - before.requests) / seconds, (totals.input_tokens - before.tokens) / seconds];
     put("requests-per-s", point[1]);

@@ -14,7 +14,6 @@ import numpy as np
 from sgl_prefill.core.job import Job
 from sgl_prefill.core.policy import Policy
 from sgl_prefill.dashboard.prefixes import Shown, View
-from sgl_prefill.scheduling.ceiling import Ceiling
 from sgl_prefill.scheduling.recent import Answered, Recent
 
 AGES_S = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
@@ -22,6 +21,7 @@ PREDICTED_MS = (3, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000)
 LENGTHS_TOKENS = (128, 512, 2048, 8192, 32_768)
 N_NEXT = 12
 N_CLIENTS = 12
+N_SHOWN_STEPS = 200
 LONGEST_NAME = 40  # characters of a client's
 
 
@@ -116,12 +116,12 @@ def _histogram(values: Any, edges: Sequence[float]) -> list[int]:
 
 def _steps(recent: Recent) -> dict[str, Any]:
     """Shows the last steps, a list for each column, and where their time went."""
-    steps = list(recent.steps)
+    steps = list(recent.steps)[-N_SHOWN_STEPS:]
     return {
         "predicted_ms": [None if one.predicted_ms is None else _rounded(one.predicted_ms) for one in steps],
         "forward_ms": [_rounded(one.forward_ms) for one in steps],
         "tokens": [one.n_computed_tokens for one in steps],
-        "requests": [one.n_requests for one in steps],
+        "requests": [len(one.requests) for one in steps],
         "parts_ms": {
             "forward": _rounded(sum(one.forward_ms for one in steps)),
             "policy": _rounded(sum(one.policy_ms for one in steps)),
@@ -173,18 +173,13 @@ def _clients(recent: Recent, queue: _Queue) -> list[dict[str, Any]]:
     return shown
 
 
-def of_cache(
-    cache: Cache, view: View | None, ceiling: Ceiling | None, now_s: float, shows_prompts: bool
-) -> dict[str, Any]:
+def of_cache(cache: Cache, view: View | None, now_s: float, shows_prompts: bool) -> dict[str, Any]:
     """Shows the prefix cache.
 
     Args:
-        ceiling: None under SGLang's own scheduler.
         shows_prompts: the first tokens of prefixes go with them.
     """
     shown: dict[str, Any] = {**cache._asdict(), "prefixes": None}
-    shown["hit_share"] = None if ceiling is None else ceiling.hit_share
-    shown["ceiling_share"] = None if ceiling is None else ceiling.share
     if view is not None:
         shown["prefixes"] = {
             "age_s": _rounded(max(now_s - view.at_s, 0.0)),

@@ -79,12 +79,9 @@ def panels() -> list[Panel]:
             {f"p{round(share * 100)} {{{{instance}}}}": _quantile(share, "jct_error_ratio") for share in (0.5, 0.9)},
         ),
         Panel(
-            "Share of input tokens found in the cache, and its ceiling",
+            "Share of input tokens found in the cache",
             "percentunit",
-            {
-                "found {{instance}}": _share(_name("cached_tokens"), PROMPT_TOKENS, "5m"),
-                "ceiling {{instance}}": _share(_name("reusable_tokens"), PROMPT_TOKENS, "5m"),
-            },
+            {"{{instance}}": _share(_name("cached_tokens"), PROMPT_TOKENS, "5m")},
         ),
         Panel(
             "Input tokens a second",
@@ -93,7 +90,6 @@ def panels() -> list[Panel]:
         ),
         Panel("Refused requests a second", "reqps", {"{{reason}}": _rate(_name("refused_requests"), by="reason")}),
         Panel("Time of the policy, a step", "s", {"p99 {{instance}}": _quantile(0.99, "policy_seconds")}),
-        Panel("Decisions that the log lost, a second", "short", {"{{instance}}": _rate(_name("lost_decision_lines"))}),
     ]
 
 
@@ -123,15 +119,6 @@ def alerts() -> list[Alert]:
             "warning",
             "{{ $value | humanize }} requests a second are refused: {{ $labels.reason }}",
             "the reply of each says why; `overloaded` and `deadline_unreachable` mean too much load for this engine",
-        ),
-        Alert(
-            "SglPrefillHitsAreBelowTheirCeiling",
-            f"({_share(_name('cached_tokens'), _name('reusable_tokens'), '30m')}) < 0.8"
-            f" and ({_share(_name('reusable_tokens'), PROMPT_TOKENS, '30m')}) > 0.1",
-            "30m",
-            "info",
-            "the cache holds {{ $value | humanizePercentage }} of the tokens that a larger one would have held",
-            "prefixes leave the cache before they are asked for again: give it more memory, or send together what shares one",
         ),
     ]
 

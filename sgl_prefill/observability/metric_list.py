@@ -54,13 +54,7 @@ METRICS = (
         _ERROR_RATIOS,
     ),
     Metric("cached_tokens", "counter", "Input tokens found in the prefix cache."),
-    Metric(
-        "reusable_tokens",
-        "counter",
-        "Input tokens that a prefix cache of some 10 million tokens would have held, those found in this one included.",
-    ),
     Metric("kept_tokens", "counter", "Input tokens whose KV was kept in the prefix cache."),
-    Metric("lost_decision_lines", "counter", "Decisions that --decision-log could not be given, as on a full disk."),
     Metric("evicted_tokens", "counter", "Input tokens whose KV lived for one layer."),
     Metric("refused_requests", "counter", "Requests refused, by reason.", labels=("reason",)),
 )

@@ -1,4 +1,4 @@
-"""Traces: the two workloads of PrefillOnly (section 7.1), and files.
+"""Traces: the two workloads of PrefillOnly (section 7.1), trace files, and request logs of a server (`--request-log`).
 
 Where the paper is ambiguous there is an option. A trace is a list of arrivals in time order; a request is a prefix, which others
 may share, and a tail of its own.
@@ -12,6 +12,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from sgl_prefill.planner.summary import Served
+from sgl_prefill.scheduling.request_log import PAGE_TOKENS
+
 
 class Arrival(NamedTuple):
     """One request of a trace; one JSON object a line in a file."""
@@ -20,11 +23,7 @@ class Arrival(NamedTuple):
     prefix_id: str
     prefix_tokens: int
     tail_tokens: int  # at least 1
-    user: str = ""  # whom its header names; empty: each prefix is a user's
-
-    @property
-    def of_user(self) -> str:
-        return self.user or self.prefix_id
+    pages: tuple[int, ...] = ()  # hashes of its prefixes, of a request log; then `prefix_tokens` are in these pages
 
     @property
     def n_tokens(self) -> int:
@@ -80,6 +79,34 @@ def credit_verification(
     ]
 
 
+class Logged(NamedTuple):
+    """A request log as a trace, and how its requests were served."""
+
+    arrivals: list[Arrival]
+    served: list[Served]
+
+
+def read_log(path: Path) -> Logged | None:
+    """Reads a request log of a server; None for another file. Raises ValueError naming the line that is not a request."""
+    lines = [line for line in path.read_text().splitlines() if line.strip()]
+    if not lines or '"input_tokens"' not in lines[0]:
+        return None
+    arrivals, served = [], []
+    for number, line in enumerate(lines, start=1):
+        try:
+            fields = json.loads(line)
+            arrival_s, n_tokens, pages = float(fields["arrival_s"]), int(fields["input_tokens"]), tuple(fields["pages"])
+            start_s = arrival_s + fields["wait_ms"] / 1000
+            finish_s = start_s + fields["actual_ms"] / 1000
+            served.append(Served(arrival_s, start_s, finish_s, n_tokens, int(fields["cached_tokens"])))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path}, line {number}: {error!r}; a line of a request log has arrival_s, ...") from error
+        n_prefix = PAGE_TOKENS * len(pages)
+        arrivals.append(Arrival(arrival_s, "", n_prefix, n_tokens - n_prefix, pages))
+    arrivals.sort(key=lambda one: one.arrival_s)
+    return Logged(arrivals, sorted(served, key=lambda one: one.start_s))
+
+
 def read(path: Path) -> list[Arrival]:
     """Reads a trace file, sorted by time. Raises ValueError that names the line which is not an arrival."""
     arrivals = []
@@ -93,7 +120,6 @@ def read(path: Path) -> list[Arrival]:
                 str(fields["prefix_id"]),
                 int(fields["prefix_tokens"]),
                 int(fields["tail_tokens"]),
-                str(fields.get("user", "")),
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
@@ -109,11 +135,16 @@ def read(path: Path) -> list[Arrival]:
 
 
 def write(path: Path, arrivals: Iterable[Arrival]) -> None:
-    path.write_text("".join(json.dumps(arrival._asdict()) + "\n" for arrival in arrivals))
+    fields = [{name: value for name, value in one._asdict().items() if name != "pages"} for one in arrivals]
+    path.write_text("".join(json.dumps(one) + "\n" for one in fields))
 
 
 def ceiling_of_saving(arrivals: list[Arrival]) -> float:
     """Returns the share of all tokens that an unlimited cache would save: every prefix is computed once."""
+    if arrivals[0].pages or not arrivals[0].prefix_id:  # of a request log
+        n_first = PAGE_TOKENS * len({page for arrival in arrivals for page in arrival.pages})
+        n_all = sum(arrival.prefix_tokens for arrival in arrivals)
+        return (n_all - n_first) / sum(arrival.n_tokens for arrival in arrivals)
     prefixes = {arrival.prefix_id: arrival.prefix_tokens for arrival in arrivals}
     n_prefix_tokens = sum(arrival.prefix_tokens for arrival in arrivals)
     return (n_prefix_tokens - sum(prefixes.values())) / sum(arrival.n_tokens for arrival in arrivals)

@@ -1,7 +1,7 @@
 """How the page `/dashboard` learns of a scheduler process: SGLang's question for its internal state, asked under a name of ours.
 
-The scheduler answers it in its own turn between two steps, as it answers /server_info; while nobody asks, steps and requests are
-written down as they end, and nothing is computed.
+The scheduler answers it in its own turn between two steps, as it answers /server_info; until then, steps and requests are
+only recorded as they end.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from sgl_prefill.port import background, client, reply_facts
 from sgl_prefill.port.arrival import arrival_s
 from sgl_prefill.port.radix_cache import RadixTree, WatchedRadixCache
 from sgl_prefill.scheduling.recent import Answered
+from sgl_prefill.scheduling.request_log import prefix_hashes
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateReqOutput
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 
     from sgl_prefill.port.scheduler import SchedulerPort
 
-NAME = "sgl_prefill:dashboard"  # of the question, and of the answer in its dictionary
+# Request ids of the question for the internal state that ask for ours, and keys of the answer.
+NAME = "sgl_prefill:dashboard"
+DECISIONS_NAME = "sgl_prefill:decisions"
 
 
 class Watch:
@@ -48,12 +51,21 @@ def around_get_internal_state(
     scheduler: Scheduler,
     recv_req: GetInternalStateReq,
 ) -> GetInternalStateReqOutput:
-    """Hook: a question of the dashboard's gets a snapshot, every other one SGLang's answer."""
-    if recv_req.rid != NAME:
+    """Hook: answers the dashboard with a snapshot and /scheduler/decisions with the last steps; all else is SGLang's."""
+    if recv_req.rid not in (NAME, DECISIONS_NAME):
         return original(scheduler, recv_req)
     from sglang.srt.managers.io_struct import GetInternalStateReqOutput
 
-    return GetInternalStateReqOutput(internal_state={NAME: taken(state, scheduler).decode()})
+    answer = taken(state, scheduler) if recv_req.rid == NAME else last_decisions(state)
+    return GetInternalStateReqOutput(internal_state={recv_req.rid: answer.decode()})
+
+
+def last_decisions(state: EngineState) -> bytes:
+    """The last steps, the newest last, one JSON object a line."""
+    if state.scheduling is None:
+        return b""
+    offset_s = time.time() - time.perf_counter()
+    return b"".join(orjson.dumps(step.shown(offset_s)) + b"\n" for step in state.scheduling.recent.steps)
 
 
 def taken(state: EngineState, scheduler: Any) -> bytes:
@@ -93,30 +105,54 @@ def _cache(state: EngineState, scheduler: Any, now_s: float) -> dict[str, Any] |
         wanted_removed_tokens=0 if calibration is None else calibration.n_wanted_removed_tokens,
     )
     view = None if watch.survey is None else watch.survey.view
-    return snapshot.of_cache(counted, view, None if port is None else port.ceiling, now_s, state.config.show_prompts)
+    return snapshot.of_cache(counted, view, now_s, state.config.show_prompts)
 
 
 def write_down(port: SchedulerPort, done: Sequence[Req]) -> None:
-    """Notes what a step has come to. done: whom it answered."""
+    """Records a finished step for the dashboard, and its requests in the request log. done: its requests."""
     live = port.live
     begin_s = done[0].time_stats.forward_entry_time
     end_s = max(req.time_stats.prefill_finished_time for req in done)
     answered = [_answered(req, begin_s, end_s) for req in done]
     facts = [reply_facts.read(req.time_stats) for req in done]
     port.recent.add(
+        number=live.n_steps,
         begin_s=begin_s,
         end_s=end_s,
         predicted_ms=live.last_predicted_ms,
         policy_s=live.last_step_s,
+        score=live.last_score,
         is_waited_for=bool(live.policy.waiting),
         requests=answered,
     )
     known = [(one["kept_tokens"], one["evicted_tokens"]) for one in facts if "kept_tokens" in one]
     port.recent.count(answered, known, sum(map(background.is_background, done)))
+    if port.request_log is not None:
+        offset_s = time.time() - time.perf_counter()
+        port.request_log.write(
+            {
+                "arrival_s": round(one.end_s - one.latency_s + offset_s, 6),
+                "id": one.rid,
+                "client": one.client,
+                "input_tokens": one.n_input_tokens,
+                "cached_tokens": one.n_cached_tokens,
+                "wait_ms": round(1000 * one.wait_s, 3),
+                "predicted_ms": live.last_predicted_ms,
+                "actual_ms": round(1000 * (one.latency_s - one.wait_s), 3),
+                "pages": prefix_hashes(req.origin_input_ids, req.extra_key),
+            }
+            for one, req in zip(answered, done, strict=True)
+        )
 
 
 def _answered(req: Req, begin_s: float, end_s: float) -> Answered:
     came_s = arrival_s(req)
     return Answered(
-        end_s, client.of(req), len(req.origin_input_ids), req.cached_tokens, max(begin_s - came_s, 0.0), end_s - came_s
+        req.rid,
+        end_s,
+        client.of(req),
+        len(req.origin_input_ids),
+        req.cached_tokens,
+        max(begin_s - came_s, 0.0),
+        end_s - came_s,
     )

@@ -18,7 +18,7 @@ from sgl_prefill.core.deadlines import Refusal
 from sgl_prefill.core.job import BACKGROUND, Job
 from sgl_prefill.core.packing import StepSize
 from sgl_prefill.core.policies.follower import Broadcast, Follower
-from sgl_prefill.core.policy import Decision, Policy, Writing
+from sgl_prefill.core.policy import Decision, Policy, PolicySettings, Writing
 from sgl_prefill.core.ranks import ALONE, Ranks
 from sgl_prefill.engine_state import EngineState
 from sgl_prefill.errors import SeamError
@@ -28,7 +28,6 @@ from sgl_prefill.port import (
     client,
     dashboard,
     deadlines,
-    decisions,
     reply_facts,
     request_state,
     silent_metrics,
@@ -38,11 +37,10 @@ from sgl_prefill.port.arrival import arrival_s
 from sgl_prefill.port.radix_cache import RadixTree, WatchedRadixCache
 from sgl_prefill.port.ranks import these_ranks
 from sgl_prefill.port.waiting_list import Counted, WaitingList
-from sgl_prefill.scheduling.ceiling import Ceiling
 from sgl_prefill.scheduling.live import LiveScheduling
 from sgl_prefill.scheduling.metrics import Facts, PolicyMetrics
 from sgl_prefill.scheduling.recent import Recent
-from sgl_prefill.scheduling.server_settings import settings_of
+from sgl_prefill.scheduling.request_log import RequestLog
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import AbortReq
@@ -69,7 +67,7 @@ class SchedulerPort:
         self.planned: dict[str, PlannedRow] = {}  # by request id: what arrives next, where it is known ahead
         self._left: list[Any] = []
         self.recent = Recent()
-        self.ceiling = Ceiling()
+        self.request_log: RequestLog | None = None
 
     @property
     def is_first_rank(self) -> bool:
@@ -206,7 +204,15 @@ def after_init_schedule_policy(state: EngineState, result: None, scheduler: Sche
     sign = (1 if scheduler.schedule_low_priority_values_first else -1) if scheduler.enable_priority_scheduling else 0
     config = state.config
     state.step_size = _step_size(state, scheduler)
-    settings = settings_of(config, state.jct_ms, state.step_size, scheduler.max_total_num_tokens)
+    settings = PolicySettings.of(
+        state.step_size,
+        jct_ms=state.jct_ms if config.jct_model == "fitted" else None,
+        fairness_lambda=config.fairness_lambda,
+        max_queue_s=config.max_queue_s,
+        counts_sharers=config.sharers == "count",
+    )._replace(
+        kv_tokens=scheduler.max_total_num_tokens, background_step_ms=config.background_step_ms, quotas=config.quotas
+    )
     collector = getattr(scheduler, "metrics_collector", None)
     metrics = None if collector is None or silent_metrics.are_silent(collector) else PolicyMetrics(collector.labels)
     ranks = these_ranks()
@@ -215,10 +221,11 @@ def after_init_schedule_policy(state: EngineState, result: None, scheduler: Sche
         policy = policies.make(config.scheduling, settings, is_fair=config.is_fair)
     else:
         policy = Follower(settings, lambda: of(state).receive_decision())
-    recorder = decisions.recorder_of(state, settings, metrics) if ranks.index == 0 else None
-    live = LiveScheduling(RadixTree(cache), policy, metrics, recorder)
+    live = LiveScheduling(RadixTree(cache), policy, metrics)
     cache.connect(live.listener, live.advisor, scheduler.max_total_num_tokens)
     state.scheduling = SchedulerPort(live, sign, ranks)
+    if config.request_log is not None and ranks.index == 0:
+        state.scheduling.request_log = RequestLog(config.request_log)
     scheduler.waiting_queue = WaitingList(scheduler.waiting_queue)
 
 
@@ -285,7 +292,7 @@ def around_get_new_batch_prefill(
         for _, req in started:
             if predicted_ms is not None:
                 reply_facts.add(req.time_stats, predicted_jct_ms=round(predicted_ms, 3))
-        traces.tell_picked(started, now_s, predicted_ms, live.step)
+        traces.add_picked(started, now_s, predicted_ms, live.n_steps)
         # SGLang itself may queue requests during the call: a grammar that became ready, a preempted generation.
         for req in left:
             if req not in picked:
@@ -344,14 +351,11 @@ def learn(state: EngineState, batch: ScheduleBatch) -> None:
     if done:
         finished_s = max(req.time_stats.prefill_finished_time for req in done)
         actual_ms = 1000 * (finished_s - done[0].time_stats.forward_entry_time)
-    port.live.observe(actual_ms, [_facts_of(port, req) for req in done])
+    port.live.observe(actual_ms, [_facts_of(req) for req in done])
     if done:
         dashboard.write_down(port, done)
 
 
-def _facts_of(port: SchedulerPort, req: Req) -> Facts:
-    told: dict[str, Any] = reply_facts.read(req.time_stats)
-    tokens: array[int] = req.origin_input_ids
-    most_cached_tokens = req._compute_max_prefix_len(len(tokens))
-    n_reusable = port.ceiling.add(tokens, req.extra_key, req.cached_tokens, most_cached_tokens)
-    return Facts(req.rid, req.cached_tokens, n_reusable, told.get("kept_tokens"), told.get("evicted_tokens"))
+def _facts_of(req: Req) -> Facts:
+    facts: dict[str, Any] = reply_facts.read(req.time_stats)
+    return Facts(req.cached_tokens, facts.get("kept_tokens"), facts.get("evicted_tokens"))

@@ -26,13 +26,13 @@ FACTS = ("kept_tokens", "evicted_tokens", "predicted_jct_ms")  # of the reply's 
 LEVEL = 1  # of SGLANG_TRACE_LEVEL, as the span that the event is in
 
 
-def tell_picked(started: Sequence[tuple[Job, Req]], now_s: float, predicted_ms: float | None, step: int | None) -> None:
+def add_picked(started: Sequence[tuple[Job, Req]], now_s: float, predicted_ms: float | None, step: int) -> None:
     """Adds to the span of each request that is about to run why and with whom. To be called once SGLang has begun the span.
 
     Args:
         started: those of one step, the first one first.
         now_s: when the policy decided.
-        step: number of the decision, as /decisions shows it; None on a rank that follows.
+        step: number of the decision, as /scheduler/decisions shows it.
     """
     for job, req in started:
         if req.time_stats.trace_ctx.tracing_enable:
@@ -47,7 +47,7 @@ def _add_event(req: Req, attributes: dict[str, Any]) -> None:
 
 
 def _attributes(
-    job: Job, now_s: float, predicted_ms: float | None, step: int | None, started: Sequence[tuple[Job, Req]]
+    job: Job, now_s: float, predicted_ms: float | None, step: int, started: Sequence[tuple[Job, Req]]
 ) -> dict[str, Any]:
     found = {
         "step": step,

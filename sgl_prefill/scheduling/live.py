@@ -10,9 +10,8 @@ from sgl_prefill.core.calibration import Calibration
 from sgl_prefill.core.jct import Work
 from sgl_prefill.core.job import Job
 from sgl_prefill.core.kv_advisor import KVAdvisor
-from sgl_prefill.core.policy import Decision, Policy, Writing
+from sgl_prefill.core.policy import Decision, Policy, ScoreParts, Writing
 from sgl_prefill.core.prefix_tree import PrefixTree, TreeListener
-from sgl_prefill.scheduling.decisions import DecisionRecorder, RecordedPolicy
 from sgl_prefill.scheduling.metrics import Facts, PolicyMetrics
 
 
@@ -35,28 +34,18 @@ class CostMeter:
 
 
 class LiveScheduling:
-    """One a scheduler process.
+    """One per scheduler process."""
 
-    Args:
-        recorder: writes down what the policy hears and decides; None where it follows another rank's.
-    """
-
-    def __init__(
-        self,
-        tree: PrefixTree,
-        policy: Policy,
-        metrics: PolicyMetrics | None = None,
-        recorder: DecisionRecorder | None = None,
-    ) -> None:
-        policy = policy if recorder is None else RecordedPolicy(policy, recorder)
+    def __init__(self, tree: PrefixTree, policy: Policy, metrics: PolicyMetrics | None = None) -> None:
         self.policy = policy
-        self.recorder = recorder
         self.cost = CostMeter()
         self.calibration = Calibration(tree, policy, self.cost)
         self.predictor = policy.settings.predictor
-        self.last_step_s = 0.0  # what the policy itself took of it
-        self.last_predicted_ms: float | None = None  # of it, before it ran; None where nobody knew
-        self.n_pending_tokens = 0  # of all inputs that wait
+        self.n_steps = 0  # decided so far
+        self.last_step_s = 0.0  # time that the policy took of the last step
+        self.last_predicted_ms: float | None = None  # of the last step, before it ran; None without a predictor
+        self.last_score: ScoreParts | None = None  # of the first job of the last step
+        self.n_pending_tokens = 0  # input tokens of all waiting requests
         self._metrics = metrics
         self._running: Work | None = None  # the step as the model sees it
         self._shows_waiting = False  # the metrics do
@@ -71,11 +60,6 @@ class LiveScheduling:
         """Returns what the KV side asks."""
         return self.calibration.advisor
 
-    @property
-    def step(self) -> int | None:
-        """Returns the number of the last decision, as /decisions shows it; None where it follows another rank's."""
-        return None if self.recorder is None else self.recorder.n_decisions
-
     def arrive(self, job: Job) -> None:
         self.calibration.add(job)
         self.n_pending_tokens += job.n_input_tokens
@@ -86,11 +70,14 @@ class LiveScheduling:
         self.n_pending_tokens -= job.n_input_tokens
 
     def decide(self, now_s: float, writing: Sequence[Writing] = ()) -> Decision:
-        """Says who runs next; who is refused waits no longer. writing: who runs on meanwhile."""
+        """Chooses the next step and removes refused jobs. writing: jobs that decode meanwhile."""
         self.policy.writing = writing
         decision = self.policy.decide(now_s)
         for job in decision.refuse:
             self.leave(job)
+        if decision.run:
+            self.n_steps += 1
+            self.last_score = self.policy.parts_of_score(decision.run[0], now_s)
         if self._metrics is not None:
             if decision.run:
                 self._metrics.set_starvation(self.policy, decision.run, now_s)
@@ -107,8 +94,6 @@ class LiveScheduling:
             predicted_ms = self.predictor.ms(self._running)
         if jobs:
             self.last_predicted_ms = predicted_ms
-        if self.recorder is not None:
-            self.recorder.predicted(predicted_ms)
         self.policy.started(jobs)
         for job in jobs:
             if self._metrics is not None:
@@ -135,9 +120,6 @@ class LiveScheduling:
                 self._metrics.count_request(of_request)
             with self.cost:
                 self.show_queue(time.perf_counter())
-        if self.recorder is not None:
-            with self.cost:
-                self.recorder.step_ended(actual_ms, {one.rid: one.n_cached for one in facts})
         self.last_step_s = self.cost.take_s()
         if self._metrics is not None:
             self._metrics.observe_policy_time(self.last_step_s)

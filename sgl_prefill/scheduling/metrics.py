@@ -13,12 +13,10 @@ from sgl_prefill.observability.metric_list import BY_NAME
 
 
 class Facts(NamedTuple):
-    """What became of a request that has run, in tokens of its input."""
+    """Input tokens of a finished request."""
 
-    rid: str  # what the engine calls it
     n_cached: int  # found in the prefix cache
-    n_reusable: int  # that a far larger one would have held; no less
-    n_kept: int | None  # whose KV stays there; None where all of it is kept
+    n_kept: int | None  # whose KV stays there; None if all of it is kept
     n_evicted: int | None  # whose KV lived for one layer
 
 
@@ -46,9 +44,7 @@ class PolicyMetrics:
         self._overhead = made("policy_seconds")
         self._error = made("jct_error_ratio")
         self._cached = made("cached_tokens")
-        self._reusable = made("reusable_tokens")
         self._kept = made("kept_tokens")
-        self._lost_lines = made("lost_decision_lines")
         self._evicted = made("evicted_tokens")
 
     def set_queue(self, policy: Policy, now_s: float) -> None:
@@ -77,14 +73,9 @@ class PolicyMetrics:
     def count_request(self, facts: Facts) -> None:
         """Counts the tokens of a request that has run."""
         self._cached.inc(facts.n_cached)
-        self._reusable.inc(facts.n_reusable)
         if facts.n_kept is not None and facts.n_evicted is not None:
             self._kept.inc(facts.n_kept)
             self._evicted.inc(facts.n_evicted)
-
-    def count_lost_line(self) -> None:
-        """Counts a decision that could not be written to the log."""
-        self._lost_lines.inc()
 
     def observe_prediction(self, predicted_ms: float, actual_ms: float) -> None:
         """Counts the error of the prediction for the step that has just run."""

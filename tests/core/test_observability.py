@@ -79,7 +79,7 @@ def test_every_graph_has_a_unit_of_grafanas_and_an_expression_for_each_legend() 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool comes with Prometheus")
 def test_rules_fire_when_they_should_and_not_before(tmp_path: Path) -> None:
-    """By Prometheus' own tool, on series by hand: among them a cache at 0.92 of its ceiling, and prompts that share little."""
+    """By Prometheus' own tool, on series made by hand."""
     shutil.copy(generate.FOLDER / "alerts.json", tmp_path)
     shutil.copy(Path(__file__).with_name("alert_rules_test.yml"), tmp_path)
     command = ["promtool", "test", "rules", "alert_rules_test.yml"]

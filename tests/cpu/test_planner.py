@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ import pytest
 from sgl_prefill import plan
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.jct import FittedJct
+from sgl_prefill.errors import ConfigurationError
 from sgl_prefill.planner import workloads
 from sgl_prefill.planner.simulate import replay, settings_of
 from sgl_prefill.planner.workloads import Arrival
+from sgl_prefill.scheduling.request_log import PAGE_TOKENS, RequestLog, prefix_hashes
 from tests.support import toy_policy
 
 TOKEN_A_MS = FittedJct(step_ms=0.0, miss_token_ms=1.0, pair_ms=0.0, cached_token_ms=0.0)
@@ -189,16 +193,6 @@ def test_the_command_prints_a_row_for_each_setting(tmp_path: Path, capsys: pytes
             ["--max-queue-s", "-1"],
             "--max-queue-s",
         ),
-        (
-            '{"arrival_s": 1, "prefix_id": "a", "prefix_tokens": 1, "tail_tokens": 1}',
-            ["--engines", "0"],
-            "--engines is 0",
-        ),
-        (
-            '{"arrival_s": 1, "prefix_id": "a", "prefix_tokens": 1, "tail_tokens": 1}',
-            ["--routing", "user,best"],
-            "'best'",
-        ),
         ("[1]", [], "line 1"),
     ],
 )
@@ -211,33 +205,56 @@ def test_nonsense_is_refused_with_its_place(
     assert says in capsys.readouterr().err
 
 
-def test_the_command_compares_routings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By user each prefix is computed once; one after the other, at both engines. Which user a request is of, a trace may say."""
-    trace, numbers = tmp_path / "t.jsonl", tmp_path / "n.json"
-    workloads.write(trace, [Arrival(0.0, "p", 80, 20)] * 4)
-    options = [
-        "--durable-tokens",
-        "160",
-        "--page-tokens",
-        "10",
-        "--lambda",
-        "0",
-        "--json",
-        str(numbers),
-        "--engines",
-        "2",
-    ]
+def test_a_request_log_shares_in_the_replay_what_its_requests_shared(tmp_path: Path) -> None:
+    """Written as a server writes it: three prompts share two pages, one of them in another namespace, which shares nothing."""
+    file, numbers = tmp_path / "requests.jsonl", tmp_path / "n.json"
+    log = RequestLog(str(file))
+    shared = list(range(2 * PAGE_TOKENS + 10))
+    prompts = [array("q", [*shared, 1000 + n, 1]) for n in range(3)]
+    hashes = [prefix_hashes(prompts[n], "tenant" if n == 2 else None) for n in range(3)]
+    assert hashes[0] == hashes[1]
+    assert not set(hashes[0]) & set(hashes[2])
+    log.write(
+        {
+            "arrival_s": 100.0 + n,
+            "id": str(n),
+            "client": "",
+            "input_tokens": len(prompts[n]),
+            "cached_tokens": 0,
+            "wait_ms": 1.0,
+            "predicted_ms": None,
+            "actual_ms": 2.0,
+            "pages": hashes[n],
+        }
+        for n in range(3)
+    )
+    with pytest.raises(ConfigurationError, match="another server"):
+        RequestLog(str(file))
+    log.close()
+    options = ["--durable-tokens", "1000", "--lambda", "0", "--json", str(numbers)]
+    assert plan.main(["--trace", str(file), *options]) == 0
+    settings = {one["name"]: one for one in json.loads(numbers.read_text())["settings"]}
+    assert settings["as it ran"]["mean_s"] == pytest.approx(0.003)
+    assert settings["fifo, packed"]["token_saving"] == pytest.approx(2 * PAGE_TOKENS / (3 * len(prompts[0])))
+    assert plan.main(["--trace", str(file), *options, "--page-tokens", "50"]) == 2
 
-    def hit_rates(*more: str) -> list[float]:
-        assert plan.main(["--trace", str(trace), *options, *more]) == 0
-        settings = json.loads(numbers.read_text())["settings"]
-        return [one["hit_rate"] for one in settings if "calibrated-srjf, lambda 0" in one["name"]]
 
-    assert hit_rates() == [0.75]
-    assert hit_rates("--routing", "user,round_robin") == [0.75, 0.5]
-    assert "round_robin: fifo" in capsys.readouterr().out
-    workloads.write(trace, [Arrival(0.0, "p", 80, 20, f"user-{number % 2}") for number in range(4)])
-    assert hit_rates() == [0.5]
+def test_a_line_that_finds_no_room_is_lost_and_leaves_no_torn_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "requests.jsonl"
+    log = RequestLog(str(file))
+    log.write([{"n": 1}])
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda to, content: write(to, content[:3]))
+    log.write([{"n": 2}, {"n": 3}])
+    log.write([{"n": 4}])
+    monkeypatch.undo()
+    log.write([{"n": 5}])
+    log.close()
+    assert file.read_text() == '{"n":1}\n{"n":5}\n'
+    assert log.n_lost_lines == 3
+    assert len(caplog.records) == 1
 
 
 def test_percentiles() -> None:

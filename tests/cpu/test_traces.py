@@ -43,7 +43,7 @@ def started(*contexts: Any) -> list[tuple[Job, Any]]:
 
 def test_each_request_of_a_step_is_told_with_whom_it_was_picked() -> None:
     first, second = Context(), Context()
-    traces.tell_picked(started(first, second), 3.0, 12.3456, 7)
+    traces.add_picked(started(first, second), 3.0, 12.3456, 7)
     ((name, level, ts_ns, told),) = second.events
     assert (name, level) == (traces.EVENT, traces.LEVEL)
     assert ts_ns > 1e18  # since 1970
@@ -62,14 +62,14 @@ def test_each_request_of_a_step_is_told_with_whom_it_was_picked() -> None:
 def test_what_nobody_knows_is_left_out() -> None:
     """OpenTelemetry has no attribute without a value: a rank that follows knows no step, and a policy without a model no time."""
     context = Context()
-    traces.tell_picked(started(context), 3.0, None, None)
+    traces.add_picked(started(context), 3.0, 1, None)
     assert not {"sgl_prefill.step", "sgl_prefill.predicted_ms"} & set(context.events[0][3])
 
 
 def test_nothing_is_made_where_nobody_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang gives each request a context all the same, which would take any event."""
     monkeypatch.setattr(traces, "_attributes", lambda *_: pytest.fail("attributes were made"))
-    traces.tell_picked(started(TraceNullContext()), 3.0, None, 1)
+    traces.add_picked(started(TraceNullContext()), 3.0, None, 1)
 
 
 def test_a_root_span_gets_numbers_and_nothing_else_of_the_facts() -> None:

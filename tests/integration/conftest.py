@@ -29,9 +29,9 @@ class Server(NamedTuple):
         return self.log.parent / "calibrations"
 
     @property
-    def decision_log(self) -> Path:
-        """Where it writes its decisions, if it was told so."""
-        return self.log.parent / "decisions.jsonl"
+    def request_log(self) -> Path:
+        """Its `--request-log`, if it has one."""
+        return self.log.parent / "requests.jsonl"
 
     def post(self, path: str, body: Any, **options: Any) -> requests.Response:
         return requests.post(self.url + path, json=body, timeout=300, **options)
@@ -66,7 +66,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, demo_folder: Path) -> Itera
     """Our server with the demo model, all features on."""
     log = tmp_path_factory.mktemp("ours") / "log.txt"
     flags = ["--model-path", str(demo_folder), "--memory-budget-gb", "3"]
-    flags += ["--calibrations", str(log.parent / "calibrations"), "--decision-log", str(log.parent / "decisions.jsonl")]
+    flags += ["--calibrations", str(log.parent / "calibrations"), "--request-log", str(log.parent / "requests.jsonl")]
     with running("sgl_prefill.launch_server", log, *flags) as ours:
         yield ours
 

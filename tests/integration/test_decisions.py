@@ -1,87 +1,70 @@
-"""The decisions of a live server: shown, logged, and made again by the command."""
+"""The decisions of a live server, and its request log as a trace for the planner."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import requests
 
+from sgl_prefill import plan
+from sgl_prefill.planner import workloads
+from sgl_prefill.scheduling.request_log import PAGE_TOKENS
 from tests.integration.conftest import Server
 
 N_PROMPTS = 6
 
 
 def shown(server: Server, last: str) -> requests.Response:
-    return requests.get(f"{server.url}/decisions", params={"last": last}, timeout=60)
+    return requests.get(f"{server.url}/scheduler/decisions", params={"last": last}, timeout=60)
 
 
 @pytest.fixture(scope="module")
 def busy(server: Server) -> Server:
-    """The server, once it has decided more often than this file looks at."""
+    """The server, after more steps than this file looks at."""
     for n in range(3):
-        prompts = [f"{'A user who likes rain. ' * (10 * n + 1)} Post {post}." for post in range(N_PROMPTS)]
+        prompts = [f"{'A user who likes rain. ' * (10 * n + 20)} Post {post}." for post in range(N_PROMPTS)]
         server.scores(prompts, allowed_tokens=[" a", " b"], user=f"decided for {n}")
     return server
 
 
-def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command, as a person does."""
-    command = [sys.executable, "-m", "sgl_prefill.plan", *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "2"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
-
-
-def test_the_last_decisions_are_shown_as_they_stand_in_the_log(busy: Server) -> None:
-    """The newest last, no more than asked for, and each whole."""
+def test_the_last_decisions_are_shown_with_their_requests(busy: Server) -> None:
+    """The newest last, no more than asked for."""
     reply = shown(busy, "3")
     assert (reply.status_code, reply.headers["content-type"]) == (200, "application/x-ndjson")
-    lines = reply.text.splitlines()
-    assert lines == busy.decision_log.read_text().splitlines()[-3:]
-    steps = [json.loads(line) for line in lines]
+    steps = [json.loads(line) for line in reply.text.splitlines()]
     assert [one["step"] for one in steps] == [steps[0]["step"] + n for n in range(3)]
     last = steps[-1]
-    assert last["first"]["client"] == "decided for 2"
-    assert last["first"]["found_tokens"] + last["first"]["new_tokens"] == last["first"]["input_tokens"]
-    assert min(last["predicted_ms"], last["actual_ms"]) > 0
+    assert last["requests"][0]["client"] == "decided for 2"
+    assert 0 <= last["requests"][0]["cached_tokens"] < last["requests"][0]["input_tokens"]
+    assert min(last["predicted_ms"], last["actual_ms"], last["cost"]) > 0
 
 
 @pytest.mark.parametrize("last", ["-1", "abc", "0", "999999", "", "9" * 5000])
 def test_a_number_that_no_server_keeps_is_refused_by_its_limit(busy: Server, last: str) -> None:
-    """For people: the value, the limit, and what to do for more."""
     reply = shown(busy, last)
     assert reply.status_code == 400
     message = reply.json()["error"]["message"]
-    assert f"last is {last[:20]!r}: it must be a number from 1 to 2000" in message
-    assert "--decision-log FILE" in message
+    assert f"last is {last[:20]!r}: it must be a number from 1 to 1000" in message
+    assert "--request-log FILE" in message
 
 
-def test_all_that_a_live_server_has_decided_is_made_again_in_the_same_order(busy: Server) -> None:
-    """Whatever else the tests of this session have asked it: refusals, priorities, cancelled requests."""
-    found = plan("--decisions", str(busy.decision_log))
-    assert found.returncode == 0, found.stdout + found.stderr
-    n = json.loads(shown(busy, "1").text)["step"]
-    assert f"{n} of {n} decisions" in found.stdout
-
-
-def test_another_lambda_gives_a_report_and_a_plot(busy: Server, tmp_path: Path) -> None:
-    """How many decisions it would have made alike, and the latencies of a simulation beside those that were."""
-    numbers, picture = tmp_path / "numbers.json", tmp_path / "latency.png"
-    found = plan(
-        *("--decisions", str(busy.decision_log), "--fairness-lambda", "100000"),
-        *("--json", str(numbers), "--plot", str(picture)),
-    )
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    result = json.loads(numbers.read_text())
-    assert result["same_order"] == result["decisions"]
-    assert [one["options"] for one in result["other_options"]] == [{"fairness_lambda": 100000.0}]
-    assert [one["name"] for one in result["settings"]] == [
-        "as it ran",
-        "simulated as it was",
-        "simulated, lambda 100000",
-    ]
+def test_the_request_log_is_a_trace_of_what_the_server_ran(busy: Server, tmp_path: Path) -> None:
+    """Prefixes that requests shared are shared in the trace, without any of their tokens in the file."""
+    logged = workloads.read_log(busy.request_log)
+    assert logged is not None
+    lines = [json.loads(line) for line in busy.request_log.read_text().splitlines()]
+    ours = [one for one in lines if one["client"] == "decided for 2"]
+    assert len(ours) == N_PROMPTS
+    n_shared = len(ours[0]["pages"]) - 1
+    assert n_shared >= 2, "the prompts are too short for this test"
+    assert {tuple(one["pages"][:n_shared]) for one in ours} == {tuple(ours[0]["pages"][:n_shared])}
+    assert sum(one["cached_tokens"] > PAGE_TOKENS for one in ours) >= N_PROMPTS - 1
+    assert all(one["actual_ms"] > 0 and one["predicted_ms"] > 0 for one in ours)
+    numbers = tmp_path / "numbers.json"
+    options = ["--durable-tokens", "20000", "--lambda", "500", "--json", str(numbers)]
+    assert plan.main(["--trace", str(busy.request_log), *options]) == 0
+    settings = json.loads(numbers.read_text())["settings"]
+    assert settings[0]["name"] == "as it ran"
+    assert {one["n_requests"] for one in settings} == {len(lines)}

@@ -8,7 +8,6 @@ import requests
 
 from sgl_prefill.observability import generate
 from sgl_prefill.observability.metric_list import METRICS, PREFIX
-from sgl_prefill.scheduling.ceiling import BLOCK_TOKENS
 from tests.integration.conftest import Server
 
 MOST_START_LINES = 20
@@ -27,20 +26,6 @@ def test_a_live_server_exposes_the_metrics_of_the_list_and_no_others(server: Ser
         ranks = {label for label in found if label.endswith("_rank")}
         assert found - ranks - {"model_name", "engine_type", "le"} == set(metric.labels)
     assert f"\n{generate.PROMPT_TOKENS}{{" in text
-
-
-def test_a_prompt_that_was_asked_before_counts_as_reusable(server: Server) -> None:
-    """So the cache's share stands beside its ceiling, without anybody who looks at the dashboard."""
-
-    def reusable_tokens() -> float:
-        text = requests.get(f"{server.url}/metrics", timeout=60).text
-        return sum(map(float, re.findall(rf"^{PREFIX}reusable_tokens_total{{.*}} (\S+)$", text, re.MULTILINE)))
-
-    prompt = list(range(1000, 1000 + 2 * BLOCK_TOKENS + 1))
-    server.scores(prompt, allowed_tokens=[" a", " b"])
-    before = reusable_tokens()
-    server.scores(prompt, allowed_tokens=[" a", " b"])
-    assert reusable_tokens() - before >= 2 * BLOCK_TOKENS
 
 
 def test_a_start_prints_what_matters_and_little_else(server: Server) -> None:

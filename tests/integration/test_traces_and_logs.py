@@ -56,7 +56,7 @@ def finished(watched: Watched) -> list[dict[str, Any]]:
 
 @pytest.mark.skipif(traces.missing_packages() is not None, reason="OpenTelemetry's exporters are not installed")
 def test_a_requests_trace_says_when_and_with_whom_it_was_picked_and_what_was_kept(watched: Watched) -> None:
-    """The step's number is the one of /decisions; all spans of a request are one trace, from HTTP to the scheduler."""
+    """The step's number is the one of /scheduler/decisions; all spans of a request are one trace, from HTTP to the scheduler."""
     facts = asked(watched, f"Once more. {LONG}")
     n_tokens = facts["prompt_tokens"]
     root = watched.spans.wait_for(lambda span: span.attributes.get("gen_ai.usage.prompt_tokens") == n_tokens)
@@ -69,8 +69,8 @@ def test_a_requests_trace_says_when_and_with_whom_it_was_picked_and_what_was_kep
     assert event["sgl_prefill.input_tokens"] == facts["prompt_tokens"]
     assert event["sgl_prefill.step_requests"] == 1
     assert event["sgl_prefill.wait_ms"] >= 0
-    decisions = map(json.loads, requests.get(f"{watched.server.url}/decisions", timeout=60).text.splitlines())
-    (step,) = [one for one in decisions if one["first"] and one["first"]["id"] == event["sgl_prefill.picked_first"]]
+    decisions = map(json.loads, requests.get(f"{watched.server.url}/scheduler/decisions", timeout=60).text.splitlines())
+    (step,) = [one for one in decisions if one["requests"][0]["id"] == event["sgl_prefill.picked_first"]]
     assert step["step"] == event["sgl_prefill.step"]
 
 

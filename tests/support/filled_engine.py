@@ -78,11 +78,19 @@ def filled_engine(
     for number in range(200):
         begin_s = now_s - 60 + number * 0.3
         answered = [
-            Answered(begin_s + 0.2, f"client {place}", 100 + 40 * place, 60, 0.1 * place, 0.1 * place + 0.2)
+            Answered(f"{number}-{place}", begin_s + 0.2, f"client {place}", 100 + 40 * place, 60, 0.1 * place, 0.1 * place + 0.2)
             for place in range(10)
         ]
-        times = {"begin_s": begin_s, "end_s": begin_s + 0.2, "predicted_ms": 190.0 + number % 20, "policy_s": 0.002}
-        port.recent.add(**times, is_waited_for=True, requests=answered)
+        port.recent.add(
+            number=number,
+            begin_s=begin_s,
+            end_s=begin_s + 0.2,
+            predicted_ms=190.0 + number % 20,
+            policy_s=0.002,
+            score=None,
+            is_waited_for=True,
+            requests=answered,
+        )
         port.recent.count(answered, [(one.n_input_tokens, 0) for one in answered], 0)
     plan = plan_memory(
         MemoryUse(300 << 20, 3 << 30, 60 << 20, 2000.0, 768, 23_040),
