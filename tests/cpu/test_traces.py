@@ -59,11 +59,12 @@ def test_each_request_of_a_step_is_told_with_whom_it_was_picked() -> None:
     assert len(first.events) == 1
 
 
-def test_what_nobody_knows_is_left_out() -> None:
-    """OpenTelemetry has no attribute without a value: a rank that follows knows no step, and a policy without a model no time."""
+def test_an_unknown_prediction_is_left_out() -> None:
+    """OpenTelemetry has no attribute without a value, and a policy without a JCT model predicts no time."""
     context = Context()
-    traces.add_picked(started(context), 3.0, 1, None)
-    assert not {"sgl_prefill.step", "sgl_prefill.predicted_ms"} & set(context.events[0][3])
+    traces.add_picked(started(context), 3.0, None, 1)
+    assert context.events[0][3]["sgl_prefill.step"] == 1
+    assert "sgl_prefill.predicted_ms" not in context.events[0][3]
 
 
 def test_nothing_is_made_where_nobody_traces(monkeypatch: pytest.MonkeyPatch) -> None:
