@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import report, shapes
 from benchmarks.batch_job import job as batch_job
 from benchmarks.batch_job.workloads import MICRO, WITH_DECODE, Micro, Rows, industry
+from benchmarks.batch_plan.single_level import single_level
 from benchmarks.harness import client, engines
 from benchmarks.harness.turns import Served, Servers
-from sgl_prefill.core.batch import plan
 from sgl_prefill.core.batch.token_rows import TokenRows
 
 MODEL = "llama-small"
@@ -247,7 +247,7 @@ class Comparison:
             "tokens": summary["prompt_tokens"],
             "saved": ran.cached_share,
             "ceiling": summary["tokens_saved_at_most"] / summary["prompt_tokens"],
-            "one_level_saves": plan.single_level(tokens).saved_tokens / summary["prompt_tokens"],
+            "one_level_saves": single_level(tokens).saved_tokens / summary["prompt_tokens"],
             "plan_s": summary["plan_s"],
             "answer_s": summary["answer_s"],
             "rows_per_s": ran.rows_per_s,

@@ -25,6 +25,7 @@ import numpy as np
 
 from benchmarks import report
 from benchmarks.batch_job.workloads import industry
+from benchmarks.batch_plan.single_level import single_level
 from sgl_prefill.core.batch import plan
 from sgl_prefill.core.batch.token_rows import TokenRows
 
@@ -65,7 +66,7 @@ def plan_industry(n_rows: int) -> dict[str, Any]:
         all_levels = plan.depth_first(rows)
         taken_s.append(time.perf_counter() - began_s)
     began_s = time.perf_counter()
-    one_level = plan.single_level(rows)
+    one_level = single_level(rows)
     return {
         "rows": n_rows,
         "tokens": n_tokens,

@@ -36,7 +36,6 @@ class JobOptions:
     template: str | None = None
     labels: tuple[str, ...] = ()
     id_column: str | None = None
-    reorder_columns: bool = False
 
     @property
     def is_table(self) -> bool:
@@ -44,7 +43,7 @@ class JobOptions:
 
     def meaning(self) -> dict[str, Any]:
         """Returns what the answers depend on: two runs of one job must agree in it."""
-        names = ("output_order", "shard", "prompt_column", "template", "labels", "id_column", "reorder_columns")
+        names = ("output_order", "shard", "prompt_column", "template", "labels", "id_column")
         return {name: _plain(getattr(self, name)) for name in names}
 
 
@@ -93,12 +92,6 @@ def parser() -> argparse.ArgumentParser:
     table.add_argument("--template", help="the prompt, with {column} where a column's text belongs; @FILE: from a file")
     table.add_argument("--labels", nargs="+", help="the allowed answers")
     table.add_argument("--id-column", help="the column that names a row (default: its number)")
-    table.add_argument(
-        "--reorder-columns",
-        action="store_true",
-        help="change prompts: put consecutive lines of the template that hold one column each in the order, row by row, that"
-        " shares most",
-    )
     return made
 
 
@@ -130,8 +123,6 @@ def options_of(namespace: argparse.Namespace) -> JobOptions:
         problems.append(f"{options.output}: the answers to requests are JSON lines, name a .jsonl file")
     if options.background and not options.base_urls:
         problems.append("--background lets others of a server go first: name it with --base-url")
-    if options.reorder_columns and options.template is None:
-        problems.append("--reorder-columns puts lines of a --template in another order: give one")
     if options.price_per_hour is not None and not options.price_per_hour >= 0:
         problems.append(f"--price-per-hour is {options.price_per_hour}: it must be a number >= 0")
     same = {path.resolve() for path in (options.input, options.output, options.error_file)}

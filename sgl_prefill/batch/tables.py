@@ -5,20 +5,15 @@ A table becomes a file of requests, so that all else is the same; its answers be
 
 from __future__ import annotations
 
-import functools
 import string
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orjson
 
 from sgl_prefill.batch.answer_lines import custom_id_of
 from sgl_prefill.batch.options import JobOptions
-from sgl_prefill.core.batch import column_order
-from sgl_prefill.core.batch.token_rows import IntArray
 from sgl_prefill.errors import BatchJobError
 
 ROWS_AT_ONCE = 10_000
@@ -36,42 +31,9 @@ class Template:
             [options.prompt_column] if options.prompt_column is not None else columns_of(options.template or "")
         )
 
-    def prompt(self, row: Mapping[str, Any], order: Sequence[int] | None = None) -> str:
-        """Returns the prompt of a row. order: of the lines in `movable`; None: as they stand."""
+    def prompt(self, row: Mapping[str, Any]) -> str:
         values = {name: shown(row[name]) for name in self.columns}
-        if self._text is None:
-            return values[self.columns[0]]
-        if order is None:
-            return self._text.format_map(values)
-        first, end = self._block
-        lines = [*self._lines[:first], *(self._lines[first + place] for place in order), *self._lines[end:]]
-        return "".join(lines).format_map(values)
-
-    @property
-    def movable(self) -> list[str]:
-        """Returns the lines whose order may be another in each row: the first two or more that follow each other and hold one
-        column each. Raises BatchJobError where there are none."""
-        first, end = self._block
-        return self._lines[first:end]
-
-    @property
-    def _lines(self) -> list[str]:
-        return (self._text or "").splitlines(keepends=True)
-
-    @functools.cached_property
-    def _block(self) -> tuple[int, int]:
-        lines = self._lines
-        holds_one = [line.endswith("\n") and len(_places_of(line)) == 1 for line in lines]
-        for first in range(len(lines) - 1):
-            if holds_one[first] and holds_one[first + 1]:
-                end = first + 1
-                while end < len(lines) and holds_one[end]:
-                    end += 1
-                return first, end
-        raise BatchJobError(
-            "--reorder-columns: the template has no two lines one after the other that end and hold one column each: there is"
-            " nothing to put in another order"
-        )
+        return values[self.columns[0]] if self._text is None else self._text.format_map(values)
 
 
 def shown(value: Any) -> str:
@@ -105,13 +67,12 @@ def write_requests(options: JobOptions, path: Path) -> None:
         raise BatchJobError(
             f"--labels: {doubled[0]!r} is a column of the answers already: name another --id-column or label"
         )
-    orders = _column_orders(template, _checked_rows(options.input, needed)) if options.reorder_columns else None
     new = path.with_suffix(".new")
     with new.open("wb") as file:
         for number, row in enumerate(_checked_rows(options.input, needed)):
             body = {
                 "model": "default",
-                "prompt": template.prompt(row, None if orders is None else orders[number].tolist()),
+                "prompt": template.prompt(row),
                 "allowed_answers": options.labels,
                 "max_tokens": 1,
             }
@@ -119,34 +80,6 @@ def write_requests(options: JobOptions, path: Path) -> None:
             request = {"custom_id": str(row_id), "method": "POST", "url": URL, "body": body}
             file.write(orjson.dumps(request) + b"\n")
     new.replace(path)
-
-
-def _column_orders(template: Template, rows: Iterable[Mapping[str, Any]]) -> IntArray | None:
-    """Finds the order of the movable lines of each row that shares most, and tells what it saves; None where that is nothing.
-
-    Memory: some 100 bytes for each different value of a column.
-    """
-    lines = template.movable
-    columns = [_places_of(line)[0] for line in lines]
-    numbers: list[dict[int, int]] = [{} for _ in columns]
-    lengths: list[list[int]] = [[] for _ in columns]
-    table = []
-    for row in rows:
-        texts = [shown(row[column]) for column in columns]
-        table.append([seen.setdefault(hash(text), len(seen)) for seen, text in zip(numbers, texts, strict=True)])
-        for text, line, number, known in zip(texts, lines, table[-1], lengths, strict=True):
-            if number == len(known):
-                known.append(len(text) + len(line))
-    values, of_values = np.array(table, np.int64).reshape(-1, len(columns)), [np.array(known) for known in lengths]
-    orders = column_order.column_orders(values, of_values)
-    as_given = np.tile(np.arange(len(columns)), (len(values), 1))
-    before, after = (column_order.saved(values, of_values, one) for one in (as_given, orders))
-    print(
-        f"--reorder-columns: rows share {after:,} characters of these lines instead of {before:,}"
-        + ("" if after > before else ": they stay as they are"),
-        file=sys.stderr,
-    )
-    return orders if after > before else None
 
 
 def _checked_rows(path: Path, needed: Sequence[str]) -> Iterator[Mapping[str, Any]]:

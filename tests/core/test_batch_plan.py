@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.batch_plan.single_level import Group, single_level_groups
 from sgl_prefill.core.batch import plan, prefix_order, prefix_tree
 from sgl_prefill.core.batch.output_length import OutputLength
-from sgl_prefill.core.batch.prefix_tree import ROOT, Group, PrefixNode
+from sgl_prefill.core.batch.prefix_tree import ROOT, PrefixNode
 from sgl_prefill.core.batch.token_rows import TokenRows
 
 ROWS = st.lists(st.lists(st.integers(0, 2), max_size=8), max_size=12)
@@ -71,7 +72,7 @@ def single_level(rows: list[list[int]]) -> tuple[list[PrefixNode], list[Group]]:
     token_rows = TokenRows.of(rows)
     shared = prefix_order.sort(token_rows).reusable_tokens(token_rows.lengths).tolist()
     nodes = prefix_tree.build(shared)
-    groups = list(prefix_tree.single_level_groups(nodes, len(rows)))
+    groups = list(single_level_groups(nodes, len(rows)))
     assert sorted(row for group in groups for row in group.rows) == list(range(len(rows)))
     for group in groups:
         for one, other in itertools.pairwise(group.rows):

@@ -240,27 +240,9 @@ def test_a_table_becomes_requests_and_its_answers_a_table(tmp_path: Path, suffix
     ]
 
 
-def test_lines_of_a_template_change_places_where_rows_share_more(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """All have one maker, named last: its line comes first, and all else stays where it is."""
-    (tmp_path / "in.csv").write_text("text,maker\ngood,Acme\nbad,Acme\n")
-    template = "Judge.\nReview: {text}\nMaker: {maker}\nAnswer for {maker}:"
-    given = options(tmp_path, "--template", template, "--labels", "x", "y", "--reorder-columns")
-    tables.write_requests(given, tmp_path / "requests.jsonl")
-    prompts_written = [RequestFile(tmp_path / "requests.jsonl").request(row).body["prompt"] for row in range(2)]
-    assert prompts_written[0] == "Judge.\nMaker: Acme\nReview: good\nAnswer for Acme:"
-    assert "instead of 0" in capsys.readouterr().err
-    with pytest.raises(BatchJobError, match="no two lines"):
-        tables.write_requests(
-            options(tmp_path, "--template", "{text} by {maker}:", "--labels", "x", "--reorder-columns"), tmp_path / "r"
-        )
-
-
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
-        (["--reorder-columns"], "give one"),
         (["--prompt-column", "a"], "needs --labels"),
         (["--labels", "x"], "are for tables"),
         (["--prompt-column", "a", "--template", "{a}", "--labels", "x"], "both given"),

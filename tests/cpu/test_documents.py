@@ -68,16 +68,12 @@ def test_the_first_result_is_on_the_first_screen() -> None:
     assert "labelled right: 24 of 24" in top
 
 
-def test_the_structure_lists_every_module() -> None:
-    """In a row of its own, with the first sentence of its docstring."""
-    rows = (ROOT / "sgl_prefill" / "STRUCTURE.md").read_text().splitlines()
+def test_the_structure_lists_every_folder_and_every_module_says_what_it_does() -> None:
+    text = (ROOT / "sgl_prefill" / "STRUCTURE.md").read_text()
     for file in (ROOT / "sgl_prefill").rglob("*.py"):
-        path = file.relative_to(ROOT / "sgl_prefill").with_suffix("")
-        if path.name == "__init__":
-            continue
-        docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
-        sentence = re.split(r"\.(?:\s|$)", docstring.partition("\n\n")[0], maxsplit=1)[0].replace("\n", " ")
-        assert f"| `{path}` | {sentence} |" in rows, path
+        folder = file.relative_to(ROOT / "sgl_prefill").parts[0]
+        assert folder.endswith(".py") or f"`{folder}/`" in text, folder
+        assert file.name == "__init__.py" or ast.get_docstring(ast.parse(file.read_text())), file
 
 
 # What a workload says of itself, or of the machine.

@@ -78,7 +78,15 @@ def filled_engine(
     for number in range(200):
         begin_s = now_s - 60 + number * 0.3
         answered = [
-            Answered(f"{number}-{place}", begin_s + 0.2, f"client {place}", 100 + 40 * place, 60, 0.1 * place, 0.1 * place + 0.2)
+            Answered(
+                f"{number}-{place}",
+                begin_s + 0.2,
+                f"client {place}",
+                100 + 40 * place,
+                60,
+                0.1 * place,
+                0.1 * place + 0.2,
+            )
             for place in range(10)
         ]
         port.recent.add(

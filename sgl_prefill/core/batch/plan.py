@@ -46,7 +46,7 @@ class JobPlan(NamedTuple):
 def depth_first(rows: TokenRows, page_size: int = 1) -> JobPlan:
     """Plans the order that reuses most: the prefix tree depth first, all its levels. What it saves no order exceeds."""
     order = prefix_order.sort(rows)
-    return _planned(order.rows, order.reusable_tokens(rows.lengths, page_size))
+    return planned(order.rows, order.reusable_tokens(rows.lengths, page_size))
 
 
 def decode_first(plan: JobPlan, lengths: IntArray, output_tokens: IntArray, page_size: int = 1) -> JobPlan:
@@ -73,23 +73,7 @@ def decode_first(plan: JobPlan, lengths: IntArray, output_tokens: IntArray, page
     placed = list(prefix_tree.with_siblings_sorted(nodes, len(plan), key))
     places = np.array([one.row for one in placed], np.int64)
     reused = np.array([one.n_shared_tokens for one in placed], np.int64)
-    return _planned(plan.rows[places], np.minimum(reused, most_reused[places]))
-
-
-def single_level(rows: TokenRows, page_size: int = 1) -> JobPlan:
-    """Plans groups that share one prefix each, larger ones last (section 4.3.2 with outputs of one length, equation 4)."""
-    order = prefix_order.sort(rows)
-    reusable = order.reusable_tokens(rows.lengths, page_size).tolist()
-    lengths = rows.lengths[order.rows]
-    groups = prefix_tree.single_level_groups(prefix_tree.build(reusable), len(rows))
-
-    def n_tokens(group: prefix_tree.Group) -> int:
-        return int(lengths[group.rows].sum()) - group.saved_tokens
-
-    in_order = sorted(groups, key=n_tokens)
-    places = np.array([row for group in in_order for row in group.rows], np.int64)
-    reused = [n for group in in_order for n in (0, *[group.n_prefix_tokens] * (len(group.rows) - 1))]
-    return _planned(order.rows[places] if len(places) else order.rows, np.array(reused, np.int64))
+    return planned(plan.rows[places], np.minimum(reused, most_reused[places]))
 
 
 def shard(plan: JobPlan, lengths: IntArray, which: int, of: int) -> tuple[int, int]:
@@ -128,7 +112,7 @@ def cheapest_cut(plan: JobPlan, computed: IntArray, wanted: float, around: float
     return int(least[np.abs(least - even).argmin()])
 
 
-def _planned(rows: IntArray, reused_tokens: IntArray) -> JobPlan:
+def planned(rows: IntArray, reused_tokens: IntArray) -> JobPlan:
     return JobPlan(rows, reused_tokens, np.array(_ends(reused_tokens.tolist()), np.int64))
 
 
