@@ -20,6 +20,8 @@ OURS = "sgl_prefill"
 # For the imports of this process and of those that it starts, where the user sets nothing else: most of their warnings are
 # about hardware that is not there.
 ENVIRONMENT = {"PYTHONWARNINGS": "ignore", "TORCH_LOGS": "-all", "TRANSFORMERS_VERBOSITY": "error"}
+# The second: two hooks of this package on one function are intended.
+LEVELS = {"sglang": logging.WARNING, "sglang.srt.plugins.hook_registry": logging.ERROR}
 FILTERED = ("uvicorn.error", "uvicorn.access")  # Uvicorn sets their levels when it starts
 
 _started_s: float | None = None  # of the launcher's clock, while its start is quiet
@@ -45,7 +47,8 @@ def is_on() -> bool:
 
 def be_quiet() -> None:
     """Sets up the log of this process until `end`."""
-    logging.getLogger("sglang").setLevel(logging.WARNING)
+    for name, level in LEVELS.items():
+        logging.getLogger(name).setLevel(level)
     for name in FILTERED:
         logging.getLogger(name).addFilter(_is_warning)
     ours = logging.getLogger(OURS)
@@ -60,7 +63,8 @@ def end() -> None:
     ours = logging.getLogger(OURS)
     if ours.propagate:
         return
-    logging.getLogger("sglang").setLevel(logging.NOTSET)
+    for name in LEVELS:
+        logging.getLogger(name).setLevel(logging.NOTSET)
     for name in FILTERED:
         logging.getLogger(name).removeFilter(_is_warning)
     ours.propagate = True

@@ -68,7 +68,6 @@ def run_detokenizer_process(config: PrefillConfig, environment: ParentEnvironmen
     from sglang.srt.managers import detokenizer_manager
 
     _activate_or_end(config, "detokenizer", launcher)
-    quiet_start.end()
     priority.give_way()
     detokenizer_manager.run_detokenizer_process(*args, **kwargs)
 
