@@ -184,10 +184,6 @@ class PrefillConfig:
     memory_budget_gb: float | None = _option(
         None, "CPU only: memory for weights and KV pool, in GiB", none="half of the free memory"
     )
-    max_prompts: int = _option(10_000, "prompts of one HTTP request; more get a 400")
-    max_labels: int = _option(
-        50_000, "allowed answers of one HTTP request, of all its prompts together; more get a 400"
-    )
     calibrations: str | None = _option(
         None,
         "the folder of the calibrations that clients make (/v1/calibrations)",
@@ -195,10 +191,6 @@ class PrefillConfig:
         none="below the user's cache directory",
     )
     max_body_mb: float = _option(32.0, "largest HTTP request body, in MiB; a larger one is answered with 413")
-    header_timeout_s: float = _option(
-        30.0, "a connection on which no whole request head has come for so many seconds is closed"
-    )
-    body_timeout_s: float = _option(60.0, "a request body that is not whole after so many seconds is answered with 408")
     show_prompts: bool = _option(
         False, "show the first words of prompts and cached prefixes to who may look at /dashboard; without, hashes"
     )
@@ -207,13 +199,6 @@ class PrefillConfig:
         "addresses of the engines behind one gateway, with commas between them, for /dashboard; sgl_prefill.cluster sets it",
         type=str,
         none="none",
-    )
-    all_routes: bool = _option(
-        False, "also serve the routes of SGLang that make no sense for prefill-only work, as SGLang has them"
-    )
-    drain_s: float = _option(
-        30.0,
-        "at SIGTERM or Ctrl-C no more requests are taken, and those that wait are answered, for so many seconds at most",
     )
 
     def __post_init__(self) -> None:
@@ -241,16 +226,11 @@ class PrefillConfig:
             problems.append(f"--background-step-ms is {self.background_step_ms}: it must be a positive number")
         if self.memory_budget_gb is not None and not 0 < self.memory_budget_gb < math.inf:
             problems.append(f"--memory-budget-gb is {self.memory_budget_gb}: it must be a positive number of GiB")
-        for name in ("max_prompts", "max_labels", *LIMITS_OF_WAITING):
+        for name in LIMITS_OF_WAITING:
             if (limit := getattr(self, name)) is not None and limit < 1:
                 problems.append(f"{_flag_of(name)} is {limit}: it must be at least 1")
         if not 0 < self.max_body_mb < math.inf:
             problems.append(f"--max-body-mb is {self.max_body_mb}: it must be a positive number of MiB")
-        for name in ("header_timeout_s", "body_timeout_s"):
-            if not 0 < (value := getattr(self, name)) < math.inf:
-                problems.append(f"{_flag_of(name)} is {value}: it must be a positive number of seconds")
-        if not 0 <= self.drain_s < math.inf:
-            problems.append(f"--drain-s is {self.drain_s}: it must be a number of seconds >= 0")
         if problems:
             raise ConfigurationError("\n".join(problems))
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 # Nothing that takes time to import: what needs torch or SGLang is imported where it is used.
-from sgl_prefill import start_log
+from sgl_prefill import quiet_start
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import ConfigurationError, SeamError, SglPrefillError
 
@@ -21,46 +20,33 @@ SPIN_COUNT = "50000"  # of GNU OpenMP, some 0.1 ms
 
 
 def main(argv: list[str] | None = None, *, is_program: bool = False) -> int:
-    """Runs the server until it is stopped, and returns the exit status. is_program: stdout and stderr are this server's alone."""
+    """Runs the server until it is stopped, and returns the exit status. is_program: this process is the server alone."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help", "--help-all"} & set(argv):
         return _print_help(with_sglangs="--help-all" in argv)
     if is_program:
-        start_log.heed_interrupt()
+        quiet_start.end_at_interrupt()
     try:
-        config, server_args = parse(argv, on_read=_hold_log_back if is_program else _show_log)
+        config, server_args = parse(argv, is_quiet=is_program)
         from sgl_prefill.port import launch
 
         return launch.serve(config, server_args)
     except SglPrefillError as error:
         print(f"sgl_prefill: cannot start\n{error}", file=sys.stderr)
         return 2
-    finally:
-        start_log.end()
 
 
-def _show_log(flags: list[str]) -> None:
-    """Leaves stdout and stderr as they are."""
-
-
-def _hold_log_back(flags: list[str]) -> None:
-    if not start_log.shows_all(flags):
-        start_log.begin()
-        start_log.show_ours()
-
-
-def parse(
-    argv: list[str], *, listens: bool = True, on_read: Callable[[list[str]], None] = _show_log
-) -> tuple[PrefillConfig, Any]:
+def parse(argv: list[str], *, listens: bool = True, is_quiet: bool = False) -> tuple[PrefillConfig, Any]:
     """Returns our options and SGLang's resolved arguments (ServerArgs). Raises SglPrefillError for everything that cannot
     be started.
 
     What can be seen without SGLang is checked first, since its import takes 20 seconds on two cores. `listens`: a port
-    will be opened, and must be free. on_read: is called with the flags for SGLang before the first import that takes time.
+    will be opened, and must be free. is_quiet: this process prints what `quiet_start` describes.
     """
     namespace, for_sglang = _our_parser().parse_known_args(argv)
     config = PrefillConfig.from_namespace(namespace)
-    on_read(for_sglang)
+    if is_quiet:
+        quiet_start.begin(for_sglang)
     from sgl_prefill import cuda_driver, cuda_home, preflight
     from sgl_prefill.device import this_device
     from sgl_prefill.port import fingerprints, prefork

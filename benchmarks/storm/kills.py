@@ -32,10 +32,9 @@ PROCESSES = ("launcher", "prefork", "scheduler", "detokenizer")
 IDLE, QUEUE_FULL, MID_STEP = "idle", "queue full", "mid-step"
 STATES = (IDLE, QUEUE_FULL, MID_STEP)
 SIGNALS = (signal.SIGTERM, signal.SIGKILL)
-DRAIN_S = 5
 LEFT_AFTER_S = 2
 HEARD_AFTER_S = 10
-END_S = 30  # a launcher that lives on for longer does not end
+END_S = 60  # a launcher that lives on for longer does not end
 CLIENT_TIMEOUT_S = 120  # far more than is waited for here
 STATE_TIMEOUT_S = 60
 FULL_CLIENTS, FULL_TOKENS = 40, 6000
@@ -90,7 +89,7 @@ def targets(rows: list[dict[str, Any]]) -> list[report.Target]:
 
 def run(kill: Kill, model: Path, log: Path) -> tuple[str, dict[str, Any]]:
     """Starts a server, kills, and returns its command and what became of it and its clients."""
-    flags = part.flags_of(model, "--drain-s", str(DRAIN_S))
+    flags = part.flags_of(model)
     fixed = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"], "PYTHONPATH": str(report.REPOSITORY), **engines.QUIET}
     server = local_server.start(engines.OURS.module, flags, log, environment=fixed)
     processes = part.processes(server.process.pid)

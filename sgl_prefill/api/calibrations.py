@@ -27,6 +27,7 @@ from sgl_prefill.api.calibration_store import (
 from sgl_prefill.api.label_scoring import LabelScorer
 from sgl_prefill.api.protocol import LabelChatCompletionRequest, LabelCompletionRequest, allowed_answers
 from sgl_prefill.api.reliability_plot import reliability_png
+from sgl_prefill.api.request_checks import MOST_PROMPTS
 from sgl_prefill.api.scored_prompt import ScoredPrompt
 from sgl_prefill.core import label_calibration
 from sgl_prefill.core.label_calibration import N_FOLDS
@@ -65,8 +66,10 @@ class Calibrations:
         tenant = await self._tenant(raw_request)
         await asyncio.to_thread(self.store.check_new, tenant, request.name, replace=request.replace)
         n_given, n_measured_on = len(request.examples or request.content_free or []), len(request.evaluate_on or [])
-        if (n := n_given + n_measured_on) > (most := self._manager.prefill_config.max_prompts):
-            raise BadRequestError(f"the request has {n} prompts, and this server's --max-prompts is {most}: give fewer")
+        if (n := n_given + n_measured_on) > MOST_PROMPTS:
+            raise BadRequestError(
+                f"the request has {n} prompts, and this server takes at most {MOST_PROMPTS}: give fewer"
+            )
         objects = [
             await self._object_of(request, prompt, f"{field}[{index}]", raw_request)
             for field in ("examples", "content_free", "evaluate_on")

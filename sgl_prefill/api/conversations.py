@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from sgl_prefill.api.text_limit import OFF_LOOP_CHARACTERS
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.port import client
 
 if TYPE_CHECKING:
     import fastapi
@@ -86,7 +85,6 @@ async def fill_beside(
         return
     manager: PrefillTokenizerManager = serving.tokenizer_manager
     _filled.set(Future())
-    client.end_turn()
     context = contextvars.copy_context()
 
     def convert(twin: PrefillTokenizerManager) -> None:

@@ -18,7 +18,7 @@ import fastapi
 
 from sgl_prefill.api.long_labels import TreeRequests
 from sgl_prefill.api.reply_options import PLAIN, ReplyOptions
-from sgl_prefill.api.request_checks import check_ids_in_vocabulary, count_prompts
+from sgl_prefill.api.request_checks import MOST_LABELS, check_ids_in_vocabulary, count_prompts
 from sgl_prefill.api.scored_prompt import ScoredPrompt, scored_of, with_reply
 from sgl_prefill.core.answer_tree import Tokens
 from sgl_prefill.core.labels import (
@@ -140,11 +140,11 @@ class LabelScorer:
     ) -> None:
         """Raises BadRequestError where these options do not fit the labels, before anything is computed. names: of each prompt's
         labels; prompts share them."""
-        n_alternatives, most = len(names) * reply.top_alternatives, self._manager.prefill_config.max_labels
-        if n_alternatives and (n := n_alternatives + sum(map(len, names))) > most:
+        n_alternatives = len(names) * reply.top_alternatives
+        if n_alternatives and (n := n_alternatives + sum(map(len, names))) > MOST_LABELS:
             raise BadRequestError(
                 f"top_alternatives {reply.top_alternatives} after {len(names)} prompts makes, with the labels, {n}"
-                f" probabilities, and --max-labels {most} is the limit of one request: send fewer prompts in each"
+                f" probabilities, and {MOST_LABELS} are the limit of one request: send fewer prompts in each"
             )
         if reply.calibration is not None:
             paths = obj.lora_path if isinstance(obj.lora_path, list) else [obj.lora_path]
@@ -281,7 +281,7 @@ class LabelScorer:
         """Returns the labels after each prompt. Prompts of one template share their end, and so do requests: each end is
         looked up once, in another thread, while the event loop goes on.
         """
-        _check_size(answers, len(prompts), self._manager.prefill_config.max_labels)
+        _check_size(answers, len(prompts))
         vocab_size = self._manager.model_config.vocab_size
         if answers.token_ids is not None:
             check_distinct(answers.token_ids, "allowed_token_ids")
@@ -311,7 +311,6 @@ class LabelScorer:
                 f"{len(texts)} {answers.field} after {len(missing)} different ends of prompts are {n} labels to look up, and"
                 f" {MOST_RESOLUTIONS} are the limit: give allowed_token_ids, or fewer prompts in one request"
             )
-        client.end_turn()
         for end in missing:
             found[end] = await self._in_slices(functools.partial(self._resolve_after, end, is_long), texts)
             if is_long:
@@ -365,13 +364,13 @@ class LabelScorer:
         return text
 
 
-def _check_size(answers: AllowedAnswers, n_prompts: int, most: int) -> None:
+def _check_size(answers: AllowedAnswers, n_prompts: int) -> None:
     """Raises BadRequestError where a request asks for more than is answered at once: each label of each prompt is a line of the
     answer, which the event loop writes."""
     asked = answers.token_ids if answers.token_ids is not None else answers.tokens or []
-    if (n := n_prompts * len(asked)) > most:
+    if (n := n_prompts * len(asked)) > MOST_LABELS:
         raise BadRequestError(
-            f"{len(asked)} allowed answers after {n_prompts} prompts are {n} probabilities, and --max-labels {most} is the limit"
+            f"{len(asked)} allowed answers after {n_prompts} prompts are {n} probabilities, and {MOST_LABELS} are the limit"
             " of one request: send fewer prompts in each"
         )
     if (longest := max(map(len, answers.tokens or [""]), default=0)) > MOST_LABEL_CHARACTERS:

@@ -13,7 +13,6 @@ from sgl_prefill.api import conversations
 from sgl_prefill.api.prompt_parts import MOST_PARTS, CutPrompt, Limit, PartCutter, check_keep, shown
 from sgl_prefill.core.prompt_parts import Keep, Span
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.port import client
 
 if TYPE_CHECKING:
     import fastapi
@@ -70,7 +69,6 @@ async def cut_chat(
     """
     cutter.check_has_tokenizer("keep")
     limit, keeps = cutter.limit_of(request), _check(serving, request, marks)
-    client.end_turn()
     work = functools.partial(_cut, cutter, serving, request, marks, keeps, raw_request, limit)
     result, parts = await serving.tokenizer_manager.run_beside(work)
     conversations.fill_with(result)

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sgl_prefill.core.prompt_parts import KEEPS, CannotCutError, Cut, Keep, Span, cut
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.port import client
 
 if TYPE_CHECKING:
     from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
 
-ASKS_FOR_CUTS = b'"on_overflow"'  # in JSON; within a text its quotes are escaped
 REFUSE, CUT = "refuse", "cut"
 MOST_PARTS = 4_096  # of one prompt
 SHOWN = "prompt_parts"  # in meta_info and in label_scores
@@ -183,7 +181,6 @@ class PartCutter:
         names = [f"prompt_parts[{index}]" for index in range(len(prompts))] if is_batch(given) else ["prompt_parts"]
         for text, name in zip(texts, names, strict=True):
             self._manager.check_text(text, name, may_be_cut=limit.cuts)
-        client.end_turn()
         cut_prompts = []
         for parts, text, name in zip(prompts, texts, names, strict=True):
             work = functools.partial(self.cut, text=text, spans=_spans(parts), limit=limit, name=name)

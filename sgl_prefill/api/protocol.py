@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, StrictBool, StrictInt, field_validator, model_validator
-from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_prefill.api.label_scoring import AllowedAnswers
@@ -108,17 +108,6 @@ class LabelChatCompletionRequest(ChatCompletionRequest):  # type: ignore[misc]
         if not isinstance(values.get("response_format"), dict | None):
             raise ValueError("response_format must be an object")
         return values
-
-
-class PrefillResponsesRequest(ResponsesRequest):  # type: ignore[misc]
-    """/v1/responses. `max_output_tokens` left out means 1 on a prefill-only server."""
-
-    def to_sampling_params(self, *arguments: Any, **options: Any) -> dict[str, Any]:
-        """Does as SGLang's, which takes two tokens off what was asked for: of one, less than none is left."""
-        params: dict[str, Any] = super().to_sampling_params(*arguments, **options)
-        if self.max_output_tokens is not None:
-            params["max_new_tokens"] = self.max_output_tokens
-        return params
 
 
 @dataclasses.dataclass

@@ -29,6 +29,8 @@ SAMPLING_OPTION_TYPES = {
 # What becomes a tensor of 32 or 64 bits in the scheduler, and how many answers one request may ask for.
 SAMPLING_OPTION_RANGES = (("top_k", -1, TOP_K_ALL), ("sampling_seed", -(2**63), 2**63 - 1), ("n", 1, 1024))
 
+# Of one request: its answer is written in the event loop, prompt by prompt and label by label.
+MOST_PROMPTS, MOST_LABELS = 10_000, 50_000
 # Each of which is tokenised, or compiled, in the event loop and in the scheduler.
 MOST_STOPS, MOST_STOP_CHARACTERS = 256, 16_384
 MOST_LOGIT_BIAS = 1e30  # of 32 bits, with a logit beside it

@@ -18,12 +18,12 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_prefill.api import reply_options
 from sgl_prefill.api.answers import usage
+from sgl_prefill.api.error_format import refusal_of, with_nested_error
 from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer
 from sgl_prefill.api.reply_options import PLAIN, ReplyOptions
 from sgl_prefill.api.rerank_replies import Reply, Scored, Shape
 from sgl_prefill.api.rerank_request import RerankRequest, understood
 from sgl_prefill.api.scored_prompt import ScoredPrompt
-from sgl_prefill.api.shield import refusal_of, with_nested_error
 from sgl_prefill.core import rerank_template
 from sgl_prefill.errors import BadRequestError
 

@@ -1,4 +1,5 @@
-"""Our HTTP routes. A request without allowed answers goes on to SGLang's own endpoint, unchanged but for its length."""
+"""The HTTP routes: those that replace SGLang's, and which others are kept. A request without allowed answers goes on to SGLang's
+own endpoint, with `max_tokens` 1 by default."""
 
 from __future__ import annotations
 
@@ -13,31 +14,29 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import orjson
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import ORJSONResponse, Response, StreamingResponse
 from sglang.srt.entrypoints import http_server
-from sglang.srt.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
-from sglang.srt.entrypoints.ollama.protocol import OllamaChatRequest
 from sglang.srt.entrypoints.openai.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from sglang.srt.utils.auth import AuthLevel, auth_level
 from starlette.routing import BaseRoute, Route
 
-from sgl_prefill.api import calibrations, conversations, dashboard, decisions, reply_options, rerank, route_list, scores
+from sgl_prefill.api import calibrations, conversations, dashboard, decisions, reply_options, rerank, scores
 from sgl_prefill.api.answers import chat_choice, completion_choice, usage
 from sgl_prefill.api.calibrations import Calibrations
 from sgl_prefill.api.cut_requests import CutRequests, PartsOfPrompts, with_parts
+from sgl_prefill.api.error_format import Refusal
 from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer
+from sgl_prefill.api.middleware import Middleware
 from sgl_prefill.api.prompt_parts import note
 from sgl_prefill.api.protocol import (
     LabelChatCompletionRequest,
     LabelCompletionRequest,
     LabelGenerateReqInput,
-    PrefillResponsesRequest,
     allowed_answers,
     check_generate_label_request,
     check_generate_penalties,
@@ -54,28 +53,31 @@ from sgl_prefill.api.rerank_replies import Shape
 from sgl_prefill.api.rerank_request import RerankRequest
 from sgl_prefill.api.scored_prompt import ScoredPrompt
 from sgl_prefill.api.scores import LabelScoringRequest
-from sgl_prefill.api.shield import HttpShield, Refusal
 from sgl_prefill.api.text_limit import OFF_LOOP_CHARACTERS
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError, SeamError
-from sgl_prefill.port import client
 from sgl_prefill.port.ending import Ending
 from sgl_prefill.port.hooks import ROUTES
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
+    from starlette.types import Receive, Scope, Send
 
     from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
 
-# What they do concerns everyone; SGLang lets each client in.
-FOR_ADMINISTRATORS = ("/load_lora_adapter_from_tensors", "/set_trace_level")
-# Of a body of a wrong shape: each element of a list may have a dozen problems.
-MOST_PROBLEMS, LONGEST_PROBLEM = 10, 300
-OUR_PATHS = frozenset(route.path for route in ROUTES) | {"/rerank", "/v2/rerank"}
-OF_ANY_LENGTH = frozenset({"/tokenize", "/v1/tokenize"})
-CHATS = frozenset(
-    {"/v1/chat/completions", "/invocations", "/v1/responses", "/api/chat", "/v1/messages", "/v1/messages/count_tokens"}
+# The routes of SGLang that a prefill-only server keeps, besides those that it replaces. Its warm-up, SGLang's frontend, its
+# benchmark and the gateway use no others.
+KEPT_ROUTES = frozenset(
+    {
+        *("/v1/embeddings", "/v1/classify", "/classify", "/encode", "/v1/models", "/v1/models/{model:path}"),
+        *("/health", "/health_generate", "/ping", "/model_info", "/get_model_info", "/server_info", "/get_server_info"),
+        *("/get_load", "/v1/loads", "/flush_cache", "/abort_request", "/start_profile", "/stop_profile"),
+        *("/openapi.json", "/docs"),
+    }
 )
+CHAT_PATH = "/v1/chat/completions"
+# Shown of a body that does not match the schema: each element of a list may have a dozen problems.
+MOST_PROBLEMS, LONGEST_PROBLEM = 10, 300
 
 
 class PrefillRoutes:
@@ -141,7 +143,7 @@ class PrefillRoutes:
         return _openai_reply("cmpl-", "text_completion", request, choices, scored)
 
     async def chat_completions(self, request: LabelChatCompletionRequest, raw_request: Request) -> Any:
-        """Serves /v1/chat/completions, under Amazon's name too."""
+        """Serves /v1/chat/completions."""
         check_keys(request)
         serving = self._app.state.openai_serving_chat
         self.cuts.check_texts_of_chat(request)
@@ -224,18 +226,6 @@ class PrefillRoutes:
         with _value_errors_are_bad_requests():
             return await self._reranker.answer(self._app.state.openai_serving_rerank, request, raw_request, shape)
 
-    async def responses(self, request: PrefillResponsesRequest, raw_request: Request) -> Any:
-        """Serves /v1/responses."""
-        if request.max_output_tokens is None:
-            request.max_output_tokens = self._default_max_tokens(None)
-        return await self._stock["/v1/responses"](request, raw_request)
-
-    async def ollama_chat(self, request: OllamaChatRequest, raw_request: Request) -> Any:
-        """Serves /api/chat."""
-        if not request.messages:
-            raise BadRequestError("messages is empty: give at least one message")
-        return await self._stock["/api/chat"](request, raw_request)
-
     async def detokenize(self, request: DetokenizeRequest, raw_request: Request) -> Any:
         """Serves /detokenize and /v1/detokenize."""
         vocab_size = self._manager.model_config.vocab_size
@@ -254,7 +244,6 @@ class PrefillRoutes:
         texts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
         if texts is None or sum(map(len, texts)) < OFF_LOOP_CHARACTERS:
             return await self._stock["/tokenize"](request, raw_request)
-        client.end_turn()
         options = {"add_special_tokens": request.add_special_tokens}
         ids = await self._manager.run_beside(lambda twin: [twin.tokenizer.encode(text, **options) for text in texts])
         counts = [len(of_text) for of_text in ids]
@@ -266,20 +255,6 @@ class PrefillRoutes:
                 "max_model_len": self._manager.tokenizer.model_max_length,
             }
         )
-
-    async def count_tokens(self, request: AnthropicCountTokensRequest, raw_request: Request) -> Any:
-        """Serves /v1/messages/count_tokens."""
-        serving = self._app.state.anthropic_serving
-        chats = serving.openai_serving_chat
-        asked = {name: getattr(request, name) for name in request.model_fields_set}
-        try:
-            chat = serving._convert_to_chat_completion_request(AnthropicMessagesRequest(**asked, max_tokens=1))
-            await conversations.fill_beside(chats, chat, raw_request)
-            prompt = chats._process_messages(chat, self._manager.model_config.is_multimodal).prompt_ids
-        except ValueError as error:
-            return serving._error_response(status_code=400, error_type="invalid_request_error", message=str(error))
-        ids = prompt if isinstance(prompt, list) else self._manager.tokenizer.encode(prompt)
-        return ORJSONResponse({"input_tokens": len(ids)})
 
     async def _fill(self, serving: Any, request: LabelChatCompletionRequest, raw_request: Request) -> PartsOfPrompts:
         with _value_errors_are_bad_requests():
@@ -333,14 +308,12 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
                 f"SGLang's route {route.method} {route.path} is not where this package replaces it ({route.reason})"
             )
         app.router.routes.remove(found[0])
+    app.router.routes[:] = [one for one in app.router.routes if paths_of(one) <= KEPT_ROUTES]
+    app.router.default = _refuse_path
     n_stock = len(app.router.routes)
     only_json = [Depends(http_server.validate_json_request)]
     app.post("/v1/completions", dependencies=only_json)(ours.completions)
     app.post("/v1/chat/completions", dependencies=only_json)(ours.chat_completions)
-    app.post("/invocations", dependencies=only_json)(ours.chat_completions)
-    app.post("/v1/responses", dependencies=only_json)(ours.responses)
-    app.post("/api/chat")(ours.ollama_chat)
-    app.post("/v1/messages/count_tokens", dependencies=only_json)(ours.count_tokens)
     for prefix in ("", "/v1"):
         app.post(f"{prefix}/tokenize", dependencies=only_json)(ours.tokenize)
         app.post(f"{prefix}/detokenize", dependencies=only_json)(ours.detokenize)
@@ -357,50 +330,50 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
     app.post("/v2/rerank", dependencies=only_json)(ours.rerank_of_cohere)
     # First, since each request is compared with one route after the other, and once more for the metrics.
     app.router.routes[:] = [*app.router.routes[n_stock:], *app.router.routes[:n_stock]]
-    app.add_exception_handler(BadRequestError, answer_bad_request)
-    app.add_exception_handler(RequestValidationError, _Invalid(app).answer)
-    if not config.all_routes:
-        route_list.leave_out(app)
-    for one in app.router.routes:
-        if isinstance(one, Route) and one.path in FOR_ADMINISTRATORS:
-            auth_level(AuthLevel.ADMIN_OPTIONAL)(one.endpoint)
-    # Around all else, also around what SGLang adds later.
+    app.add_exception_handler(ValueError, answer_bad_request)
+    app.add_exception_handler(RequestValidationError, _answer_invalid)
+    # Outermost, also of the middleware that SGLang adds later.
     build = app.build_middleware_stack
 
-    def build_shielded() -> HttpShield:
-        return HttpShield(dashboard.AskForKey(build()), config, ending, check_body, n_refused)
+    def build_all() -> Middleware:
+        return Middleware(dashboard.AskForKey(build()), config, ending, check_body, n_refused)
 
-    app.build_middleware_stack = build_shielded  # type: ignore[method-assign]
+    app.build_middleware_stack = build_all  # type: ignore[method-assign]
     for route in ROUTES:
         serving = [r.endpoint for r in app.router.routes if isinstance(r, Route) and r.path == route.path]
         if len(serving) != 1 or getattr(serving[0], "__self__", None) is not ours:
             raise SeamError(f"the route {route.method} {route.path} is not served by this package ({route.reason})")
 
 
+def paths_of(route: Any) -> set[str]:
+    """Returns the paths of an entry of FastAPI's list of routes, which may be an included router."""
+    included = getattr(route, "original_router", None)
+    return {route.path} if included is None else {one.path for one in included.routes}
+
+
 def check_body(path: str, body: bytes) -> None:
-    """Raises BadRequestError for a body that need not be parsed."""
-    if path in OUR_PATHS | CHATS | {calibrations.PATH}:
-        manager = http_server._global_state.tokenizer_manager
-        if path in CHATS:
-            conversations.check_size(body, manager.longest_input_tokens)
-        if path not in OF_ANY_LENGTH:
-            manager.check_body(body)
+    """Raises BadRequestError for a conversation whose parts would take seconds to parse."""
+    if path == CHAT_PATH:
+        conversations.check_size(body, http_server._global_state.tokenizer_manager.longest_input_tokens)
 
 
-class _Invalid:
-    """Answers bodies of a wrong shape: with the fields, and without the names of SGLang's source files."""
+async def _refuse_path(scope: Scope, receive: Receive, send: Send) -> None:
+    """The application for all paths that no route serves; SGLang's exception handler writes the answer."""
+    raise HTTPException(
+        HTTPStatus.NOT_FOUND,
+        f"{scope['path']} is not a route of this prefill-only server: for answers use /v1/completions, {CHAT_PATH}, /generate,"
+        " /v1/score, /v1/rerank or /v1/embeddings; /openapi.json lists all routes",
+    )
 
-    def __init__(self, app: FastAPI) -> None:
-        self._stock: Any = app.exception_handlers[RequestValidationError]
 
-    async def answer(self, request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        if request.url.path.startswith("/v1/messages"):
-            return await self._stock(request, error)  # type: ignore[no-any-return]
-        problems = list(dict.fromkeys(_shortened(f"{_field(one['loc'])}: {one['msg']}") for one in error.errors()))
-        left = len(problems) - MOST_PROBLEMS
-        text = "; ".join(problems[:MOST_PROBLEMS]) + (f"; and {left} more" if left > 0 else "")
-        return await answer_bad_request(request, BadRequestError(text))
+async def _answer_invalid(request: Request, error: Exception) -> Response:
+    """Answers a body that does not match a route's schema: the first problems by field, without the names of SGLang's source
+    files."""
+    assert isinstance(error, RequestValidationError)
+    problems = list(dict.fromkeys(_shortened(f"{_field(one['loc'])}: {one['msg']}") for one in error.errors()))
+    left = len(problems) - MOST_PROBLEMS
+    text = "; ".join(problems[:MOST_PROBLEMS]) + (f"; and {left} more" if left > 0 else "")
+    return await answer_bad_request(request, BadRequestError(text))
 
 
 def _shortened(problem: str) -> str:

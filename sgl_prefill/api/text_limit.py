@@ -1,4 +1,4 @@
-"""Texts that are too long for a tokenizer to be asked in the event loop, or to be asked at all."""
+"""Limits on the length of texts: above the first they are tokenised in another thread, above the second refused untokenised."""
 
 from __future__ import annotations
 
@@ -7,27 +7,15 @@ from typing import Any
 
 # A tokenizer reads some megabytes a second: shorter texts take a few milliseconds.
 OFF_LOOP_CHARACTERS = 20_000
-BYTES_PER_CHARACTER = 12  # of JSON, at most: two escapes of UTF-16
-# Of a text that may be cut, for each token that a prompt may have: of prose some 14 times as much as fits.
+# Limit on a text that may be cut, per token of the longest prompt. Prose has some 4.5 characters a token.
 CUT_CHARACTERS_PER_TOKEN = 64
 
 
-def has_long_text(body: bytes, limit_bytes: int) -> bool:
-    """Says whether JSON holds more than so many bytes without a quote, in a few milliseconds of 30 MB."""
-    start = 0  # after a quote
-    while start + limit_bytes < len(body):
-        quote = body.rfind(b'"', start, start + limit_bytes + 1)
-        if quote < 0:
-            return True
-        start = quote + 1
-    return False
-
-
 def longest_token_characters(tokenizer: Any) -> int | None:
-    """Returns how many characters of a text one token stands for at most; None where there is no such number.
+    """Returns the largest number of characters that one token can stand for; None where it is unlimited.
 
-    There is one where every byte of a text is a byte of a token: byte-level BPE that changes no text before it (most models
-    since GPT-2). Others join blanks, or have one token for all that they do not know.
+    It is limited for byte-level BPE without a normalizer (most models since GPT-2). Other tokenizers join blanks, or have one
+    token for everything unknown.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -36,9 +24,9 @@ def longest_token_characters(tokenizer: Any) -> int | None:
     if parts["model"]["type"] != "BPE" or parts["normalizer"] is not None or not _is_byte_level(parts["pre_tokenizer"]):
         return None
     added = parts["added_tokens"]
-    if any(token["lstrip"] or token["rstrip"] for token in added):  # takes the blanks around it with it
+    if any(token["lstrip"] or token["rstrip"] for token in added):  # such a token includes any number of blanks
         return None
-    # Of bytes that stand for themselves, one character in the vocabulary is one byte, and at most one character of a text.
+    # A character of the vocabulary is one byte of a text, so at most one character.
     return max(map(len, [*parts["model"]["vocab"], *(token["content"] for token in added)]))
 
 

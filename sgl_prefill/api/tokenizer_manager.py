@@ -9,7 +9,7 @@ import asyncio
 import copy
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,6 +28,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sgl_prefill.api import prompt_parts
 from sgl_prefill.api.request_checks import (
     MEDIA,
+    MOST_PROMPTS,
     check_has_logprobs,
     check_ids_in_vocabulary,
     check_lists_against_prompts,
@@ -39,10 +40,8 @@ from sgl_prefill.api.request_checks import (
 )
 from sgl_prefill.api.rids import Rids
 from sgl_prefill.api.text_limit import (
-    BYTES_PER_CHARACTER,
     CUT_CHARACTERS_PER_TOKEN,
     OFF_LOOP_CHARACTERS,
-    has_long_text,
     longest_token_characters,
 )
 from sgl_prefill.config import PrefillConfig
@@ -69,8 +68,6 @@ GRAMMARS = ("regex", "json_schema", "ebnf", "structural_tag")
 class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     """Refuses generation unless it is allowed, prompts over the limit, and values that would stop the scheduler."""
 
-    pause_prompts = 64  # of one request without letting others in: some 10 ms of the event loop, and of the scheduler
-
     def __init__(
         self, server_args: ServerArgs, port_args: PortArgs, *, config: PrefillConfig, ending: Ending | None = None
     ) -> None:
@@ -83,7 +80,6 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             None  # what the scheduler said at its start; of a server, SGLang keeps it
         )
         self._rids = Rids()
-        self._n_since_pause = 0  # prompts
         self._watched: set[fastapi.Request] = set()  # with several prompts each
 
     @property
@@ -115,9 +111,6 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None = None
     ) -> AsyncIterator[Any]:
         """Does as SGLang's, after our checks. Raises BadRequestError (a ValueError, which every route answers with 400)."""
-        client.end_turn()  # the next begins only when this one waits
-        if isinstance(obj.input_ids, Mapping):  # what tokenizers return to SGLang's route for Ollama's chats
-            obj.input_ids = list(obj.input_ids["input_ids"])
         self.check_count(count_prompts(obj) or 1)
         self._check_media(obj)
         if obj.multi_item_delimiter_indices is not None and not self.server_args.enable_mis:
@@ -277,21 +270,6 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 f" takes at most {self.longest_input_tokens} (the model's context length is {self.context_len}): shorten it"
             )
 
-    def check_body(self, body: bytes) -> None:
-        """Raises BadRequestError for the JSON of a request that holds a text which cannot fit, before it is parsed."""
-        longest = self._longest_token_characters
-        if longest is None or self.mm_processor is not None:  # an image is a longer text
-            return
-        if prompt_parts.ASKS_FOR_CUTS in body:
-            longest = max(longest, CUT_CHARACTERS_PER_TOKEN)
-        limit_bytes = longest * self.longest_input_tokens * BYTES_PER_CHARACTER
-        if has_long_text(body, limit_bytes):
-            raise BadRequestError(
-                f"the request holds a text of more than {limit_bytes} bytes, which is more than"
-                f" {self.longest_input_tokens} tokens, and this server takes at most that many (the model's context length is"
-                f" {self.context_len}): shorten it"
-            )
-
     async def _tokenize_texts(self, texts: Any, is_cross_encoder: bool = False) -> Any:
         """Does as SGLang's; long texts in another thread, since all other requests would wait meanwhile."""
         flat = (
@@ -321,7 +299,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     def check_count(self, n_prompts: int) -> None:
         """Raises BadRequestError where a request has more prompts than are answered at once."""
         for flag, most in (
-            ("--max-prompts", self.prefill_config.max_prompts),
+            ("limit", MOST_PROMPTS),
             ("--max-waiting-requests", self.prefill_config.max_waiting_requests),
             ("--max-client-waiting-requests", self.prefill_config.max_client_waiting_requests),
         ):
@@ -368,11 +346,6 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         for result in results if self.is_generation else ():
             check_has_logprobs(result["meta_info"])
         return super()._process_single_item_scoring_results(results, *arguments, **options)
-
-    async def pause_generation(self, obj: Any) -> None:
-        """Does as SGLang's, which waits until it has aborted everybody's requests."""
-        with client.calling(None):
-            await super().pause_generation(obj)
 
     def _is_administrator(self, caller: client.Caller) -> bool:
         key = self.server_args.admin_api_key
@@ -492,18 +465,6 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                         else f"from {lowest} to {highest}, the vocabulary's size"
                     )
                     raise BadRequestError(f"{field} is {number}: it must be {limit}")
-
-    def _should_use_batch_tokenization(self, batch_size: int, requests: Any) -> bool:
-        """Does as SGLang's, which sends all prompts of a batch at once, for batches that are no longer than a pause allows."""
-        return batch_size <= self.pause_prompts and super()._should_use_batch_tokenization(batch_size, requests)
-
-    async def _tokenize_one_request(self, obj: GenerateReqInput | EmbeddingReqInput) -> Any:
-        """Does as SGLang's, and lets others in now and then: a request may have ten thousand prompts."""
-        self._n_since_pause += 1
-        if self._n_since_pause >= self.pause_prompts:
-            self._n_since_pause = 0
-            await asyncio.sleep(0)
-        return await super()._tokenize_one_request(obj)
 
     def _wait_one_response(
         self, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None = None

@@ -1,7 +1,7 @@
 """Who asks: by a header, by the body's `user` or by an API key, and from there in SGLang's `custom_params`.
 
-`HttpShield` makes a `Caller` of each HTTP request, before anything of SGLang's sees it, so that no route can lose it. User names
-are believed: who lets strangers in has them checked before this server.
+`api.middleware` makes a `Caller` of each HTTP request, before SGLang's code, so that no route can lose it. User names are
+believed: a server that strangers reach needs a proxy that checks them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     import fastapi
     from sglang.srt.managers.schedule_batch import Req
 
-    from sgl_prefill.api.turns import Turn
-
 HEADER = "x-user-id"
 PARAMETER = f"{custom_params.OURS}client"
 NOBODY = ""
@@ -38,7 +36,6 @@ class Caller:
     salt: str = ""  # what the body says of the prefixes that it shares
     refused_for: str | None = None  # in a word, for metrics
     retry_after_s: int | None = None
-    turn: Turn | None = None  # at the event loop
     is_background: bool = False  # the request is of a job that takes what others leave
 
     @classmethod
@@ -60,9 +57,7 @@ class Caller:
             return
         if not isinstance(body, dict):
             return
-        metadata = body.get("metadata") if body.get("user") is None else None  # of Anthropic's messages
-        user = _text(metadata, "user_id") if isinstance(metadata, dict) else _text(body, "user")
-        self.user = self.user or user
+        self.user = self.user or _text(body, "user")
         if (said := body.get(background.FIELD)) is not None and not isinstance(said, bool):
             raise BadRequestError(f"{background.FIELD} is {said!r}: it must be true or false")
         self.is_background = self.is_background or said is True
@@ -86,13 +81,6 @@ def calling(caller: CallerOrNone) -> Iterator[CallerOrNone]:
         yield caller
     finally:
         _caller.reset(token)
-
-
-def end_turn() -> None:
-    """Lets others have the event loop, before this request waits for another thread or process; see `api.turns`."""
-    caller = current()
-    if caller is not None and caller.turn is not None:
-        caller.turn.end()
 
 
 def key_of(authorization: str) -> str:

@@ -1,7 +1,7 @@
-"""How a server ends. Asked to (SIGTERM, Ctrl-C), it takes no more requests, answers those that wait, and refuses by name what is
-not done in time; where one of its processes has died, everyone who waits hears of it at once.
+"""Graceful shutdown of a server. At SIGTERM or Ctrl-C it refuses new requests, answers those that wait for at most DRAIN_S, and
+refuses the rest with 503. Where one of its processes has died, all waiting requests are refused at once.
 
-SGLang, asked to end, takes new requests as long as there are old ones, and where a process has died lets clients wait.
+SGLang itself accepts new requests until the last old one is answered, and lets clients wait where a process has died.
 """
 
 from __future__ import annotations
@@ -24,40 +24,41 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+DRAIN_S = 30.0
 POLL_S = 0.02
-FLUSH_S = 2.0  # for answers on their way to clients
+FLUSH_S = 2.0  # for the HTTP server to write answers
 CLOSE_S = 1  # for the HTTP server to close its connections
-CHILDREN_END_S = 5.0  # for the other processes to let go of what they hold; then they are killed
+CHILDREN_END_S = 5.0  # for the other processes to end by themselves; then they are killed
 ASKED = "this server is shutting down"
 DIED = "a process of this server has ended, and the server with it"
 INTERRUPTED = "this server was interrupted a second time"
-FAILED = "this server has failed, which is in its log, and ends"
+FAILED = "this server has failed, as its log says, and ends"
 
 
 class Ending:
-    """One server's: when and why it ends, and with which status."""
+    """The shutdown of one server: when and why it begins, and the exit status."""
 
-    def __init__(self, drain_s: float) -> None:
+    def __init__(self, drain_s: float = DRAIN_S) -> None:
         self._drain_s = drain_s
-        self.reason: str | None = None  # why no more requests are taken
+        self.reason: str | None = None  # None: the server accepts requests
         self.status = 0  # of the launcher
-        self.n_in_flight = 0  # HTTP requests that compute, until the last byte of their answers
+        self.n_in_flight = 0  # POST and PUT requests whose answers are not completely written
         self._begun = asyncio.Event()
         self._stop_listening: Callable[[], None] = lambda: None
 
     @property
     def retry_after_s(self) -> int:
-        """For clients: by then this server is gone, and another may be in its place."""
+        """For clients: by then this server has ended, and another may listen in its place."""
         return math.ceil(self._drain_s)
 
     def watch(self, manager: PrefillTokenizerManager, loop: asyncio.AbstractEventLoop) -> None:
-        """Takes the place of SGLang's signal handlers, which it has just set."""
+        """Replaces the signal handlers that SGLang has just set."""
         loop.add_signal_handler(signal.SIGTERM, self._begin, ASKED, 0, manager)
         loop.add_signal_handler(signal.SIGINT, self._interrupt, manager)
         loop.add_signal_handler(signal.SIGQUIT, self._begin, DIED, 1, manager)
 
     def remember_listener(self) -> None:
-        """Finds the HTTP server: nobody but its signal handler knows it. To be called before SGLang sets another."""
+        """Finds Uvicorn's server, which only its signal handler refers to. Call it before SGLang replaces this handler."""
         server: Any = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
 
         def stop() -> None:
@@ -69,11 +70,11 @@ class Ending:
         self._stop_listening = stop
 
     def fail(self, manager: PrefillTokenizerManager) -> None:
-        """Ends the server, since nobody hands out answers any more; SGLang's way waits up to 65 s before clients notice."""
+        """Ends the server because the loop that hands out answers has failed."""
         self._begin(FAILED, 1, manager)
 
     def _interrupt(self, manager: PrefillTokenizerManager) -> None:
-        """Ends the server as SIGTERM does; the second time without waiting for answers."""
+        """Does as SIGTERM the first time; the second Ctrl-C ends the server without waiting for answers."""
         if self.reason is None:
             self._begin(ASKED, 0, manager)
         else:
@@ -82,28 +83,27 @@ class Ending:
     def _begin(self, reason: str, status: int, manager: PrefillTokenizerManager) -> None:
         is_first = self.reason is None
         if is_first or status > self.status:
-            self.reason = reason
-        self.status = max(self.status, status)
+            self.reason, self.status = reason, status
         if is_first:
-            logger.warning("%s: %d requests wait", self.reason, len(manager.rid_to_state))
-            manager.gracefully_exit = True  # SGLang's health check says so
+            logger.warning("%s: %d requests wait", reason, len(manager.rid_to_state))
+            manager.gracefully_exit = True  # makes SGLang's health check fail
             self._begun.set()
 
     async def run(self, manager: PrefillTokenizerManager) -> None:
-        """Waits until the server shall end, and ends it."""
+        """Waits until the shutdown begins, and performs it."""
         await self._begun.wait()
         await _until(lambda: not manager.rid_to_state or self.status != 0, self._drain_s)
         why = f"{self.reason}: send the request again, to another server or later"
         if self.status == 0:
-            why = f"{self.reason}, and this request was not done within --drain-s {self._drain_s:g}: send it again"
+            why = f"{self.reason}, and this request was not done within {self._drain_s:g} s: send it again"
         for rid in list(manager.rid_to_state):
             manager.refuse(rid, HTTPStatus.SERVICE_UNAVAILABLE, why)
         await _until(lambda: self.n_in_flight == 0, FLUSH_S)
         if manager._subprocess_watchdog is not None:
-            manager._subprocess_watchdog.stop()  # what ends now is no failure
+            manager._subprocess_watchdog.stop()  # it would take the end of a process for a failure
         if self.status == 0:
             manager.ask_scheduler_to_end()
-            await _until(lambda: not _a_scheduler_is_left(), CHILDREN_END_S)
+            await _until(lambda: not _is_a_scheduler_left(), CHILDREN_END_S)
         self._stop_listening()
 
 
@@ -113,9 +113,9 @@ async def _until(is_so: Callable[[], bool], at_most_s: float) -> None:
         await asyncio.sleep(POLL_S)
 
 
-def _a_scheduler_is_left() -> bool:
+def _is_a_scheduler_left() -> bool:
     from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes
 
-    with contextlib.suppress(psutil.NoSuchProcess):  # it ended just now: another may be left
+    with contextlib.suppress(psutil.NoSuchProcess):  # one has ended just now; others may be left
         return any(one.status() != psutil.STATUS_ZOMBIE for one in collect_scheduler_processes())
     return True

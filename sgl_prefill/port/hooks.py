@@ -467,12 +467,6 @@ ROUTES: tuple[Route, ...] = (
         stock_endpoint="sglang.srt.entrypoints.http_server.openai_v1_chat_completions",
         reason="allowed_tokens, allowed_token_ids, keep; max_tokens 1 by default",
     ),
-    Route(
-        method="POST",
-        path="/invocations",
-        stock_endpoint="sglang.srt.entrypoints.http_server.sagemaker_chat_completions",
-        reason="it is /v1/chat/completions under Amazon's name",
-    ),
     *(
         Route(
             method="POST",
@@ -493,27 +487,9 @@ ROUTES: tuple[Route, ...] = (
     ),
     Route(
         method="POST",
-        path="/v1/messages/count_tokens",
-        stock_endpoint="sglang.srt.entrypoints.http_server.anthropic_v1_count_tokens",
-        reason="a conversation that the template refuses ends in a 500",
-    ),
-    Route(
-        method="POST",
-        path="/v1/responses",
-        stock_endpoint="sglang.srt.entrypoints.http_server.v1_responses_request",
-        reason="max_output_tokens 1 by default; SGLang takes two tokens off it",
-    ),
-    Route(
-        method="POST",
         path="/generate",
         stock_endpoint="sglang.srt.entrypoints.http_server.generate_request",
         reason="allowed_tokens, allowed_token_ids, prompt_parts",
-    ),
-    Route(
-        method="POST",
-        path="/api/chat",
-        stock_endpoint="sglang.srt.entrypoints.http_server.ollama_chat",
-        reason="an empty list of messages ends in a 500",
     ),
     Route(
         method="POST",
@@ -570,15 +546,12 @@ OVERRIDES: tuple[Override, ...] = (
             ("_validate_one_request", "the input limit, and token ids outside the vocabulary"),
             ("_handle_abort_finish_reason", "429 and 504 for deadlines"),
             ("abort_request", "a client names its own request and no other"),
-            ("pause_generation", "ends the requests of everyone, whoever asks"),
             ("auto_create_handle_loop", "signals end the server in our way"),
             (
                 "handle_loop",
                 "where it fails, clients hear of it at once; in one process, answers are handed over like it",
             ),
             ("_tokenize_texts", "long texts would stop all others"),
-            ("_tokenize_one_request", "ten thousand prompts of one request would stop all others"),
-            ("_should_use_batch_tokenization", "and so would they as one message to the scheduler"),
             ("_wait_one_response", "an answer may come before the last prompt of its request was sent"),
             ("_process_single_item_scoring_results", "a score that was aborted has no log-probabilities"),
             ("resolved_config_dict", "/server_info shows no keys"),
@@ -683,17 +656,11 @@ POKES: tuple[Poke, ...] = (
         "api_key",
         "keys are not shown; so are the other fields of sgl_prefill.secret",
     ),
-    Poke("uvicorn.protocols.http.auto", "AutoHTTPProtocol", "it waits for ever for a request's head"),
     *(
         Poke("uvicorn.Server", attribute, "the server ends once everyone is answered")
         for attribute in ("should_exit", "force_exit")
     ),
     Poke("uvicorn.Config", "timeout_graceful_shutdown", "a stream to a page has no end of its own"),
-    Poke(
-        "sglang.srt.utils.auth",
-        "_auth_level",
-        "load_lora_adapter_from_tensors and set_trace_level are for administrators",
-    ),
     *(
         Poke("sglang.srt.mem_cache.memory_pool.ReqToTokenPool", attribute, "SGLang's requests get no row of ours")
         for attribute in ("size", "_alloc_size")
@@ -708,6 +675,7 @@ POKES: tuple[Poke, ...] = (
         )
     ),
     Poke("fastapi.FastAPI", "build_middleware_stack", "what SGLang adds later stands behind our limits too"),
+    Poke("starlette.routing.Router", "default", "a path that no route serves gets a sentence"),
     Poke("sglang.srt.managers.tokenizer_manager.TokenizerManager", "server_status", "healthy after our own warm-up"),
     Poke(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager", "max_req_input_len", "of a scheduler in this process"

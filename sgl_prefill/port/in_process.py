@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import gc
 import logging
-import sys
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -43,11 +42,11 @@ from sglang.srt.managers.io_struct import (
 )
 
 from sgl_prefill.answer import Answer
+from sgl_prefill.api.error_format import with_nested_error
 from sgl_prefill.api.protocol import LabelChatCompletionRequest, LabelCompletionRequest, LabelGenerateReqInput
 from sgl_prefill.api.rerank_request import RerankRequest
 from sgl_prefill.api.routes import PrefillRoutes, answer_bad_request
 from sgl_prefill.api.scores import LabelScoringRequest
-from sgl_prefill.api.shield import with_nested_error
 from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.batch.planned_row import PlannedRow
@@ -112,8 +111,6 @@ class _Wire:
 
 class SteppedTokenizerManager(PrefillTokenizerManager):
     """Hands requests to a scheduler in this process, or finds out what their prompts are."""
-
-    pause_prompts = sys.maxsize  # a step waits until all of a request's prompts are there
 
     def __init__(self, server_args: ServerArgs, port_args: PortArgs, *, config: PrefillConfig) -> None:
         self.sent = _Wire()

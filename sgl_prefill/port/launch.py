@@ -12,7 +12,7 @@ from sgl_prefill.config import PrefillConfig
 from sgl_prefill.cpu import ranks
 from sgl_prefill.device import this_device
 from sgl_prefill.errors import ProcessError
-from sgl_prefill.port import activation, header_timeout, prefork, priority, processes
+from sgl_prefill.port import activation, prefork, priority, processes
 from sgl_prefill.secret import FIELDS, Secret
 
 if TYPE_CHECKING:
@@ -47,10 +47,9 @@ def serve(config: PrefillConfig, server_args: ServerArgs) -> int:
     from sgl_prefill.api import routes
     from sgl_prefill.port.ending import Ending
 
-    ending = Ending(config.drain_s)
+    ending = Ending()
     activation.activate(config, "http").is_of_server = True
     routes.install(http_server.app, config, ending)
-    header_timeout.install(config.header_timeout_s)
     if server_args.gc_threshold is None:
         gc.set_threshold(GC_THRESHOLD)
     priority.give_way()

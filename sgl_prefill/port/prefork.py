@@ -14,7 +14,7 @@ import os
 import signal
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sgl_prefill import start_log
+from sgl_prefill import quiet_start
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -65,13 +65,13 @@ class ParentEnvironment:
         variables: dict[str, str] | None = None,
         launcher_pid: int | None = None,
         *,
-        holds_log_back: bool = False,
+        is_quiet: bool = False,
     ) -> None:
-        self._failure_signal, self._holds_log_back = failure_signal, holds_log_back
+        self._failure_signal, self._is_quiet = failure_signal, is_quiet
         self._variables, self._launcher_pid = variables, launcher_pid
 
     def __reduce__(self) -> tuple[Any, ...]:
-        make = functools.partial(ParentEnvironment, holds_log_back=start_log.is_on())
+        make = functools.partial(ParentEnvironment, is_quiet=quiet_start.is_on())
         return make, (self._failure_signal, dict(os.environ), os.getpid())
 
     def adopt(self) -> Launcher:
@@ -90,8 +90,8 @@ class ParentEnvironment:
         signal.signal(
             signal.SIGINT, signal.SIG_IGN
         )  # Ctrl-C reaches a terminal's whole group; the launcher ends the rest
-        if self._holds_log_back:
-            start_log.show_ours()
+        if self._is_quiet:
+            quiet_start.be_quiet()
         return Launcher(self._launcher_pid, self._failure_signal)
 
 

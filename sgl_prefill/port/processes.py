@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import psutil
 import requests
 
-from sgl_prefill import preflight, start_log
+from sgl_prefill import preflight, quiet_start
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.device import device_of, is_out_of_memory
 from sgl_prefill.engine_state import EngineState
@@ -92,7 +92,7 @@ def around_scheduler_init(
     try:
         with _named_out_of_memory(server_args, gpu_id):
             original(scheduler, *arguments, **options)
-        start_log.hide_ours()  # this process's part of the start is over
+        quiet_start.end()
     except SglPrefillError as error:
         if state.launcher is None:  # nobody waits for this scheduler but who made it
             raise
@@ -151,7 +151,6 @@ def _end_all(message: str, status: int) -> NoReturn:
     logging.disable()  # SGLang's lines about it would stand behind the reason
     kill_process_tree(os.getpid(), include_parent=False)
     print(message, end="", file=sys.stderr, flush=True)
-    start_log.end()
     os._exit(status)
 
 
@@ -188,10 +187,8 @@ def execute_warmup(config: PrefillConfig, server_args: ServerArgs) -> bool:
         body = {**prompt, **labels, "sampling_params": {"max_new_tokens": 0, "temperature": 0}}
         session.post(server_args.url() + route, json=body, timeout=WARM_UP_TIMEOUT_S).raise_for_status()
         # From now on full garbage collections pass over what has been loaded; each would stop all requests for that long.
-        as_administrator = _authorization(server_args.admin_api_key or server_args.api_key)
-        freeze_url = server_args.url() + "/freeze_gc"
-        session.post(freeze_url, headers=as_administrator, timeout=WARM_UP_TIMEOUT_S).raise_for_status()
-        # That goes on behind the reply, and the first request waits until it is over: let that be this one.
+        asyncio.run_coroutine_threadsafe(manager.freeze_gc(), manager.event_loop).result(WARM_UP_TIMEOUT_S)
+        # The scheduler does this while it computes nothing: this request waits for it, in the place of a client's.
         session.post(server_args.url() + route, json=body, timeout=WARM_UP_TIMEOUT_S).raise_for_status()
         if config.shared_prefix is not None:
             text = Path(config.shared_prefix).read_text(encoding="utf-8")
@@ -201,7 +198,7 @@ def execute_warmup(config: PrefillConfig, server_args: ServerArgs) -> bool:
         _end_all(f"sgl_prefill: cannot start\nthe warm-up request failed: {error}\n", 1)
     except SglPrefillError as error:
         _end_all(f"sgl_prefill: cannot start\n{error}\n", 2)
-    start_log.ready(_what_is_served(server_args))
+    quiet_start.end_launchers(_what_is_served(server_args))
     manager.server_status = ServerStatus.Up
     return True
 
@@ -215,12 +212,9 @@ def _session(server_args: ServerArgs) -> requests.Session:
     session = requests.Session()
     session.trust_env = False  # the server is on this machine: no proxy
     session.verify = server_args.ssl_verify()
-    session.headers.update(_authorization(server_args.api_key))
+    if server_args.api_key:
+        session.headers["Authorization"] = f"Bearer {server_args.api_key}"
     return session
-
-
-def _authorization(key: str | None) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _listens(port: int) -> bool:

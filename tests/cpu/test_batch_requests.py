@@ -1,4 +1,4 @@
-"""Requests of many prompts: others come in between, no answer is too early, and who leaves is noticed once."""
+"""Requests of many prompts: no answer is too early, and who leaves is noticed once."""
 
 from __future__ import annotations
 
@@ -25,30 +25,10 @@ def manager(**attributes: Any) -> Any:
         "incremental_streaming_output": False,
         "request_logger": mock.Mock(),
         "request_metrics_exporter_manager": SimpleNamespace(exporter_enabled=lambda: False),
-        "_n_since_pause": 0,
         "_watched": set(),
     }
     made.__dict__.update(known | attributes)
     return made
-
-
-def test_others_come_in_between_the_prompts_of_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TokenizerManager, "_tokenize_one_request", mock.AsyncMock())
-    ours, done = manager(), list[str]()
-
-    async def tokenize() -> None:
-        for _ in range(PrefillTokenizerManager.pause_prompts):
-            await ours._tokenize_one_request(None)
-        done.append("many")
-
-    async def other() -> None:
-        done.append("other")
-
-    async def run() -> None:
-        await asyncio.gather(tokenize(), other())
-
-    asyncio.run(run())
-    assert done == ["other", "many"]
 
 
 def test_an_answer_that_comes_before_the_last_prompt_is_sent_is_not_lost() -> None:

@@ -46,7 +46,7 @@ class Loop:
 
 @pytest.fixture(autouse=True)
 def _no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ending, "_a_scheduler_is_left", lambda: False)
+    monkeypatch.setattr(ending, "_is_a_scheduler_left", lambda: False)
 
 
 def end(
@@ -88,7 +88,7 @@ def test_what_is_not_done_in_time_is_refused_by_name() -> None:
     server, events = end(manager, signal.SIGTERM, drain_s=0)
     assert (server.status, events) == (0, ["ended"])
     assert set(manager.refused) == {"a", "b"}
-    assert "--drain-s 0" in manager.refused["a"]
+    assert "within 0 s" in manager.refused["a"]
 
 
 def test_a_second_interrupt_waits_for_nobody() -> None:

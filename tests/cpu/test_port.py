@@ -16,6 +16,7 @@ from sglang.srt.environ import envs
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
 import sgl_prefill.port
+from sgl_prefill.api import routes
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import SeamError
 from sgl_prefill.port import activation, fingerprints
@@ -295,3 +296,11 @@ def test_an_unsupported_version_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     assert fingerprints.version_problem() == (
         "SGLang 0.5.23 is installed, and this package hooks into 0.5.17 only: run `pip install sglang==0.5.17`"
     )
+
+
+def test_the_routes_that_are_kept_are_sglangs() -> None:
+    """One that SGLang renames would be a 404."""
+    from sglang.srt.entrypoints import http_server
+
+    stock = set().union(*map(routes.paths_of, http_server.app.router.routes))
+    assert stock >= routes.KEPT_ROUTES

@@ -16,6 +16,7 @@ from sglang.srt.entrypoints.openai.serving_score import OpenAIServingScore
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager_score_mixin import TokenizerManagerScoreMixin
 
+from sgl_prefill.api import label_scoring
 from sgl_prefill.api.calibration_store import ModelName, StoredCalibration
 from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer
 from sgl_prefill.api.reply_options import ReplyOptions
@@ -66,7 +67,7 @@ class Manager(TokenizerManagerScoreMixin):  # type: ignore[misc]
         return ""
 
     def check_count(self, n_prompts: int) -> None:
-        if n_prompts > self.prefill_config.max_prompts:
+        if n_prompts > 8:
             raise BadRequestError(f"the request has {n_prompts} prompts")
 
     async def generate_request(self, obj: GenerateReqInput, _: Any) -> AsyncIterator[Any]:
@@ -96,7 +97,8 @@ class Manager(TokenizerManagerScoreMixin):  # type: ignore[misc]
 
 @pytest.fixture
 def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[Manager]:
-    found = Manager(PrefillConfig(max_labels=20, max_prompts=8))
+    found = Manager(PrefillConfig())
+    monkeypatch.setattr(label_scoring, "MOST_LABELS", 20)
     monkeypatch.setattr(http_server, "_global_state", SimpleNamespace(tokenizer_manager=found))
     return found
 
@@ -175,7 +177,7 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"items": ["a"] * 9}, "9 prompts"),
     (
         {"items": ["a"] * 4, "top_alternatives": 4},
-        "top_alternatives 4 after 4 prompts makes, with the labels, 24 prob.*--max-labels 20",
+        "top_alternatives 4 after 4 prompts makes, with the labels, 24 prob.*20 are the limit",
     ),
     ({"top_alternatives": 0}, "top_alternatives is 0: ask for 1 to 100"),
     ({"calibration": "shifted", "label_token_ids": [YES, 5]}, "'shifted' is for the labels"),

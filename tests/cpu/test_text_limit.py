@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from sgl_prefill.api.text_limit import has_long_text, longest_token_characters
+from sgl_prefill.api.text_limit import longest_token_characters
 
 
 def tokenizer(pre_tokenizer: Any, normalizer: Any = None, added: AddedToken | None = None) -> Any:
@@ -43,8 +40,3 @@ def test_of_bytes_the_longest_token_tells(split: Any) -> None:
 )
 def test_where_a_token_may_stand_for_any_length_nothing_is_said(other: Any) -> None:
     assert longest_token_characters(other) is None
-
-
-@given(st.text('"x', max_size=60).map(str.encode), st.integers(1, 20))
-def test_a_long_text_is_found_as_a_regular_expression_finds_it(body: bytes, limit_bytes: int) -> None:
-    assert has_long_text(body, limit_bytes) == bool(re.search(rb'[^"]{%d}' % (limit_bytes + 1), body))

@@ -19,9 +19,6 @@ NORMAL: tuple[tuple[str, str, Any], ...] = (
 OF_ADMINISTRATORS: tuple[tuple[str, str, Any], ...] = (
     ("POST", "/flush_cache", None),
     ("POST", "/abort_request", {"rid": "nobody's"}),
-    ("POST", "/load_lora_adapter_from_tensors", {}),
-    ("POST", "/set_trace_level?level=-1", None),
-    ("POST", "/freeze_gc", None),
 )
 
 
