@@ -50,7 +50,7 @@ from sgl_prefill.api.protocol import (
 )
 from sgl_prefill.api.reply_options import PLAIN, ReplyOptions
 from sgl_prefill.api.request_checks import check_ids_in_vocabulary, check_lists_against_prompts
-from sgl_prefill.api.rerank_replies import Shape
+from sgl_prefill.api.rerank_replies import Serialiser, to_cohere, to_jina
 from sgl_prefill.api.rerank_request import RerankRequest
 from sgl_prefill.api.scored_prompt import ScoredPrompt
 from sgl_prefill.api.scores import LabelScoringRequest
@@ -214,15 +214,15 @@ class PrefillRoutes:
 
     async def rerank_of_jina(self, request: RerankRequest, raw_request: Request) -> Any:
         """Serves /rerank, which SGLang has not."""
-        return await self._rerank(request, raw_request, Shape.JINA)
+        return await self._rerank(request, raw_request, to_jina)
 
     async def rerank_of_cohere(self, request: RerankRequest, raw_request: Request) -> Any:
         """Serves /v2/rerank, which SGLang has not."""
-        return await self._rerank(request, raw_request, Shape.COHERE)
+        return await self._rerank(request, raw_request, to_cohere)
 
-    async def _rerank(self, request: RerankRequest, raw_request: Request, shape: Shape | None) -> Any:
+    async def _rerank(self, request: RerankRequest, raw_request: Request, serialise: Serialiser | None) -> Any:
         with _value_errors_are_bad_requests():
-            return await self._reranker.answer(self._app.state.openai_serving_rerank, request, raw_request, shape)
+            return await self._reranker.answer(self._app.state.openai_serving_rerank, request, raw_request, serialise)
 
     async def responses(self, request: PrefillResponsesRequest, raw_request: Request) -> Any:
         """Serves /v1/responses."""
