@@ -17,12 +17,11 @@ from sglang.srt.entrypoints.openai.protocol import V1RerankReqInput
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_prefill.api import reply_options
-from sgl_prefill.api.answers import usage
 from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer
 from sgl_prefill.api.reply_options import PLAIN, ReplyOptions
 from sgl_prefill.api.rerank_replies import Reply, Result, Serialiser, jina_result, to_jina, to_sglang
 from sgl_prefill.api.rerank_request import Asked, RerankRequest, understood
-from sgl_prefill.api.scored_prompt import ScoredPrompt
+from sgl_prefill.api.scored_prompt import ScoredPrompt, usage
 from sgl_prefill.api.shield import refusal_of, with_nested_error
 from sgl_prefill.core import rerank_template
 from sgl_prefill.errors import BadRequestError

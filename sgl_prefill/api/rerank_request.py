@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import orjson
-from pydantic import BaseModel, ConfigDict, StrictBool, StrictInt
+from pydantic import ConfigDict
 
+from sgl_prefill.api.reply_options import ReplyFields
 from sgl_prefill.errors import BadRequestError
 
 DEFAULT_FIELD = "text"  # scored of a document that is an object
@@ -27,7 +28,7 @@ STOP_EARLY = (
 )
 
 
-class RerankRequest(BaseModel):
+class RerankRequest(ReplyFields):
     """The body of /v1/rerank, /rerank and /v2/rerank. `understood` checks the values, so that its errors can show them."""
 
     model_config = ConfigDict(extra="allow")
@@ -43,9 +44,6 @@ class RerankRequest(BaseModel):
     min_score: Any = None
     stop_early: bool | None = None
     stream: bool | None = None
-    calibration: str | None = None
-    raw_scores: StrictBool = False
-    top_alternatives: StrictInt | None = None
 
     def is_multimodal(self) -> bool:
         """True if the query or a document is a list of parts, such as images. Works on an unchecked request."""

@@ -28,7 +28,6 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 from starlette.routing import BaseRoute, Route
 
 from sgl_prefill.api import calibrations, conversations, dashboard, decisions, reply_options, rerank, route_list, scores
-from sgl_prefill.api.answers import chat_choice, completion_choice, usage
 from sgl_prefill.api.calibrations import Calibrations
 from sgl_prefill.api.cut_requests import CutRequests, PartsOfPrompts, with_parts
 from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer
@@ -52,7 +51,7 @@ from sgl_prefill.api.reply_options import PLAIN, ReplyOptions
 from sgl_prefill.api.request_checks import check_ids_in_vocabulary, check_lists_against_prompts
 from sgl_prefill.api.rerank_replies import Serialiser, to_cohere, to_jina
 from sgl_prefill.api.rerank_request import RerankRequest
-from sgl_prefill.api.scored_prompt import ScoredPrompt
+from sgl_prefill.api.scored_prompt import ScoredPrompt, chat_choice, completion_choice, usage
 from sgl_prefill.api.scores import LabelScoringRequest
 from sgl_prefill.api.shield import HttpShield, Refusal
 from sgl_prefill.api.text_limit import OFF_LOOP_CHARACTERS
