@@ -7,6 +7,7 @@ Where the query stands before the document, all documents of a call share it in 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -78,13 +79,12 @@ class Reranker:
         if asked.instruction is not None and not self._template.takes_instruction:
             raise BadRequestError("this server's --rerank-template has no place for an instruction: leave it out")
         obj = GenerateReqInput(text=self._template.prompts(asked.instruction, asked.query, asked.passages))
-        serialise = serialise or format_of_v1(request)
         options = await self._reply_options(request, raw_request)
+        whole = functools.partial(_scored_reply, serialise or format_of_v1(request), manager, request, asked)
         if request.stream:
-            events = self._events(manager, obj, request, asked, serialise, options, raw_request)
+            events = self._events(manager, obj, request, whole, options, raw_request)
             return StreamingResponse(events, media_type="text/event-stream")
-        scored = await self._scorer().score(obj, self._answers, raw_request, reply=options)
-        return _json(serialise(_reply(manager, request, asked, _results(request, scored), _usage(scored))))
+        return _json(whole(await self._scorer().score(obj, self._answers, raw_request, reply=options)))
 
     async def _by_sglang(
         self,
@@ -118,7 +118,7 @@ class Reranker:
         found = await self._stock_endpoint(stock, raw_request)
         if isinstance(found, Response):
             return found
-        results = [Result(one.index, one.score, request.documents[one.index], one.meta_info) for one in found]
+        results = [Result(one.index, one.score, request.documents[one.index], one.meta_info, {}) for one in found]
         return _json(serialise(_reply(manager, request, asked, results, usage_from_sglang(results))))
 
     async def _events(
@@ -126,8 +126,7 @@ class Reranker:
         manager: PrefillTokenizerManager,
         obj: GenerateReqInput,
         request: RerankRequest,
-        asked: Asked,
-        serialise: Serialiser,
+        whole: Callable[[list[ScoredPrompt]], Any],
         options: ReplyOptions,
         raw_request: fastapi.Request,
     ) -> AsyncIterator[bytes]:
@@ -135,15 +134,15 @@ class Reranker:
         found: asyncio.Queue[tuple[int, ScoredPrompt] | Exception] = asyncio.Queue()
         task = asyncio.create_task(self._put_scored(obj, options, raw_request, found))
         scored: dict[int, ScoredPrompt] = {}
+        n_documents = len(request.documents)
         try:
-            while len(scored) < len(asked.passages):
+            while len(scored) < n_documents:
                 one = await found.get()
                 if isinstance(one, Exception):
                     raise one
                 index, scored[index] = one
                 yield _event(jina_result(_result(request, *one), request.return_documents))
-            in_order = [scored[index] for index in range(len(scored))]
-            yield _event(serialise(_reply(manager, request, asked, _results(request, in_order), _usage(in_order))))
+            yield _event(whole([scored[index] for index in range(len(scored))]))
         except Exception as error:
             if not scored:  # nothing has been sent: the answer is a status
                 raise
@@ -200,10 +199,18 @@ def usage_from_sglang(results: Sequence[Result]) -> dict[str, Any] | None:
     return {"prompt_tokens": sum(known), "total_tokens": sum(known)} if len(known) == len(counts) else None
 
 
-def _usage(scored: Sequence[ScoredPrompt]) -> dict[str, Any]:
-    """Counts prompts alone: no token is generated."""
-    counted = usage(list(scored))
-    return {**counted, "completion_tokens": 0, "total_tokens": counted["prompt_tokens"]}
+def _scored_reply(
+    serialise: Serialiser,
+    manager: PrefillTokenizerManager,
+    request: RerankRequest,
+    asked: Asked,
+    scored: list[ScoredPrompt],
+) -> Any:
+    """scored: in the order of the documents."""
+    results = [_result(request, index, one) for index, one in enumerate(scored)]
+    counted = usage(scored)  # no token is generated
+    only_prompts = {**counted, "completion_tokens": 0, "total_tokens": counted["prompt_tokens"]}
+    return serialise(_reply(manager, request, asked, results, only_prompts))
 
 
 def _reply(
@@ -221,10 +228,6 @@ def _reply(
     return Reply(best[: asked.top_n], len(asked.passages), model, usage, request.return_documents)
 
 
-def _results(request: RerankRequest, scored: Sequence[ScoredPrompt]) -> list[Result]:
-    return [_result(request, index, one) for index, one in enumerate(scored)]
-
-
 def _result(request: RerankRequest, index: int, one: ScoredPrompt) -> Result:
     """The score is the probability of the template's first label, calibrated if asked for."""
     score, extra = one.distribution.probabilities[0], dict[str, Any]()
@@ -232,7 +235,7 @@ def _result(request: RerankRequest, index: int, one: ScoredPrompt) -> Result:
         extra["probability"], score = score, one.calibrated[0]
     if one.options != PLAIN:
         extra["label_scores"] = one.labels_to_json()
-    return Result(index, score, request.documents[index], extra=extra)
+    return Result(index, score, request.documents[index], None, extra)
 
 
 def _json(shown: Any) -> Response:

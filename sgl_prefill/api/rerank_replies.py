@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 DOCUMENTS_PER_SEARCH_UNIT = 100  # Cohere's unit of billing
-NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class Result(NamedTuple):
@@ -20,9 +18,9 @@ class Result(NamedTuple):
 
     index: int  # in the request's documents
     score: float
-    document: str | dict[str, Any] = ""  # as the client sent it
-    meta_info: dict[str, Any] | None = None  # from SGLang's own handler
-    extra: Mapping[str, Any] = NONE  # further fields that the request asks for
+    document: str | dict[str, Any]  # as the client sent it
+    meta_info: dict[str, Any] | None  # from SGLang's own handler
+    extra: dict[str, Any]  # further fields that the request asks for
 
 
 class Reply(NamedTuple):
@@ -35,66 +33,45 @@ class Reply(NamedTuple):
     return_documents: bool | None  # None: the format's default
 
 
+Serialiser = Callable[[Reply], Any]
+
+
 def to_sglang(reply: Reply) -> list[dict[str, Any]]:
-    shows_document = reply.return_documents is not False
+    shows = reply.return_documents is not False
+    documents = [{"document": one.document} if shows else {} for one in reply.results]
     return [
-        {
-            "score": one.score,
-            **({"document": one.document} if shows_document else {}),
-            "index": one.index,
-            "meta_info": one.meta_info,
-            **one.extra,
-        }
-        for one in reply.results
+        {"score": one.score, **document, "index": one.index, "meta_info": one.meta_info, **one.extra}
+        for one, document in zip(reply.results, documents, strict=True)
     ]
 
 
 def to_jina(reply: Reply) -> dict[str, Any]:
-    return {
-        "id": f"rerank-{uuid.uuid4().hex}",
-        "object": "list",
-        "model": reply.model,
-        "usage": reply.usage,
-        "results": [jina_result(one, reply.return_documents) for one in reply.results],
-        "meta": _cohere_meta(reply),
-    }
+    results = [jina_result(one, reply.return_documents) for one in reply.results]
+    named = {"id": f"rerank-{uuid.uuid4().hex}", "object": "list", "model": reply.model}
+    return {**named, "usage": reply.usage, "results": results, "meta": _cohere_meta(reply)}
 
 
 def jina_result(one: Result, return_documents: bool | None) -> dict[str, Any]:
     """One element of `results`, and one event of a stream in any format."""
-    return {
-        "index": one.index,
-        "relevance_score": one.score,
-        "score": one.score,
-        **({} if return_documents is False else _document(one)),
-        **one.extra,
-    }
+    scores = {"index": one.index, "relevance_score": one.score, "score": one.score}
+    return {**scores, **_document(one, return_documents is not False), **one.extra}
 
 
 def to_cohere(reply: Reply) -> dict[str, Any]:
     results = [
-        {
-            "index": one.index,
-            "relevance_score": one.score,
-            **(_document(one) if reply.return_documents else {}),
-            **one.extra,
-        }
+        {"index": one.index, "relevance_score": one.score, **_document(one, reply.return_documents), **one.extra}
         for one in reply.results
     ]
     meta = {**_cohere_meta(reply), "api_version": {"version": "2"}}
     return {"id": str(uuid.uuid4()), "results": results, "meta": meta}
 
 
-def _document(one: Result) -> dict[str, Any]:
-    return {"document": one.document if isinstance(one.document, dict) else {"text": one.document}}
+def _document(one: Result, is_shown: bool | None) -> dict[str, Any]:
+    document = one.document if isinstance(one.document, dict) else {"text": one.document}
+    return {"document": document} if is_shown else {}
 
 
 def _cohere_meta(reply: Reply) -> dict[str, Any]:
     prompt_tokens = None if reply.usage is None else reply.usage["prompt_tokens"]
-    return {
-        "billed_units": {"search_units": math.ceil(reply.n_documents / DOCUMENTS_PER_SEARCH_UNIT)},
-        "tokens": {"input_tokens": prompt_tokens, "output_tokens": 0},
-    }
-
-
-Serialiser = Callable[[Reply], Any]
+    units = {"search_units": math.ceil(reply.n_documents / DOCUMENTS_PER_SEARCH_UNIT)}
+    return {"billed_units": units, "tokens": {"input_tokens": prompt_tokens, "output_tokens": 0}}

@@ -88,7 +88,7 @@ def test_passages_are_texts_or_the_named_fields_of_objects() -> None:
 def reply(serialise: Serialiser, **fields: Any) -> Any:
     """To three documents with the scores 0.2, 0.9 and 0.5."""
     request = RerankRequest(**{**GOOD, **fields})
-    results = [Result(index, score, request.documents[index]) for index, score in enumerate([0.2, 0.9, 0.5])]
+    results = [Result(index, score, request.documents[index], None, {}) for index, score in enumerate([0.2, 0.9, 0.5])]
     usage = {"prompt_tokens": 30, "completion_tokens": 0, "total_tokens": 30}
     manager: Any = Manager()
     return serialise(_reply(manager, request, understood(request), results, usage))
