@@ -7,7 +7,6 @@ Where the query stands before the document, all documents of a call share it in 
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +79,12 @@ class Reranker:
             raise BadRequestError("this server's --rerank-template has no place for an instruction: leave it out")
         obj = GenerateReqInput(text=self._template.prompts(asked.instruction, asked.query, asked.passages))
         options = await self._reply_options(request, raw_request)
-        whole = functools.partial(_scored_reply, serialise or format_of_v1(request), manager, request, asked)
+        to_json = serialise or format_of_v1(request)
+
+        def whole(scored: list[ScoredPrompt]) -> Any:
+            results = [_result(request, index, one) for index, one in enumerate(scored)]
+            return to_json(_reply(manager, request, asked, results, _usage(scored)))
+
         if request.stream:
             events = self._events(manager, obj, request, whole, options, raw_request)
             return StreamingResponse(events, media_type="text/event-stream")
@@ -199,18 +203,10 @@ def usage_from_sglang(results: Sequence[Result]) -> dict[str, Any] | None:
     return {"prompt_tokens": sum(known), "total_tokens": sum(known)} if len(known) == len(counts) else None
 
 
-def _scored_reply(
-    serialise: Serialiser,
-    manager: PrefillTokenizerManager,
-    request: RerankRequest,
-    asked: Asked,
-    scored: list[ScoredPrompt],
-) -> Any:
-    """scored: in the order of the documents."""
-    results = [_result(request, index, one) for index, one in enumerate(scored)]
-    counted = usage(scored)  # no token is generated
-    only_prompts = {**counted, "completion_tokens": 0, "total_tokens": counted["prompt_tokens"]}
-    return serialise(_reply(manager, request, asked, results, only_prompts))
+def _usage(scored: list[ScoredPrompt]) -> dict[str, Any]:
+    """Counts prompts alone: no token is generated."""
+    counted = usage(scored)
+    return {**counted, "completion_tokens": 0, "total_tokens": counted["prompt_tokens"]}
 
 
 def _reply(
