@@ -30,12 +30,13 @@ from benchmarks import report, shapes
 from benchmarks.harness import engines, traffic
 from benchmarks.harness.turns import MANY, Served, Servers
 from sgl_prefill import demo_model
-from sgl_prefill.core.rerank_template import PLAIN
+from sgl_prefill.core.rerank_template import load
 
 N_DOCUMENTS, QUICK_DOCUMENTS = 200, 10
 N_TURNS, QUICK_TURNS = 3, 1
 N_EXACT = 20  # documents that are scored in float32
 DOCUMENT_CHARACTERS = 600  # some 150 tokens
+TEMPLATE = load("yes-no")
 QUERY = "Which rules say how the names that a function binds are resolved, and what happens to those of an enclosing function?"
 STOCK = engines.stock("fcfs").on(engines.AS_SHIPPED)
 COMMON = ["--context-length", "4096", "--max-total-tokens", "40000"]
@@ -89,9 +90,9 @@ def documents_of(n: int) -> list[str]:
 
 def bodies_of(documents: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
     """Returns path and body for either engine, by its name."""
-    prompts = PLAIN.prompts(None, QUERY, documents)
+    prompts = TEMPLATE.prompts(None, QUERY, documents)
     start = prompts[0].index(documents[0])
-    labels = [_tokenizer().encode(label)[0] for label in PLAIN.labels]
+    labels = [_tokenizer().encode(label)[0] for label in TEMPLATE.labels]
     ours = {"model": "demo", "query": QUERY, "documents": documents}
     items = [prompt[start:] for prompt in prompts]
     theirs = {"model": "demo", "query": prompts[0][:start], "items": items, "label_token_ids": labels}
@@ -103,7 +104,7 @@ def bodies_of(documents: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]
 
 def tokens_of(documents: Sequence[str]) -> dict[str, float]:
     """How long prompts are, and what all of them share."""
-    prompts = [_tokenizer().encode(prompt) for prompt in PLAIN.prompts(None, QUERY, documents)]
+    prompts = [_tokenizer().encode(prompt) for prompt in TEMPLATE.prompts(None, QUERY, documents)]
     shared = len(os.path.commonprefix(prompts))
     return {"shared": shared, "mean_of_prompt": round(statistics.mean(map(len, prompts)), 1)}
 

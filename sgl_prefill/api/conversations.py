@@ -1,6 +1,4 @@
-"""Conversations: what cannot become a prompt is refused before a template is filled, and long ones are filled beside the event
-loop.
-"""
+"""Conversations: checks before a chat template is rendered, and rendering of long ones in another thread."""
 
 from __future__ import annotations
 
@@ -21,15 +19,15 @@ if TYPE_CHECKING:
 
     from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
 
-PART_CHARACTERS = 40  # of the work of a template, for a message or a part of one, whatever it says
-FEWEST_PARTS = 4_096  # that are too many for one request, however short its prompt may be
-# Of JSON, where it is no text of a client's: there a quote is escaped.
+PART_CHARACTERS = 40  # a template's work for a message or a part of one, in characters of text
+FEWEST_PARTS = 4_096  # lower bound of the limit on messages and parts
+# In JSON, a quote within a client's text is escaped, so these count only keys.
 ROLE, TYPE = b'"role"', b'"type"'
 _filled: contextvars.ContextVar[Future[Any] | None] = contextvars.ContextVar("filled_template", default=None)
 
 
 def check_size(body: bytes, longest_input_tokens: int) -> None:
-    """Raise BadRequestError for the JSON of a conversation that cannot fit, before it is parsed: each part takes a token."""
+    """Raise BadRequestError for a JSON body with more parts than the server takes tokens, before it is parsed."""
     most = max(longest_input_tokens, FEWEST_PARTS)
     for name, things in ((ROLE, "messages"), (TYPE, "parts and tools")):
         if (n := body.count(name)) > most:
@@ -40,7 +38,7 @@ def check_size(body: bytes, longest_input_tokens: int) -> None:
 
 
 def check(request: ChatCompletionRequest, longest_input_tokens: int) -> None:
-    """Raise BadRequestError for a conversation that no template shall be filled with."""
+    """Raise BadRequestError for a conversation that must not be rendered."""
     messages = request.messages
     if "chat_template" in (request.chat_template_kwargs or {}):
         raise BadRequestError(
@@ -58,8 +56,7 @@ def check(request: ChatCompletionRequest, longest_input_tokens: int) -> None:
 def around_process_messages(
     original: Callable[..., Any], serving: Any, request: ChatCompletionRequest, *arguments: Any, **options: Any
 ) -> Any:
-    """Hook: refuses what `check` refuses, on every route that fills a template; what `fill_beside` has filled is taken as it
-    is."""
+    """Hook on every route that renders a chat template: runs `check`, and returns what `fill_beside` or `fill_with` prepared."""
     filled = _filled.get()
     if filled is not None and filled.done():
         return filled.result()
@@ -78,9 +75,8 @@ def around_process_messages(
 async def fill_beside(
     serving: OpenAIServingBase, request: ChatCompletionRequest, raw_request: fastapi.Request | None
 ) -> None:
-    """Fills the template of a long conversation and tokenises it in another thread, for the conversion by `serving` that
-    comes next in this request."""
-    _filled.set(None)  # the task may have filled another before
+    """Renders and tokenises a long conversation in another thread, for the next conversion by `serving` in this request."""
+    _filled.set(None)  # the task may have rendered another conversation before
     if work_characters(request) < OFF_LOOP_CHARACTERS:
         return
     manager: PrefillTokenizerManager = serving.tokenizer_manager
@@ -90,41 +86,41 @@ async def fill_beside(
     def convert(twin: PrefillTokenizerManager) -> None:
         beside = copy.copy(serving)
         beside.tokenizer_manager = twin
-        with contextlib.suppress(Exception):  # which the conversion that comes next meets too
+        with contextlib.suppress(Exception):  # the next conversion raises it too
             context.run(beside._convert_to_internal_request, request, raw_request)
 
     await manager.run_beside(convert)
 
 
 def fill_with(result: Any) -> None:
-    """Makes the conversion that comes next in this request take `result` for what fills its template."""
+    """Makes the next conversion in this request take `result` as its rendered template."""
     filled: Future[Any] = Future()
     filled.set_result(result)
     _filled.set(filled)
 
 
 def fill_in_thread(serving: Any, request: ChatCompletionRequest, raw_request: fastapi.Request | None) -> Any:
-    """Returns what SGLang makes of a conversation, for `fill_with`; in a thread beside the event loop, with a `serving` whose
-    tokenizer is this thread's. Raises what a template or SGLang refuses."""
+    """Returns SGLang's rendered conversation, for `fill_with`. For a thread beside the event loop: `serving` must have a
+    tokenizer of its own. Raises the errors of the template and of SGLang."""
     filled = Future[Any]()
     context = contextvars.copy_context()
     context.run(_filled.set, filled)
     try:
         context.run(serving._convert_to_internal_request, request, raw_request)
-    except Exception:  # which the conversion that comes next meets too
+    except Exception:  # also in `filled`, if the template raised it
         if not filled.done():
             raise
     return filled.result()
 
 
 def work_characters(request: ChatCompletionRequest) -> int:
-    """Returns how long a text would be that takes as much of a template's and a tokenizer's time as a conversation."""
+    """The work of rendering and tokenising a conversation, as the length of a text with the same work."""
     texts = list(texts_of(request))
     return sum(map(len, texts)) + PART_CHARACTERS * (len(texts) + len(request.tools or ()))
 
 
 def texts_of(request: ChatCompletionRequest) -> Iterator[str]:
-    """Yields what a chat says."""
+    """Yields the texts of the messages and of their parts."""
     for message in request.messages:
         content = getattr(message, "content", None)
         if isinstance(content, str):

@@ -1,7 +1,7 @@
 """Label scoring (PrefillOnly, section 2.3): the probabilities of a few allowed answers in one prefill.
 
 A scoring request runs with `max_new_tokens=0` and `token_ids_logprob`, SGLang's prefill-only path: no sampling, one
-log-softmax row. Everything here works on prompts that SGLang's own routes have rendered.
+log-softmax row. The prompts were rendered by SGLang's own routes.
 """
 
 from __future__ import annotations
@@ -39,29 +39,28 @@ from sgl_prefill.core.long_labels import (
 )
 from sgl_prefill.core.long_labels import score as score_forms
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.port import client, deadlines
+from sgl_prefill.port import deadlines
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
 
-# To look up a label after an end of a prompt takes some 30 microseconds: this is a second of one core. Others' are looked up in
-# between, after each slice.
+# The look-up of a label after one end of a prompt takes some 30 microseconds, so the limit is a second of one core.
 MOST_RESOLUTIONS = 30_000
-SLICE = 500
+SLICE = 500  # labels; then other requests' look-ups have their turn
 MOST_LABEL_CHARACTERS = 1_000
-LEAST_LEFT_MS = 1e-3  # of a deadline, for the scheduler to refuse what comes too late
+LEAST_LEFT_MS = 1e-3  # deadline of a request that is late already: the scheduler refuses it
 
-ANYWHERE = ""  # the end of a prompt after which labels are tokens already
+ANYWHERE = ""  # stands for all ends of prompts in the look-ups of token ids
 
 T = TypeVar("T")
 _End = str | tuple[int, ...]  # of a prompt
-_Asked = tuple[str, tuple[str, ...] | tuple[int, ...], bool]  # by a tenant; whether labels may have several tokens
+_Asked = tuple[str, tuple[str, ...] | tuple[int, ...], bool]  # tenant, labels, whether they may have several tokens
 
 
 class AllowedAnswers(NamedTuple):
-    """What a request asked for; exactly one of the three is set."""
+    """The labels of a request. `token_ids` or `tokens` is set; or `long`, whose look-up sets `tokens` too."""
 
     tokens: list[str] | None  # as text, resolved after each prompt
     token_ids: list[int] | None  # as ids, the same after every prompt
@@ -73,7 +72,7 @@ class AllowedAnswers(NamedTuple):
 
     @property
     def way(self) -> dict[str, Any]:
-        """Says how labels get their probabilities, where it is not the plain way; the same distribution only where this is."""
+        """How labels of any length get their probabilities; empty for the default. A calibration holds for one way only."""
         if self.long is None:
             return {}
         forms = {label.name: sorted(label.forms) for label in self.long.labels if label.forms != (label.name,)}
@@ -90,16 +89,16 @@ class LabelScorer:
 
     def __init__(self, tokenizer_manager: PrefillTokenizerManager) -> None:
         self._manager = tokenizer_manager
-        # A copy that one thread alone uses: the event loop goes on meanwhile, with SGLang's, which is not safe for two.
+        # A copy for the look-up thread: the event loop uses SGLang's at the same time, and tokenizers are not thread-safe.
         self._tokenizer = copy.deepcopy(tokenizer_manager.tokenizer)
-        # Of fast tokenizers: what looks several texts up while Python goes on.
+        # Fast tokenizers encode a batch of texts without the GIL.
         self._backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if self._backend is not None:
             self._backend.no_padding()
             self._backend.no_truncation()
-        # What was looked up, by tenant and labels, and ends of prompts: its time would tell one tenant what another asked.
+        # Labels by end of prompt. Per tenant, since the time of a look-up would reveal what other tenants asked.
         self._known: dict[_Asked, dict[_End, list[Label]]] = {}
-        self._n_known = 0  # labels
+        self._n_known = 0  # labels in `_known`
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="labels")
 
     async def score(
@@ -122,24 +121,28 @@ class LabelScorer:
             )
             scored = await self._score_long(obj, answers.long, raw_request, deadline_ms, reply)
         else:
-            scored = await self._score_tokens(obj, answers, raw_request, deadline_ms, reply)
-        return scored if reply == PLAIN else await self._with_reply(scored, reply)
+            labels = await self._labels_after(obj, answers, raw_request, reply, deadline_ms)
+            outputs = await self._answered(obj, raw_request)
+            scored = [scored_of(of_prompt, output) for of_prompt, output in zip(labels, outputs, strict=True)]
+        return await self._with_reply(scored, reply)
 
     async def label_texts(
         self, obj: GenerateReqInput, answers: AllowedAnswers, raw_request: fastapi.Request | None = None
     ) -> list[str]:
-        """Returns what the labels are called in answers to these prompts, without asking the model."""
+        """The labels' names in answers to these prompts. Nothing is computed."""
         if answers.long is not None:
             return [label.name for label in answers.long.labels]
-        tenant = self._manager.tenant_of(await self._manager.caller_of(raw_request))
-        labels = await self._resolve(answers, _prompts_of(obj)[:1], tenant)
-        return [label.text for label in labels[0]]
+        (labels,) = await self._resolve(answers, _prompts_of(obj)[:1], await self._tenant(raw_request))
+        return [label.text for label in labels]
+
+    async def _tenant(self, raw_request: fastapi.Request | None) -> str:
+        return self._manager.tenant_of(await self._manager.caller_of(raw_request))
 
     def _check_reply(
         self, reply: ReplyOptions, answers: AllowedAnswers, names: list[list[str]], obj: GenerateReqInput
     ) -> None:
-        """Raises BadRequestError where these options do not fit the labels, before anything is computed. names: of each prompt's
-        labels; prompts share them."""
+        """Raises BadRequestError if these options do not fit the labels. names: the labels' names per prompt; prompts may share a
+        list."""
         n_alternatives = len(names) * reply.top_alternatives
         if n_alternatives and (n := n_alternatives + sum(map(len, names))) > MOST_LABELS:
             raise BadRequestError(
@@ -152,36 +155,31 @@ class LabelScorer:
                 reply.calibration.check(of_prompt, answers.way, set(paths))
 
     async def _with_reply(self, scored: list[ScoredPrompt], reply: ReplyOptions) -> list[ScoredPrompt]:
-        """Returns the answers with what else the reply shall hold."""
+        """Returns the answers with the additions that `reply` asks for."""
+        if reply == PLAIN:
+            return scored
         texts: dict[int, str] = {}
         if reply.top_alternatives:
             ids = list({token_id for one in scored for _, token_id, _ in one.meta_info["output_top_logprobs"][0]})
             texts = {label.token_id: label.text for label in await self._in_slices(self._labels_of, ids)}
         return [with_reply(one, reply, texts) for one in scored]
 
-    async def _score_tokens(
+    async def _labels_after(
         self,
         obj: GenerateReqInput,
         answers: AllowedAnswers,
         raw_request: fastapi.Request | None,
-        deadline_ms: float | None,
         reply: ReplyOptions,
-    ) -> list[ScoredPrompt]:
-        labels = await self._labels_after(obj, answers, await self._manager.caller_of(raw_request), reply)
-        ids = [[label.token_id for label in of_prompt] for of_prompt in labels]
-        _ask_for_label(obj, deadline_ms, reply.top_alternatives)
-        obj.token_ids_logprob = ids if count_prompts(obj) is not None else ids[0]
-        outputs = await self._answered(obj, raw_request)
-        return [scored_of(of_prompt, output) for of_prompt, output in zip(labels, outputs, strict=True)]
-
-    async def _labels_after(
-        self, obj: GenerateReqInput, answers: AllowedAnswers, caller: client.Caller, reply: ReplyOptions
+        deadline_ms: float | None = None,
     ) -> list[list[Label]]:
-        """Returns the labels of one token after each prompt, which these options fit."""
-        labels = await self._resolve(answers, _prompts_of(obj), self._manager.tenant_of(caller))
+        """Returns the labels of one token after each prompt, and makes `obj` a request for their log-probabilities."""
+        labels = await self._resolve(answers, _prompts_of(obj), await self._tenant(raw_request))
         if reply != PLAIN:
             names = {id(of_prompt): [label.text for label in of_prompt] for of_prompt in labels}
             self._check_reply(reply, answers, [names[id(of_prompt)] for of_prompt in labels], obj)
+        ids = [[label.token_id for label in of_prompt] for of_prompt in labels]
+        _ask_for_logprobs(obj, deadline_ms, reply.top_alternatives)
+        obj.token_ids_logprob = ids if count_prompts(obj) is not None else ids[0]
         return labels
 
     async def score_each(
@@ -191,20 +189,18 @@ class LabelScorer:
         raw_request: fastapi.Request | None = None,
         reply: ReplyOptions = PLAIN,
     ) -> AsyncIterator[tuple[int, ScoredPrompt]]:
-        """Yields the place and the result of each prompt of a list as soon as it is there; they are sent as one group, as by
-        `score`. For labels of one token. Where one fails, all end."""
+        """Yields the index and the result of each prompt of a list when it is computed. The prompts are sent as one group, as by
+        `score`. For labels of one token. A failed prompt aborts all."""
         assert isinstance(obj.text, list)
-        caller = await self._manager.caller_of(raw_request)
-        labels = await self._labels_after(obj, answers, caller, reply)
-        _ask_for_label(obj, None, reply.top_alternatives)
-        obj.token_ids_logprob, obj.stream = [[label.token_id for label in of_prompt] for of_prompt in labels], True
+        labels = await self._labels_after(obj, answers, raw_request, reply)
+        obj.stream = True
         async for output in self._manager.generate_request(obj, raw_request):
             reason = output["meta_info"].get("finish_reason") or {}
-            if reason.get("status_code"):  # refused, and not ended by its client
+            if reason.get("status_code"):  # refused, not aborted by its client
+                caller = await self._manager.caller_of(raw_request)
                 caller.refused_for, caller.retry_after_s = reason.get("reason"), reason.get("retry_after_s")
                 self._manager.abort_request(obj.rid)
-            scored = [scored_of(labels[output["index"]], output)]
-            (one,) = scored if reply == PLAIN else await self._with_reply(scored, reply)
+            (one,) = await self._with_reply([scored_of(labels[output["index"]], output)], reply)
             yield output["index"], one
 
     async def _answered(self, obj: GenerateReqInput, raw_request: fastapi.Request | None) -> list[dict[str, Any]]:
@@ -219,17 +215,15 @@ class LabelScorer:
         deadline_ms: float | None,
         reply: ReplyOptions,
     ) -> list[ScoredPrompt]:
-        """Does the same for labels of any length: the tokens of all of them run in the step of their prompt."""
-        prompts = _prompts_of(obj)
-        caller = await self._manager.caller_of(raw_request)
-        tenant = self._manager.tenant_of(caller)
+        """As `score`, for labels of any length: the tokens of all labels run in the step of their prompt."""
+        tenant = await self._tenant(raw_request)
         end_ids = sorted(self._manager.end_token_ids) if options.ends_with_token else []
         if options.ends_with_token and not end_ids:
             raise BadRequestError(f"answer_end is {END_TOKEN!r}, and this model's configuration names no end token")
         baseline = None if options.baseline is None else _beside(obj, options.baseline)
-        asked = [await self._trees(obj, prompts, options, end_ids, tenant)]
+        asked = [await self._trees(obj, options, end_ids, tenant)]
         if baseline is not None:
-            asked.append(await self._trees(baseline, _prompts_of(baseline), options, end_ids, tenant))
+            asked.append(await self._trees(baseline, options, end_ids, tenant))
         why_not = self._manager.no_long_answers
         if why_not is not None and any(n for _, trees in asked for n in trees.n_nodes):
             raise BadRequestError(
@@ -237,12 +231,12 @@ class LabelScorer:
             )
         started_s = time.monotonic()
         outputs: list[list[dict[str, Any]]] = []
-        # One after the other: each finds what those before it have computed of its prompts.
+        # In turn: each request hits the prefixes that the earlier ones have computed.
         for one in (one for _, trees in asked for one in trees.requests):
             left_ms = (
                 None if deadline_ms is None else max(deadline_ms - 1e3 * (time.monotonic() - started_s), LEAST_LEFT_MS)
             )
-            _ask_for_label(one, left_ms, 0 if outputs else reply.top_alternatives)
+            _ask_for_logprobs(one, left_ms, 0 if outputs else reply.top_alternatives)
             outputs.append(await self._answered(one, raw_request))
         n_main = len(asked[0][1].requests)
         (forms, trees), outputs_of_prompts = asked[0], outputs[:n_main]
@@ -261,16 +255,11 @@ class LabelScorer:
         ]
 
     async def _trees(
-        self,
-        obj: GenerateReqInput,
-        prompts: list[str] | list[list[int]],
-        options: AnswerOptions,
-        end_ids: list[int],
-        tenant: str,
+        self, obj: GenerateReqInput, options: AnswerOptions, end_ids: list[int], tenant: str
     ) -> tuple[list[list[Tokens]], TreeRequests]:
-        """Returns the tokens of each form behind each prompt, and what to send for them."""
-        texts = options.texts
-        labels = await self._resolve(AllowedAnswers(texts, None, options), prompts, tenant)
+        """Returns the tokens of each form after each prompt, and the requests for them."""
+        prompts = _prompts_of(obj)
+        labels = await self._resolve(AllowedAnswers(options.texts, None, options), prompts, tenant)
         forms = [[label.token_ids for label in of_prompt] for of_prompt in labels]
         ways = [[way for answer in of_prompt for way in ways_to_end(answer, end_ids)] for of_prompt in forms]
         return forms, TreeRequests(obj, prompts, ways)
@@ -278,31 +267,37 @@ class LabelScorer:
     async def _resolve(
         self, answers: AllowedAnswers, prompts: list[str] | list[list[int]], tenant: str = ""
     ) -> list[list[Label]]:
-        """Returns the labels after each prompt. Prompts of one template share their end, and so do requests: each end is
-        looked up once, in another thread, while the event loop goes on.
-        """
+        """Returns the labels after each prompt."""
         _check_size(answers, len(prompts))
-        vocab_size = self._manager.model_config.vocab_size
         if answers.token_ids is not None:
-            check_distinct(answers.token_ids, "allowed_token_ids")
-            check_ids_in_vocabulary(answers.token_ids, vocab_size, "allowed_token_ids")
-            ids = tuple(answers.token_ids)
-            key: _Asked = (tenant, ids, False)
-            same = self._known.get(key, {}).get(ANYWHERE)
-            if same is None:
-                same = await self._in_slices(self._labels_of, ids)
-                self._remember(key, {ANYWHERE: same})
-            return [same] * len(prompts)
+            return [await self._labels_of_ids(answers.token_ids, tenant)] * len(prompts)
+        return await self._labels_of_texts(answers, prompts, tenant)
+
+    async def _labels_of_ids(self, token_ids: list[int], tenant: str) -> list[Label]:
+        check_distinct(token_ids, "allowed_token_ids")
+        check_ids_in_vocabulary(token_ids, self._manager.model_config.vocab_size, "allowed_token_ids")
+        key: _Asked = (tenant, tuple(token_ids), False)
+        labels = self._known.get(key, {}).get(ANYWHERE)
+        if labels is None:
+            labels = await self._in_slices(self._labels_of, token_ids)
+            self._remember(key, {ANYWHERE: labels})
+        return labels
+
+    async def _labels_of_texts(
+        self, answers: AllowedAnswers, prompts: list[str] | list[list[int]], tenant: str
+    ) -> list[list[Label]]:
+        """Looks up each distinct end of a prompt once, in another thread: prompts of one template share their end, and so do
+        requests."""
         assert answers.tokens is not None
         is_long = answers.long is not None
         if not is_long:
             check_distinct(answers.tokens, "allowed_tokens")
         texts = tuple(answers.tokens)
-        key = (tenant, texts, is_long)
+        key: _Asked = (tenant, texts, is_long)
         ends = [_end_of(prompt) for prompt in prompts]
         for index, end in enumerate(ends):
-            if not isinstance(end, str):  # which is decoded here; the tokenizer manager looks at the whole prompt
-                check_ids_in_vocabulary(list(end), vocab_size, f"prompt {index}")
+            if not isinstance(end, str):  # decoded here; the tokenizer manager checks the rest of the prompt
+                check_ids_in_vocabulary(list(end), self._manager.model_config.vocab_size, f"prompt {index}")
         known = self._known.get(key, {})
         found = {end: known.get(end, []) for end in ends}
         missing = [end for end, labels in found.items() if not labels]
@@ -321,14 +316,14 @@ class LabelScorer:
         return [found[end] for end in ends]
 
     async def _in_slices(self, look_up: Callable[[Sequence[T]], list[Label]], asked: Sequence[T]) -> list[Label]:
-        """Looks labels up in the one thread, in slices between which those of other requests come in."""
+        """Looks labels up in the thread, slice by slice, so that other requests have their turn."""
         loop, labels = asyncio.get_running_loop(), list[Label]()
         for start in range(0, len(asked), SLICE):
             labels += await loop.run_in_executor(self._thread, look_up, asked[start : start + SLICE])
         return labels
 
     def _remember(self, asked: _Asked, found: dict[_End, list[Label]]) -> None:
-        """Forgets the oldest where there is too much; another request may have looked up the same meanwhile."""
+        """Keeps look-ups, and drops the oldest above the limit. Another request may have added the same meanwhile."""
         known = self._known.setdefault(asked, {})
         self._n_known += len(asked[1]) * sum(end not in known for end in found)
         known |= found
@@ -357,7 +352,7 @@ class LabelScorer:
         return [list(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts]
 
     def _decode(self, token_ids: list[int]) -> str:
-        """Decodes, to nothing where the server runs without a tokenizer."""
+        """Decodes; "" if the server runs without a tokenizer."""
         if self._tokenizer is None:
             return ""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -365,8 +360,8 @@ class LabelScorer:
 
 
 def _check_size(answers: AllowedAnswers, n_prompts: int) -> None:
-    """Raises BadRequestError where a request asks for more than is answered at once: each label of each prompt is a line of the
-    answer, which the event loop writes."""
+    """Raises BadRequestError for too many or too long labels: the event loop writes an entry of JSON for each label of each
+    prompt."""
     asked = answers.token_ids if answers.token_ids is not None else answers.tokens or []
     if (n := n_prompts * len(asked)) > MOST_LABELS:
         raise BadRequestError(
@@ -396,7 +391,7 @@ def _end_of(prompt: str | list[int]) -> _End:
 
 
 def _prompts_of(obj: GenerateReqInput) -> list[str] | list[list[int]]:
-    """Returns the prompts as a list. Raises BadRequestError where one is empty, naming its place."""
+    """Returns the prompts as a list. Raises BadRequestError naming the index of an empty one."""
     given = obj.text if obj.text is not None else obj.input_ids
     if given is None:
         raise BadRequestError("label scoring needs a prompt as text or as token ids")
@@ -410,8 +405,8 @@ def _prompts_of(obj: GenerateReqInput) -> list[str] | list[list[int]]:
     return prompts  # type: ignore[no-any-return]
 
 
-def _ask_for_label(obj: GenerateReqInput, deadline_ms: float | None, n_alternatives: int) -> None:
-    """Makes a request one for log-probabilities behind its prompts, and nothing else."""
+def _ask_for_logprobs(obj: GenerateReqInput, deadline_ms: float | None, n_alternatives: int) -> None:
+    """Makes this a request for the log-probabilities after its prompts, and nothing else."""
     parameters = deadlines.custom_params(deadline_ms)
     obj.sampling_params = {"max_new_tokens": 0, "temperature": 0.0, "custom_params": parameters}
     obj.return_logprob, obj.logprob_start_len, obj.top_logprobs_num = True, -1, n_alternatives
@@ -419,7 +414,7 @@ def _ask_for_label(obj: GenerateReqInput, deadline_ms: float | None, n_alternati
 
 
 def _beside(obj: GenerateReqInput, prompt: str | tuple[int, ...]) -> GenerateReqInput:
-    """Returns a request for one more prompt, by the same client."""
+    """Returns a request for one further prompt, with the adapter, priority and prefix namespace of `obj`."""
 
     def first(given: Any) -> Any:
         return given[0] if isinstance(given, list) and given else given
@@ -430,7 +425,7 @@ def _beside(obj: GenerateReqInput, prompt: str | tuple[int, ...]) -> GenerateReq
 
 
 def _labels_of(options: AnswerOptions, scored: ScoredLabels) -> list[Label]:
-    """Returns each label with the tokens of its likeliest form."""
+    """Each label with the tokens of its likeliest form."""
     found = []
     for label, forms in zip(options.labels, scored.forms, strict=True):
         best = max(forms, key=lambda form: form.logprob).token_ids

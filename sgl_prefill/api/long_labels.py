@@ -1,6 +1,4 @@
-"""Labels of any length as requests to the scheduler: the trees of a request's prompts, and what comes back for them. Trees that
-are too large for a step are divided.
-"""
+"""Labels of any length as requests to the scheduler: one tree of answer tokens per prompt, divided if too large for a step."""
 
 from __future__ import annotations
 
@@ -18,21 +16,21 @@ from sgl_prefill.port import answer_trees
 if TYPE_CHECKING:
     from sgl_prefill.port.answer_trees import Logprobs
 
-# Each token of a tree names all KV slots of its prompt: long prompts get smaller trees.
+# Each token of a tree lists all KV slots of its prompt, so long prompts get smaller trees.
 MOST_NAMED_SLOTS = 4 << 20
-FEWEST_NODES = 64  # of the largest tree, so that every label fits one
+FEWEST_NODES = 64  # lower bound of the largest tree, so that every label fits into one
 
 
 class TreeRequests:
-    """What is sent for a request that asks for answers of several tokens: as few requests as its trees need, each with all of its
-    prompts."""
+    """The requests for answers of several tokens: as few as the trees need, each with all prompts."""
 
     def __init__(
         self, obj: GenerateReqInput, prompts: Sequence[str | list[int]], answers: Sequence[Sequence[Tokens]]
     ) -> None:
         """
         Args:
-            answers: of each prompt, all different.
+            obj: becomes the first of the requests, and is changed.
+            answers: per prompt, all different.
         """
         self._answers = answers
         longest = max(len(prompt.encode()) if isinstance(prompt, str) else len(prompt) for prompt in prompts)
@@ -41,11 +39,11 @@ class TreeRequests:
         self._trees = [
             [AnswerTree([of_prompt[place] for place in group]) for of_prompt in answers] for group in self._groups
         ]
-        self.requests = list(self._made(obj))
+        self.requests = list(self._make(obj))
 
-    def _made(self, obj: GenerateReqInput) -> Iterator[GenerateReqInput]:
+    def _make(self, obj: GenerateReqInput) -> Iterator[GenerateReqInput]:
         for index, trees in enumerate(self._trees):
-            one = obj if index == 0 else _again(obj)
+            one = obj if index == 0 else _copy(obj)
             first = [list(tree.first) for tree in trees]
             one.token_ids_logprob = first if count_prompts(one) is not None else first[0]
             answer_trees.attach(one, trees)
@@ -53,11 +51,11 @@ class TreeRequests:
 
     @property
     def n_nodes(self) -> list[int]:
-        """Counts the tokens that are computed for the answers of each prompt."""
+        """The number of answer tokens that are computed, per prompt."""
         return [sum(len(trees[place].nodes) for trees in self._trees) for place in range(len(self._answers))]
 
     def logprobs(self, outputs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[Tokens, float]]:
-        """Returns the log-probability of each answer of each prompt. outputs: of each request, of each prompt."""
+        """Returns the log-probability of each answer, per prompt. outputs: per request, per prompt."""
         found: list[dict[Tokens, float]] = [{} for _ in self._answers]
         for group, trees, of_request in zip(self._groups, self._trees, outputs, strict=True):
             for place, (tree, output) in enumerate(zip(trees, of_request, strict=True)):
@@ -74,8 +72,8 @@ def _read(tree: AnswerTree, meta_info: dict[str, Any]) -> tuple[list[float], Log
     return [by_id[token_id] for token_id in tree.first], meta_info.pop(answer_trees.FACT, [])
 
 
-def _again(obj: GenerateReqInput) -> GenerateReqInput:
-    """Returns the same request once more, under ids of its own. SGLang changes what it gets."""
+def _copy(obj: GenerateReqInput) -> GenerateReqInput:
+    """Copies a request without its ids. Lists are copied, since SGLang changes requests in place."""
     one = copy.copy(obj)
     one.rid = None
     for name in (*PER_PROMPT_FIELDS, "text", "input_ids"):

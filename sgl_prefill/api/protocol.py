@@ -1,4 +1,4 @@
-"""The request bodies of our routes: SGLang's, plus the allowed answers, minus what contradicts them."""
+"""The request bodies of the label routes: SGLang's with additional fields, and checks for options that contradict them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_prefill.api.label_scoring import AllowedAnswers
 from sgl_prefill.api.marked_messages import Mark, marks_of
+from sgl_prefill.api.reply_options import ReplyFields
 from sgl_prefill.core import long_labels
 from sgl_prefill.core.labels import LabelError
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.port import custom_params, deadlines
 
-# By what was generated before: of one token nothing. With the value that means none.
+# Penalties depend on generated tokens, and cannot change an answer of one token. Each with its neutral value.
 PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 
 LABEL_FIELDS = ("allowed_tokens", "allowed_token_ids", "allowed_answers")
@@ -32,28 +33,30 @@ CONTRADICTING_FIELDS = (
 )
 
 
-class LabelCompletionRequest(CompletionRequest):  # type: ignore[misc]
-    """/v1/completions. `max_tokens` left out means 1 on a prefill-only server; 0 is accepted too."""
+class LabelFields(ReplyFields):
+    """Fields that this package adds to SGLang's request bodies."""
 
-    max_tokens: int | None = None
     allowed_tokens: list[str] | None = None
     allowed_token_ids: list[StrictInt] | None = None
-    allowed_answers: Any = None  # and what stands beside it: `core.long_labels.parse`
+    allowed_answers: Any = None  # checked with the next three by `core.long_labels.parse`
     answer_end: Any = None
     normalise: Any = None
     baseline_prompt: Any = None
     deadline_ms: float | None = None
-    calibration: str | None = None
-    raw_scores: StrictBool = False
-    top_alternatives: StrictInt | None = None
-    prompt_parts: Any = None
+    prompt_parts: Any = None  # refused in chats
     on_overflow: Any = None
     max_prompt_tokens: Any = None
+
+
+class LabelCompletionRequest(LabelFields, CompletionRequest):  # type: ignore[misc]
+    """/v1/completions. `max_tokens` left out means 1 on a prefill-only server; 0 is accepted too."""
+
+    max_tokens: int | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _parts_are_a_prompt(cls, values: Any) -> Any:
-        """SGLang's field cannot be left out; `prompt_parts` becomes it once it is cut."""
+        """SGLang's `prompt` is required; `prompt_parts` is put there after it was cut."""
         if isinstance(values, dict) and values.get("prompt_parts") is not None:
             if values.get("prompt") is not None:
                 raise ValueError("prompt and prompt_parts are both given: give the prompt once")
@@ -63,33 +66,20 @@ class LabelCompletionRequest(CompletionRequest):  # type: ignore[misc]
     @field_validator("max_tokens")
     @classmethod
     def validate_max_tokens_positive(cls, value: int | None) -> int | None:
-        """Takes the place of SGLang's validator of this name, which refuses 0."""
+        """Overrides SGLang's validator of this name, which refuses 0."""
         if value is not None and value < 0:
             raise ValueError(f"max_tokens is {value}: it must be 0 or more")
         return value
 
 
-class LabelChatCompletionRequest(ChatCompletionRequest):  # type: ignore[misc]
+class LabelChatCompletionRequest(LabelFields, ChatCompletionRequest):  # type: ignore[misc]
     """/v1/chat/completions. `max_tokens` and `max_completion_tokens` left out mean 1 on a prefill-only server."""
 
-    allowed_tokens: list[str] | None = None
-    allowed_token_ids: list[StrictInt] | None = None
-    allowed_answers: Any = None  # and what stands beside it: `core.long_labels.parse`
-    answer_end: Any = None
-    normalise: Any = None
-    baseline_prompt: Any = None
-    deadline_ms: float | None = None
-    calibration: str | None = None
-    raw_scores: StrictBool = False
-    top_alternatives: StrictInt | None = None
-    prompt_parts: Any = None  # refused: there are messages
-    on_overflow: Any = None
-    max_prompt_tokens: Any = None
     _marks: tuple[Mark, ...] = ()
 
     @property
     def marks(self) -> tuple[Mark, ...]:
-        """The parts of messages that say what is kept of them, which SGLang's type of a part does not know."""
+        """Parts of messages with a `keep` field, which SGLang's message types drop."""
         return self._marks
 
     @model_validator(mode="wrap")
@@ -128,11 +118,11 @@ class LabelGenerateReqInput(GenerateReqInput):  # type: ignore[misc]
     prompt_parts: Any = dataclasses.field(default=None, kw_only=True)
     on_overflow: Any = dataclasses.field(default=None, kw_only=True)
     max_prompt_tokens: Any = dataclasses.field(default=None, kw_only=True)
-    is_single = True  # until SGLang has looked: one that is refused before is asked too
+    is_single = True  # until SGLang sets it: error handling reads it of requests that were refused before
 
 
 def allowed_answers(request: Any) -> AllowedAnswers | None:
-    """Returns what the request allows as answers, or None where it asks for no label scoring. Raises BadRequestError."""
+    """The allowed answers of a request; None without label scoring. Raises BadRequestError."""
     given = [name for name in LABEL_FIELDS if getattr(request, name) is not None]
     if len(given) > 1:
         raise BadRequestError(f"{' and '.join(given)} are both given: give the answers once")
@@ -151,23 +141,23 @@ def allowed_answers(request: Any) -> AllowedAnswers | None:
 
 
 def check_keys(request: CompletionRequest | ChatCompletionRequest) -> None:
-    """Raise BadRequestError for lists where SGLang's routes know one text."""
+    """Raise BadRequestError for a list in a field that takes one text on SGLang's routes."""
     for name in ("cache_salt", "extra_key"):
         if isinstance(getattr(request, name, None), list):
             raise BadRequestError(f"{name} is a list: give one text, or a request for each prompt")
 
 
 def pass_deadline(request: CompletionRequest | ChatCompletionRequest) -> None:
-    """Put the deadline of a request without allowed answers where the scheduler finds it."""
+    """Pass the deadline of a request without allowed answers to the scheduler in `custom_params`."""
     request.custom_params = deadlines.custom_params(request.deadline_ms, request.custom_params)
 
 
 def pass_generate_deadline(obj: GenerateReqInput) -> None:
-    """Does the same for /generate, with one set of sampling options or one a prompt."""
+    """As `pass_deadline`, for /generate: one set of sampling options, or one per prompt."""
     if obj.deadline_ms is None:
         return
-    tell = functools.partial(custom_params.put, name=deadlines.PARAMETER, value=obj.deadline_ms)
-    obj.sampling_params = custom_params.for_each(obj.sampling_params, tell)
+    put = functools.partial(custom_params.put, name=deadlines.PARAMETER, value=obj.deadline_ms)
+    obj.sampling_params = custom_params.for_each(obj.sampling_params, put)
 
 
 def pass_salt(obj: LabelGenerateReqInput) -> None:
@@ -179,16 +169,19 @@ def pass_salt(obj: LabelGenerateReqInput) -> None:
 
 
 def check_penalties(request: CompletionRequest | ChatCompletionRequest, max_tokens: int | None) -> None:
-    """Raise BadRequestError for penalties that cannot change an answer of so many tokens. What a model's own defaults say is
-    nothing that the client sent."""
+    """Raise BadRequestError for penalties that the client sent and that cannot change an answer of this length."""
     _check_penalties({name: getattr(request, name) for name in request.model_fields_set & set(PENALTIES)}, max_tokens)
 
 
 def check_generate_penalties(obj: GenerateReqInput) -> None:
-    """Does the same for /generate."""
-    params: Any = obj.sampling_params or {}
-    for of_prompt in params if isinstance(params, list) else [params]:
+    """As `check_penalties`, for /generate."""
+    for of_prompt in _sampling_params_of(obj):
         _check_penalties(of_prompt, of_prompt.get("max_new_tokens"))
+
+
+def _sampling_params_of(obj: GenerateReqInput) -> list[dict[str, Any]]:
+    params: Any = obj.sampling_params or {}
+    return params if isinstance(params, list) else [params]
 
 
 def _check_penalties(given: Mapping[str, Any], max_tokens: int | None) -> None:
@@ -205,7 +198,7 @@ def _penalties(given: Mapping[str, Any]) -> list[str]:
 
 
 def check_label_request(request: BaseModel, max_tokens: int | None) -> None:
-    """Raise BadRequestError for options that label scoring would have to ignore, naming all of them."""
+    """Raise BadRequestError naming all options that label scoring would have to ignore."""
     fields = type(request).model_fields
     given = [
         name
@@ -217,9 +210,8 @@ def check_label_request(request: BaseModel, max_tokens: int | None) -> None:
 
 
 def check_generate_label_request(obj: GenerateReqInput) -> None:
-    """Does the same for /generate, whose options live in `sampling_params`."""
-    params: Any = obj.sampling_params or {}
-    for of_prompt in params if isinstance(params, list) else [params]:
+    """As `check_label_request`, for /generate, whose options are in `sampling_params`."""
+    for of_prompt in _sampling_params_of(obj):
         names = ("n", "regex", "json_schema", "ebnf", "logit_bias")
         given = [name for name in names if of_prompt.get(name) not in (None, 1)]
         given += _penalties(of_prompt)

@@ -1,35 +1,44 @@
-"""What a request may ask of a label answer besides the labels: a calibration, raw scores, what else the model wanted to say."""
+"""Options of label answers, on every route that scores labels: a calibration, raw scores, and the likeliest tokens."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel, StrictBool, StrictInt
+
 from sgl_prefill.api.calibration_store import StoredCalibration
 from sgl_prefill.errors import BadRequestError
 
 MOST_ALTERNATIVES = 100
-FIELDS = ("calibration", "raw_scores", "top_alternatives")  # of a body
+
+
+class ReplyFields(BaseModel):
+    """Fields of request bodies."""
+
+    calibration: str | None = None
+    raw_scores: StrictBool = False
+    top_alternatives: StrictInt | None = None
 
 
 class ReplyOptions(NamedTuple):
-    """None of them changes what is computed for the labels."""
+    """The checked options. None of them changes the log-probabilities of the labels."""
 
     calibration: StoredCalibration | None = None
     raw_scores: bool = False
-    top_alternatives: int = 0  # the likeliest tokens of the whole vocabulary
+    top_alternatives: int = 0  # how many of the likeliest tokens of the whole vocabulary
 
 
 PLAIN = ReplyOptions()
 
 
 def given(request: Any) -> str:
-    """Names those of these fields that a body gives, for a message; nothing where it gives none."""
-    values = {name: getattr(request, name) for name in FIELDS}
+    """Names the fields that a body sets, for an error message; "" if it sets none."""
+    values = {name: getattr(request, name) for name in ReplyFields.model_fields}
     return ", ".join(name for name, value in values.items() if value is not None and value is not False)
 
 
 def check(request: Any, has_answers: bool) -> None:
-    """Raises BadRequestError where these fields of a body mean nothing; has_answers: the body allows some."""
+    """Raises BadRequestError for these fields without allowed answers, and for values outside their range."""
     if request.top_alternatives is not None:
         check_alternatives(request.top_alternatives)
     if (names := given(request)) and not has_answers:
@@ -40,7 +49,6 @@ def check(request: Any, has_answers: bool) -> None:
 
 
 def check_alternatives(n: int) -> None:
-    """Raises BadRequestError for a number of alternatives that is not served."""
     if not 1 <= n <= MOST_ALTERNATIVES:
         raise BadRequestError(
             f"top_alternatives is {n}: ask for 1 to {MOST_ALTERNATIVES} tokens, or leave it out for none"

@@ -1,6 +1,4 @@
-"""What can never be answered, seen from the request alone: a message in the place of a wrong answer, a 500, or a scheduler
-that ends.
-"""
+"""Checks of requests before the scheduler: an error message instead of a wrong answer, a 500, or a crash of the scheduler."""
 
 from __future__ import annotations
 
@@ -19,35 +17,33 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.port import deadlines
 
-# SGLang fills these in itself; a client that sends them would switch its checks off.
+# Set by SGLang itself; a client that sent them would bypass its checks.
 INTERNAL_SAMPLING_FIELDS = {"stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"}
 SAMPLING_OPTION_TYPES = {
     field.name: field.type
     for field in msgspec.structs.fields(SamplingParams)
     if field.name not in INTERNAL_SAMPLING_FIELDS
 }
-# What becomes a tensor of 32 or 64 bits in the scheduler, and how many answers one request may ask for.
+# top_k and the seed become tensors of 32 and 64 bits in the scheduler; n is the number of answers.
 SAMPLING_OPTION_RANGES = (("top_k", -1, TOP_K_ALL), ("sampling_seed", -(2**63), 2**63 - 1), ("n", 1, 1024))
 
 # Of one request: its answer is written in the event loop, prompt by prompt and label by label.
 MOST_PROMPTS, MOST_LABELS = 10_000, 50_000
-# Each of which is tokenised, or compiled, in the event loop and in the scheduler.
+# Each stop is tokenised or compiled in the event loop and in the scheduler.
 MOST_STOPS, MOST_STOP_CHARACTERS = 256, 16_384
-MOST_LOGIT_BIAS = 1e30  # of 32 bits, with a logit beside it
+MOST_LOGIT_BIAS = 1e30  # a logit plus a bias must fit float32
 
-# Options of GenerateReqInput that may be one value, or a list with one value for each prompt of a batch.
+# Options of GenerateReqInput that take one value, or a list with one value per prompt.
 PER_PROMPT_FIELDS = (
     *("rid", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "lora_path", "lora_id"),
     *("extra_key", "custom_logit_processor", "return_hidden_states", "return_sampling_mask"),
     *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size"),
 )
-
-
 MEDIA = ("image_data", "video_data", "audio_data")
 
 
 def check_session(params: dict[str, Any]) -> None:
-    """Raise BadRequestError for what is no option of a session, naming it."""
+    """Raise BadRequestError naming an unknown or wrong option of a session."""
     types = {field.name: field.type for field in msgspec.structs.fields(SessionParams)}
     for name, value in params.items():
         if name not in types:
@@ -59,7 +55,7 @@ def check_session(params: dict[str, Any]) -> None:
 
 
 def check_metric_labels(labels: Collection[str], allowed: Collection[str]) -> None:
-    """Raise BadRequestError for a label by which the metrics do not count: they would fail, and with them the server."""
+    """Raise BadRequestError for a label unknown to the metrics: SGLang's metrics would raise and stop the server."""
     for label in labels:
         if label not in allowed:
             raise BadRequestError(
@@ -70,7 +66,7 @@ def check_metric_labels(labels: Collection[str], allowed: Collection[str]) -> No
 
 
 def count_prompts(obj: GenerateReqInput | EmbeddingReqInput) -> int | None:
-    """Counts the prompts of a request; None where there is one that does not stand in a list."""
+    """The number of prompts in the request's list; None for a single prompt outside a list."""
     prompts = obj.text if obj.text is not None else obj.input_ids
     if prompts is None:
         prompts = getattr(obj, "input_embeds", None)
@@ -86,8 +82,8 @@ def count_prompts(obj: GenerateReqInput | EmbeddingReqInput) -> int | None:
 
 
 def check_lists_of_embedding(obj: EmbeddingReqInput, *, takes_media: bool) -> None:
-    """Raise BadRequestError where what an embedding request holds beside its prompts does not fit them; takes_media: a prompt may
-    be an image or the like alone."""
+    """Raise BadRequestError if lists of an embedding request do not match its prompts. takes_media: a prompt may be an image or
+    other media without text."""
     n_prompts = count_prompts(obj)
     if [] in (obj.text, obj.input_ids):
         raise BadRequestError("the prompt is empty: the list holds no prompt")
@@ -110,7 +106,7 @@ def check_lists_of_embedding(obj: EmbeddingReqInput, *, takes_media: bool) -> No
 
 
 def _check_adapter_ids(obj: GenerateReqInput | EmbeddingReqInput) -> None:
-    """Of `lora_id`, unlike of others, SGLang takes no one value for all prompts."""
+    """Unlike for other options, SGLang does not apply a single `lora_id` to all prompts."""
     n_prompts, given = count_prompts(obj), obj.lora_id
     if n_prompts is not None and given is not None and (isinstance(given, str) or len(given) != n_prompts):
         shown = "one value" if isinstance(given, str) else f"{len(given)} values"
@@ -118,7 +114,7 @@ def _check_adapter_ids(obj: GenerateReqInput | EmbeddingReqInput) -> None:
 
 
 def check_lists_against_prompts(obj: GenerateReqInput) -> None:
-    """Raise BadRequestError where an option that may be a list, one value a prompt, does not fit the prompts."""
+    """Raise BadRequestError if a list of one value per prompt does not match the prompts."""
     if obj.text is not None and obj.input_ids is not None:
         raise BadRequestError("text and input_ids are both given: give the prompt once")
     prompts = obj.text if obj.text is not None else obj.input_ids if obj.input_ids is not None else obj.input_embeds
@@ -126,9 +122,9 @@ def check_lists_against_prompts(obj: GenerateReqInput) -> None:
         raise BadRequestError("the prompt is empty: the list holds no prompt")
     _check_adapter_ids(obj)
     is_batch = count_prompts(obj) is not None
-    ids = obj.token_ids_logprob  # which all prompts may share
+    ids = obj.token_ids_logprob  # one list for all prompts, or one per prompt
     has_lists_of_ids = isinstance(ids, list) and any(isinstance(one, list) for one in ids)
-    # Of one prompt these are lists too.
+    # A single prompt may have these lists too.
     lists = ("video_data", "audio_data", "modalities", *(["token_ids_logprob"] if has_lists_of_ids else []))
     for field in (*(lists if is_batch else ()), *PER_PROMPT_FIELDS):
         value = getattr(obj, field)
@@ -141,10 +137,10 @@ def check_lists_against_prompts(obj: GenerateReqInput) -> None:
 
 
 def check_sampling_options(options: dict[str, Any], vocab_size: int, tokenizer: Any) -> None:
-    """Raise BadRequestError, naming the option, for what SGLang would not understand.
+    """Raise BadRequestError naming an unknown or wrong sampling option.
 
-    SGLang takes these options as they come: a wrong type or a token id outside the vocabulary reaches the scheduler and
-    ends it. `null` means "not given", as in SGLang.
+    SGLang does not check types: a wrong one, or a token id outside the vocabulary, would stop the scheduler. `null` means
+    "not given", as in SGLang.
     """
     for name, value in options.items():
         if name not in SAMPLING_OPTION_TYPES:
@@ -187,7 +183,7 @@ def check_sampling_options(options: dict[str, Any], vocab_size: int, tokenizer: 
 
 
 def check_has_logprobs(meta_info: dict[str, Any]) -> None:
-    """Raise HTTPException where an answer has no log-probabilities of labels: its request was aborted, or failed."""
+    """Raise HTTPException if an output has no log-probabilities of labels: its request was aborted, or failed."""
     if not meta_info.get("output_token_ids_logprobs"):
         reason = meta_info.get("finish_reason") or {}
         raise fastapi.HTTPException(
@@ -197,7 +193,7 @@ def check_has_logprobs(meta_info: dict[str, Any]) -> None:
 
 
 def check_deadline(deadline_ms: Any) -> None:
-    """Raise BadRequestError for what is no time span."""
+    """Raise BadRequestError for anything but a positive number."""
     is_number = isinstance(deadline_ms, int | float) and not isinstance(deadline_ms, bool)
     if not is_number or not 0 < deadline_ms < math.inf:
         raise BadRequestError(f"deadline_ms is {deadline_ms!r}: it must be a positive number of milliseconds")

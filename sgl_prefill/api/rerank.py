@@ -1,4 +1,4 @@
-"""Reranking with any causal language model: P(yes) that a document answers the query, one prefill a document.
+"""Reranking with any causal language model: P(yes) that a document answers the query, one prefill per document.
 
 SGLang reranks with a causal model only if its chat template is a reranker's; for others it asks for an embedding model.
 Where the query stands before the document, all documents of a call share it in the prefix cache.
@@ -17,13 +17,12 @@ from sglang.srt.entrypoints.openai.protocol import V1RerankReqInput
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_prefill.api import reply_options
-from sgl_prefill.api.answers import usage
 from sgl_prefill.api.error_format import refusal_of, with_nested_error
 from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer
 from sgl_prefill.api.reply_options import PLAIN, ReplyOptions
-from sgl_prefill.api.rerank_replies import Reply, Scored, Shape
-from sgl_prefill.api.rerank_request import RerankRequest, understood
-from sgl_prefill.api.scored_prompt import ScoredPrompt
+from sgl_prefill.api.rerank_replies import Reply, Result, Serialiser, jina_result, to_jina, to_sglang
+from sgl_prefill.api.rerank_request import Asked, RerankRequest, understood
+from sgl_prefill.api.scored_prompt import ScoredPrompt, usage
 from sgl_prefill.core import rerank_template
 from sgl_prefill.errors import BadRequestError
 
@@ -35,12 +34,12 @@ if TYPE_CHECKING:
 
 
 class Reranker:
-    """Answers rerank requests, by a prompt of ours or by SGLang's own handler.
+    """Answers rerank requests, with a template's prompts or by SGLang's own handler.
 
     Args:
-        scorer: made late, as SGLang makes what it needs.
-        stock_endpoint: SGLang's.
-        reply_options: finds what a request asks for besides a score; the second argument is HTTP's request.
+        scorer: called per request, since SGLang creates its tokenizer manager late.
+        stock_endpoint: SGLang's handler of /v1/rerank.
+        reply_options: reads the label options of a request; its second argument is the HTTP request.
     """
 
     def __init__(
@@ -50,25 +49,24 @@ class Reranker:
         stock_endpoint: Callable[..., Awaitable[Any]],
         reply_options: Callable[[RerankRequest, Any], Awaitable[ReplyOptions]],
     ) -> None:
-        given = config.rerank_template
-        self._asked_for = None if given is None else rerank_template.load(given)
-        self._template = self._asked_for or rerank_template.PLAIN
+        self._replaces_sglangs = config.rerank_template is not None
+        self._template = rerank_template.load(config.rerank_template or rerank_template.DEFAULT)
         self._answers = AllowedAnswers(list(self._template.labels), None)
         self._scorer, self._stock_endpoint, self._reply_options = scorer, stock_endpoint, reply_options
 
     async def answer(
-        self, serving: Any, request: RerankRequest, raw_request: fastapi.Request, shape: Shape | None
+        self, serving: Any, request: RerankRequest, raw_request: fastapi.Request, serialise: Serialiser | None
     ) -> Any:
-        """Returns the reply, or a stream of it. Raises BadRequestError; what scoring raises passes through.
+        """Returns the reply, or a stream of it. Raises BadRequestError; errors of scoring pass through.
 
         Args:
             serving: SGLang's object for its own handler.
-            shape: None for /v1/rerank: SGLang's handler answers there as in SGLang, and ours by who asks.
+            serialise: None for /v1/rerank, where SGLang's handler answers with its list, and ours by `format_of_v1`.
         """
         manager = serving.tokenizer_manager
         reply_options.check(request, has_answers=True)
-        if self._asked_for is None and not needs_our_prompt(serving, request):
-            return await self._by_sglang(manager, request, raw_request, shape or Shape.SGLANG)
+        if not self._replaces_sglangs and not sglang_would_refuse(serving, request):
+            return await self._by_sglang(manager, request, raw_request, serialise or to_sglang)
         if not manager.is_generation:
             raise BadRequestError(
                 "this server was started with --rerank-template, which asks a causal language model, and its model is none: it"
@@ -79,20 +77,27 @@ class Reranker:
         asked = understood(request)
         if asked.instruction is not None and not self._template.takes_instruction:
             raise BadRequestError("this server's --rerank-template has no place for an instruction: leave it out")
-        prompts = self._template.prompts(asked.instruction, asked.query, asked.passages)
-        reply = Reply(shape or Shape.of_v1(request), request, asked, manager.served_model_name)
+        obj = GenerateReqInput(text=self._template.prompts(asked.instruction, asked.query, asked.passages))
         options = await self._reply_options(request, raw_request)
+        to_json = serialise or format_of_v1(request)
+
+        def whole(scored: list[ScoredPrompt]) -> Any:
+            results = [_result(request, index, one) for index, one in enumerate(scored)]
+            return to_json(_reply(manager, request, asked, results, _usage(scored)))
+
         if request.stream:
-            events = self._events(manager, prompts, reply, options, raw_request)
+            events = self._events(manager, obj, request, whole, options, raw_request)
             return StreamingResponse(events, media_type="text/event-stream")
-        obj = GenerateReqInput(text=prompts)
-        scored = await self._scorer().score(obj, self._answers, raw_request, reply=options)
-        return _json(reply.whole([_scored(index, one) for index, one in enumerate(scored)], _usage(scored)))
+        return _json(whole(await self._scorer().score(obj, self._answers, raw_request, reply=options)))
 
     async def _by_sglang(
-        self, manager: PrefillTokenizerManager, request: RerankRequest, raw_request: fastapi.Request, shape: Shape
+        self,
+        manager: PrefillTokenizerManager,
+        request: RerankRequest,
+        raw_request: fastapi.Request,
+        serialise: Serialiser,
     ) -> Any:
-        """SGLang scores what it has scores for; of images its own reply is the only one."""
+        """Lets SGLang's handler score the texts. Requests with images get its own reply."""
         if names := reply_options.given(request):
             remedy = ", or start the server with --rerank-template" if manager.is_generation else ""
             raise BadRequestError(
@@ -101,9 +106,8 @@ class Reranker:
             )
         if request.is_multimodal():
             try:
-                return await self._stock_endpoint(
-                    V1RerankReqInput(**request.model_dump(exclude_none=True)), raw_request
-                )
+                stock = V1RerankReqInput(**request.model_dump(exclude_none=True))
+                return await self._stock_endpoint(stock, raw_request)
             except pydantic.ValidationError as error:
                 raise BadRequestError(str(error)) from error
         asked = understood(request)
@@ -118,52 +122,52 @@ class Reranker:
         found = await self._stock_endpoint(stock, raw_request)
         if isinstance(found, Response):
             return found
-        scored = [Scored(one.index, one.score, one.meta_info) for one in found]
-        return _json(Reply(shape, request, asked, manager.served_model_name).whole(scored, usage_of_sglangs(scored)))
+        results = [Result(one.index, one.score, request.documents[one.index], one.meta_info, {}) for one in found]
+        return _json(serialise(_reply(manager, request, asked, results, usage_from_sglang(results))))
 
     async def _events(
         self,
         manager: PrefillTokenizerManager,
-        prompts: list[str],
-        reply: Reply,
+        obj: GenerateReqInput,
+        request: RerankRequest,
+        whole: Callable[[list[ScoredPrompt]], Any],
         options: ReplyOptions,
         raw_request: fastapi.Request,
     ) -> AsyncIterator[bytes]:
-        """Yields each document as it is scored, then the whole reply. Whoever reads no more ends what is not scored yet."""
-        obj = GenerateReqInput(text=prompts)
+        """Yields each document as it is scored, then the reply. Aborts the remaining documents if the client disconnects."""
         found: asyncio.Queue[tuple[int, ScoredPrompt] | Exception] = asyncio.Queue()
-        asking = asyncio.create_task(self._ask(obj, options, raw_request, found))
+        task = asyncio.create_task(self._put_scored(obj, options, raw_request, found))
         scored: dict[int, ScoredPrompt] = {}
+        n_documents = len(request.documents)
         try:
-            while len(scored) < len(prompts):
+            while len(scored) < n_documents:
                 one = await found.get()
                 if isinstance(one, Exception):
                     raise one
-                place, scored[place] = one
-                yield _event(reply._replace(shape=Shape.JINA).result(_scored(*one)))
-            in_order = [scored[place] for place in range(len(prompts))]
-            yield _event(reply.whole([_scored(*one) for one in enumerate(in_order)], _usage(in_order)))
+                index, scored[index] = one
+                yield _event(jina_result(_result(request, *one), request.return_documents))
+            yield _event(whole([scored[index] for index in range(len(scored))]))
         except Exception as error:
             if not scored:  # nothing has been sent: the answer is a status
                 raise
             yield b"data: " + with_nested_error(orjson.dumps(refusal_of(error).flat)) + b"\n\n"
         finally:
-            if asking.done():
+            if task.done():
                 pass
             elif obj.rid is None:  # nothing has been sent to the scheduler
-                asking.cancel()
-            else:  # not cancelled: SGLang ends what it still knows, and forgets what is cancelled
+                task.cancel()
+            else:  # SGLang would forget a cancelled task's requests without aborting them in the scheduler
                 manager.abort_request(obj.rid)
         yield b"data: [DONE]\n\n"
 
-    async def _ask(
+    async def _put_scored(
         self,
         obj: GenerateReqInput,
         options: ReplyOptions,
         raw_request: fastapi.Request,
         found: asyncio.Queue[tuple[int, ScoredPrompt] | Exception],
     ) -> None:
-        """Puts what is scored, or why it cannot be, where the stream finds it: a task of its own, which outlives its reader."""
+        """Puts each scored document, or the error, into the queue. A task of its own, which outlives the stream's reader."""
         try:
             async for one in self._scorer().score_each(obj, self._answers, raw_request, options):
                 found.put_nowait(one)
@@ -171,8 +175,15 @@ class Reranker:
             found.put_nowait(error)
 
 
-def needs_our_prompt(serving: Any, request: RerankRequest) -> bool:
-    """Tells whether SGLang's own handler would refuse: a generative model without a reranker's chat template."""
+def format_of_v1(request: RerankRequest) -> Serialiser:
+    """/v1/rerank is SGLang's and Jina's: Jina's clients name a model. SGLang's gateway does too, and reads SGLang's list; it
+    always sends `rid`."""
+    is_jinas = request.model is not None and "rid" not in (request.model_extra or {})
+    return to_jina if is_jinas else to_sglang
+
+
+def sglang_would_refuse(serving: Any, request: RerankRequest) -> bool:
+    """True for a generative model without a reranker's chat template."""
     from sglang.srt.entrypoints.openai.serving_rerank import _detect_rerank_backend
 
     manager = serving.tokenizer_manager
@@ -185,27 +196,42 @@ def needs_our_prompt(serving: Any, request: RerankRequest) -> bool:
     return bool(manager.is_generation) and backend == "cross_encoder"
 
 
-def usage_of_sglangs(scored: Sequence[Scored]) -> dict[str, Any] | None:
-    """Counts what SGLang's own handler has computed, as far as it says so."""
-    counts = [(one.meta_info or {}).get("prompt_tokens") for one in scored]
+def usage_from_sglang(results: Sequence[Result]) -> dict[str, Any] | None:
+    """The prompt tokens that SGLang's own handler reports; None if a document has no count."""
+    counts = [(one.meta_info or {}).get("prompt_tokens") for one in results]
     known = [count for count in counts if count is not None]
     return {"prompt_tokens": sum(known), "total_tokens": sum(known)} if len(known) == len(counts) else None
 
 
-def _usage(scored: Sequence[ScoredPrompt]) -> dict[str, Any]:
-    """Counts prompts alone: a score is no token."""
-    counted = usage(list(scored))
+def _usage(scored: list[ScoredPrompt]) -> dict[str, Any]:
+    """Counts prompts alone: no token is generated."""
+    counted = usage(scored)
     return {**counted, "completion_tokens": 0, "total_tokens": counted["prompt_tokens"]}
 
 
-def _scored(index: int, one: ScoredPrompt) -> Scored:
-    """The first label is the answer of a document that is relevant."""
-    score, besides = one.distribution.probabilities[0], dict[str, Any]()
+def _reply(
+    manager: PrefillTokenizerManager,
+    request: RerankRequest,
+    asked: Asked,
+    results: Sequence[Result],
+    usage: dict[str, Any] | None,
+) -> Reply:
+    """Keeps the best documents by `top_n` and `min_score`; equal scores stay in the request's order."""
+    best = sorted(results, key=lambda one: -one.score)
+    if (lowest := asked.min_score) is not None:
+        best = [one for one in best if one.score >= lowest]
+    model = request.model or manager.served_model_name
+    return Reply(best[: asked.top_n], len(asked.passages), model, usage, request.return_documents)
+
+
+def _result(request: RerankRequest, index: int, one: ScoredPrompt) -> Result:
+    """The score is the probability of the template's first label, calibrated if asked for."""
+    score, extra = one.distribution.probabilities[0], dict[str, Any]()
     if one.calibrated is not None:
-        besides["probability"], score = score, one.calibrated[0]
+        extra["probability"], score = score, one.calibrated[0]
     if one.options != PLAIN:
-        besides["label_scores"] = one.labels_to_json()
-    return Scored(index, score, besides=besides)
+        extra["label_scores"] = one.labels_to_json()
+    return Result(index, score, request.documents[index], None, extra)
 
 
 def _json(shown: Any) -> Response:

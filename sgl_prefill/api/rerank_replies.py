@@ -1,80 +1,77 @@
-"""The shapes of reranked documents: SGLang's list, Jina's object, which Cohere's older clients read too, and Cohere's."""
+"""Rerank replies: one model, and three JSON formats of it: SGLang's list, Jina's object and Cohere's (API version 2).
+
+Cohere's older client reads Jina's object, which carries Cohere's `id` and `meta` for it.
+"""
 
 from __future__ import annotations
 
-import enum
 import math
 import uuid
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from sgl_prefill.api.rerank_request import Asked, RerankRequest
-
-DOCUMENTS_OF_A_SEARCH_UNIT = 100  # of Cohere's
+DOCUMENTS_PER_SEARCH_UNIT = 100  # Cohere's unit of billing
 
 
-class Shape(enum.Enum):
-    """What a reply looks like."""
+class Result(NamedTuple):
+    """The score of one document."""
 
-    SGLANG = enum.auto()
-    JINA = enum.auto()
-    COHERE = enum.auto()
-
-    @classmethod
-    def of_v1(cls, request: RerankRequest) -> Shape:
-        """Decides for /v1/rerank, which SGLang and Jina share: Jina's clients name a model. So does SGLang's gateway, which
-        reads the list alone; it also sends `rid`, always."""
-        is_jinas = request.model is not None and "rid" not in (request.model_extra or {})
-        return cls.JINA if is_jinas else cls.SGLANG
-
-
-class Scored(NamedTuple):
-    """One document's score."""
-
-    place: int  # of the document in the request, from 0
+    index: int  # in the request's documents
     score: float
-    meta_info: dict[str, Any] | None = None  # SGLang's; None where nobody asks for it
-    besides: dict[str, Any] | None = None  # what else the request asked for
+    document: str | dict[str, Any]  # as the client sent it
+    meta_info: dict[str, Any] | None  # from SGLang's own handler
+    extra: dict[str, Any]  # further fields that the request asks for
 
 
 class Reply(NamedTuple):
-    """How one request is answered."""
+    """A whole reply."""
 
-    shape: Shape
-    request: RerankRequest
-    asked: Asked
-    model: str  # what it is called where the request does not say
+    results: list[Result]  # best first
+    n_documents: int  # in the request
+    model: str
+    usage: dict[str, Any] | None  # None: not counted
+    return_documents: bool | None  # None: the format's default
 
-    def whole(self, scored: Sequence[Scored], usage: dict[str, Any] | None) -> Any:
-        """Returns the best documents first, of equals the first one. usage: None where nobody has counted."""
-        best = sorted(scored, key=lambda one: -one.score)
-        if (lowest := self.asked.min_score) is not None:
-            best = [one for one in best if one.score >= lowest]
-        results = [self.result(one) for one in best[: self.asked.top_n]]
-        if self.shape is Shape.SGLANG:
-            return results
-        prompt_tokens = None if usage is None else usage["prompt_tokens"]
-        units = {"search_units": math.ceil(len(self.asked.passages) / DOCUMENTS_OF_A_SEARCH_UNIT)}
-        meta = {"billed_units": units, "tokens": {"input_tokens": prompt_tokens, "output_tokens": 0}}
-        if self.shape is Shape.COHERE:
-            meta["api_version"] = {"version": "2"}
-            return {"id": str(uuid.uuid4()), "results": results, "meta": meta}
-        named = {"id": f"rerank-{uuid.uuid4().hex}", "object": "list", "model": self.request.model or self.model}
-        return {**named, "usage": usage, "results": results, "meta": meta}
 
-    def result(self, one: Scored) -> dict[str, Any]:
-        """Returns one document's part of the reply."""
-        document, besides = self._document(one.place), one.besides or {}
-        if self.shape is Shape.SGLANG:
-            return {"score": one.score, **document, "index": one.place, "meta_info": one.meta_info, **besides}
-        shown = {"index": one.place, "relevance_score": one.score}
-        return {**shown, **({} if self.shape is Shape.COHERE else {"score": one.score}), **document, **besides}
+Serialiser = Callable[[Reply], Any]
 
-    def _document(self, index: int) -> dict[str, Any]:
-        asked = self.request.return_documents
-        if not (self.shape is not Shape.COHERE if asked is None else asked):
-            return {}
-        document = self.request.documents[index]
-        is_object = isinstance(document, dict) or self.shape is Shape.SGLANG
-        return {"document": document if is_object else {"text": document}}
+
+def to_sglang(reply: Reply) -> list[dict[str, Any]]:
+    shows = reply.return_documents is not False
+    documents = [{"document": one.document} if shows else {} for one in reply.results]
+    return [
+        {"score": one.score, **document, "index": one.index, "meta_info": one.meta_info, **one.extra}
+        for one, document in zip(reply.results, documents, strict=True)
+    ]
+
+
+def to_jina(reply: Reply) -> dict[str, Any]:
+    results = [jina_result(one, reply.return_documents) for one in reply.results]
+    named = {"id": f"rerank-{uuid.uuid4().hex}", "object": "list", "model": reply.model}
+    return {**named, "usage": reply.usage, "results": results, "meta": _cohere_meta(reply)}
+
+
+def jina_result(one: Result, return_documents: bool | None) -> dict[str, Any]:
+    """One element of `results`, and one event of a stream in any format."""
+    scores = {"index": one.index, "relevance_score": one.score, "score": one.score}
+    return {**scores, **_document(one, return_documents is not False), **one.extra}
+
+
+def to_cohere(reply: Reply) -> dict[str, Any]:
+    results = [
+        {"index": one.index, "relevance_score": one.score, **_document(one, reply.return_documents), **one.extra}
+        for one in reply.results
+    ]
+    meta = {**_cohere_meta(reply), "api_version": {"version": "2"}}
+    return {"id": str(uuid.uuid4()), "results": results, "meta": meta}
+
+
+def _document(one: Result, is_shown: bool | None) -> dict[str, Any]:
+    document = one.document if isinstance(one.document, dict) else {"text": one.document}
+    return {"document": document} if is_shown else {}
+
+
+def _cohere_meta(reply: Reply) -> dict[str, Any]:
+    prompt_tokens = None if reply.usage is None else reply.usage["prompt_tokens"]
+    units = {"search_units": math.ceil(reply.n_documents / DOCUMENTS_PER_SEARCH_UNIT)}
+    return {"billed_units": units, "tokens": {"input_tokens": prompt_tokens, "output_tokens": 0}}

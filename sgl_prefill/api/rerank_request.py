@@ -1,4 +1,4 @@
-"""What a client may say on the routes of rerankers: SGLang's, Jina's and Cohere's fields, and what is wrong with their values."""
+"""Rerank requests: the fields of SGLang, Jina and Cohere in one model, and the checks of their values."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import orjson
-from pydantic import BaseModel, ConfigDict, StrictBool, StrictInt
+from pydantic import ConfigDict
 
+from sgl_prefill.api.reply_options import ReplyFields
 from sgl_prefill.errors import BadRequestError
 
-DEFAULT_FIELD = "text"  # of a document that is an object
-LONGEST_SHOWN = 60
+DEFAULT_FIELD = "text"  # scored of a document that is an object
+LONGEST_SHOWN = 60  # characters of a value in an error message
 NEVER_CUT = "documents are never cut here, and one that is too long is refused: leave it out"
-# Fields of theirs that would change the answer, with why they do not here.
+# Fields of Jina and Cohere that would change the answer, and why each is refused.
 UNSERVED = {
     "max_tokens_per_doc": NEVER_CUT,
     "max_chunks_per_doc": NEVER_CUT,
@@ -27,8 +28,8 @@ STOP_EARLY = (
 )
 
 
-class RerankRequest(BaseModel):
-    """/v1/rerank, /rerank and /v2/rerank. Values are checked by `understood`, whose messages name them."""
+class RerankRequest(ReplyFields):
+    """The body of /v1/rerank, /rerank and /v2/rerank. `understood` checks the values, so that its errors can show them."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -36,25 +37,22 @@ class RerankRequest(BaseModel):
     documents: Any = None
     model: Any = None
     instruct: Any = None
-    instruction: Any = None  # what others call it
+    instruction: Any = None  # the same field by another name
     top_n: Any = None
     rank_fields: Any = None
     return_documents: bool | None = None
     min_score: Any = None
     stop_early: bool | None = None
     stream: bool | None = None
-    calibration: str | None = None
-    raw_scores: StrictBool = False
-    top_alternatives: StrictInt | None = None
 
     def is_multimodal(self) -> bool:
-        """Says whether the query or a document consists of parts, such as images; nothing has been checked yet."""
+        """True if the query or a document is a list of parts, such as images. Works on an unchecked request."""
         documents = self.documents if isinstance(self.documents, list) else []
         return isinstance(self.query, list) or any(isinstance(document, list) for document in documents)
 
 
 class Asked(NamedTuple):
-    """A request that can be answered."""
+    """The checked values of a request."""
 
     query: str
     instruction: str | None
@@ -64,7 +62,7 @@ class Asked(NamedTuple):
 
 
 def understood(request: RerankRequest) -> Asked:
-    """Returns what a request asks for. Raises BadRequestError for what no model can answer."""
+    """Checks a request. Raises BadRequestError naming the field, its value and the remedy."""
     if request.stop_early:
         raise BadRequestError(STOP_EARLY)
     if request.model is not None and not isinstance(request.model, str):

@@ -1,4 +1,4 @@
-"""What clients call their requests, and what SGLang calls them: ids of clients may be alike, and begin each other."""
+"""Request ids: SGLang gets unique ids of this package's, since those of clients may be equal, or prefixes of each other."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
 from sgl_prefill.api.request_checks import count_prompts
 
-HIDDEN_RID_CHARACTERS = 32  # of a UUID in hexadecimal
+HIDDEN_RID_CHARACTERS = 32  # a UUID in hexadecimal
 
 
 class GivenRid(NamedTuple):
-    """What a client calls a request."""
+    """A client's id of one prompt."""
 
-    asked: str | None  # of all prompts of a batch; None where it says nothing
-    shown: str | None  # with its answer
-    owner: str  # who may abort it
+    asked: str | None  # the batch's id; None if the client gave none
+    shown: str | None  # the id in the prompt's answer
+    owner: str  # the client that may abort it
 
     @property
     def names(self) -> set[str]:
@@ -25,16 +25,16 @@ class GivenRid(NamedTuple):
 
 
 class Rids:
-    """Of the requests in flight."""
+    """The ids of the requests in flight."""
 
     def __init__(self) -> None:
-        self._given: dict[str, GivenRid] = {}  # by the id that SGLang knows
-        self._inside: dict[str, dict[str, None]] = {}  # those ids by what clients call them
+        self._given: dict[str, GivenRid] = {}  # by internal id
+        self._inside: dict[str, dict[str, None]] = {}  # internal ids by the client's, in order
 
     def hide(self, obj: GenerateReqInput | EmbeddingReqInput, owner: str) -> list[str]:
-        """Gives a request ids of its own, one a prompt, and returns them.
+        """Gives a request one internal id per prompt, and returns them.
 
-        In a session requests name earlier ones: there the id inside is made of the client's, so that none begins another.
+        Requests of a session refer to earlier ones by id: their internal ids are derived from the client's.
         """
         session = getattr(obj, "session_params", None)
         session = session if isinstance(session, dict) and session.get("id") is not None else None
@@ -60,7 +60,6 @@ class Rids:
         return list(hidden)
 
     def forget(self, inside: str) -> None:
-        """Hears that a request is in flight no longer."""
         for name in self._given.pop(inside).names:
             of_name = self._inside[name]
             del of_name[inside]
@@ -68,7 +67,7 @@ class Rids:
                 del self._inside[name]
 
     def show(self, output: dict[str, Any]) -> None:
-        """Puts the client's id back into an answer; of several answers to one prompt SGLang appends to it."""
+        """Puts the client's id back into an answer. SGLang appends to the id if a prompt has several answers."""
         meta = output.get("meta_info", {})
         inside = str(meta.get("id"))
         for known in (inside, inside[:HIDDEN_RID_CHARACTERS]):
@@ -77,7 +76,7 @@ class Rids:
                 break
 
     def named(self, rid: str) -> list[str]:
-        """Returns the ids inside of the requests that clients call so, or this one where it is one inside itself."""
+        """Returns the internal ids for a client's id; an unknown id is taken for an internal one."""
         return [*self._inside.get(rid, [rid])]
 
     def of(self, owner: str) -> list[str]:
@@ -89,5 +88,5 @@ class Rids:
 
 
 def rid_of_session(rid: str) -> str:
-    """Returns an id that no other one begins, and that begins no other: its length comes first."""
+    """Returns an id that is no prefix of another such id: its length comes first."""
     return f"{len(rid)}:{rid}"

@@ -26,7 +26,6 @@ from sglang.srt.entrypoints.openai.protocol import (
 from starlette.routing import BaseRoute, Route
 
 from sgl_prefill.api import calibrations, conversations, dashboard, decisions, reply_options, rerank, scores
-from sgl_prefill.api.answers import chat_choice, completion_choice, usage
 from sgl_prefill.api.calibrations import Calibrations
 from sgl_prefill.api.cut_requests import CutRequests, PartsOfPrompts, with_parts
 from sgl_prefill.api.error_format import Refusal
@@ -49,9 +48,9 @@ from sgl_prefill.api.protocol import (
 )
 from sgl_prefill.api.reply_options import PLAIN, ReplyOptions
 from sgl_prefill.api.request_checks import check_ids_in_vocabulary, check_lists_against_prompts
-from sgl_prefill.api.rerank_replies import Shape
+from sgl_prefill.api.rerank_replies import Serialiser, to_cohere, to_jina
 from sgl_prefill.api.rerank_request import RerankRequest
-from sgl_prefill.api.scored_prompt import ScoredPrompt
+from sgl_prefill.api.scored_prompt import ScoredPrompt, chat_choice, completion_choice, usage
 from sgl_prefill.api.scores import LabelScoringRequest
 from sgl_prefill.api.text_limit import OFF_LOOP_CHARACTERS
 from sgl_prefill.config import PrefillConfig
@@ -216,15 +215,15 @@ class PrefillRoutes:
 
     async def rerank_of_jina(self, request: RerankRequest, raw_request: Request) -> Any:
         """Serves /rerank, which SGLang has not."""
-        return await self._rerank(request, raw_request, Shape.JINA)
+        return await self._rerank(request, raw_request, to_jina)
 
     async def rerank_of_cohere(self, request: RerankRequest, raw_request: Request) -> Any:
         """Serves /v2/rerank, which SGLang has not."""
-        return await self._rerank(request, raw_request, Shape.COHERE)
+        return await self._rerank(request, raw_request, to_cohere)
 
-    async def _rerank(self, request: RerankRequest, raw_request: Request, shape: Shape | None) -> Any:
+    async def _rerank(self, request: RerankRequest, raw_request: Request, serialise: Serialiser | None) -> Any:
         with _value_errors_are_bad_requests():
-            return await self._reranker.answer(self._app.state.openai_serving_rerank, request, raw_request, shape)
+            return await self._reranker.answer(self._app.state.openai_serving_rerank, request, raw_request, serialise)
 
     async def detokenize(self, request: DetokenizeRequest, raw_request: Request) -> Any:
         """Serves /detokenize and /v1/detokenize."""

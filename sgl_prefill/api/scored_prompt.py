@@ -1,4 +1,4 @@
-"""The answer to one prompt: its distribution over the labels, what else was asked for, and both as JSON."""
+"""The answer to one prompt: its distribution over the labels, the requested additions, and the JSON of replies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ScoredPrompt(NamedTuple):
 
     @property
     def best_index(self) -> int:
-        """Says which label is the answer: of the calibrated distribution where there is one; the first one of equals."""
+        """The index of the likeliest label, by the calibrated distribution if there is one; the first of equals."""
         if self.calibrated is None:
             return self.distribution.best
         return max(range(len(self.calibrated)), key=self.calibrated.__getitem__)
@@ -43,8 +43,8 @@ class ScoredPrompt(NamedTuple):
     def best(self) -> Label:
         return self.labels[self.best_index]
 
-    def _said(self) -> list[dict[str, Any]]:
-        """Returns which tokens each label is, as the reply shows it."""
+    def _tokens_json(self) -> list[dict[str, Any]]:
+        """Each label's tokens, as the reply shows them."""
         if self.long is None:
             return [{"token_id": label.token_id} for label in self.labels]
         return [
@@ -52,8 +52,8 @@ class ScoredPrompt(NamedTuple):
             for score, forms in zip(self.long.scores, self.long.forms, strict=True)
         ]
 
-    def _valued(self) -> list[dict[str, float]]:
-        """Returns what each label is worth among the labels."""
+    def _values_json(self) -> list[dict[str, float]]:
+        """Each label's probability or raw score."""
         values = [{"probability": probability} for probability in self.distribution.probabilities]
         if self.options.raw_scores:
             scores = self.distribution.logprobs if self.long is None else self.long.scores
@@ -63,8 +63,8 @@ class ScoredPrompt(NamedTuple):
                 value["calibrated_probability"] = calibrated
         return values
 
-    def _besides(self) -> dict[str, Any]:
-        """Returns what else was asked for."""
+    def _additions_json(self) -> dict[str, Any]:
+        """The requested additions."""
         found: dict[str, Any] = {}
         if self.options.calibration is not None:
             found["calibration"] = self.options.calibration.name
@@ -73,20 +73,20 @@ class ScoredPrompt(NamedTuple):
         return found
 
     def labels_to_json(self) -> dict[str, Any]:
-        """Returns the part of the reply's `label_scores` that is about the labels, and not about how the prompt ran."""
+        """The part of the reply's `label_scores` about the labels, without the prompt's token counts and times."""
         return {
             "labels": [
-                {"label": label.text, **said, **valued, "logprob": logprob}
-                for label, said, valued, logprob in zip(
-                    self.labels, self._said(), self._valued(), self.distribution.logprobs, strict=True
+                {"label": label.text, **tokens, **values, "logprob": logprob}
+                for label, tokens, values, logprob in zip(
+                    self.labels, self._tokens_json(), self._values_json(), self.distribution.logprobs, strict=True
                 )
             ],
             "label_mass": self.distribution.label_mass,
-            **self._besides(),
+            **self._additions_json(),
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the reply's `label_scores` object."""
+        """The reply's `label_scores` object."""
         meta = self.meta_info
         actual_s = meta["prefill_finished_time"] - meta["forward_entry_time"]
         queue_s = meta["forward_entry_time"] - meta["api_server_dispatch_finish_ts"]
@@ -105,7 +105,7 @@ class ScoredPrompt(NamedTuple):
 
 
 def scored_of(labels: list[Label], output: dict[str, Any]) -> ScoredPrompt:
-    """Makes the answer for labels of one token from what SGLang answers. Raises HTTPException where its request has failed."""
+    """Makes the answer for labels of one token from SGLang's output. Raises HTTPException if the request failed."""
     meta_info = output["meta_info"]
     check_has_logprobs(meta_info)
     by_id = {token_id: logprob for logprob, token_id, _ in meta_info["output_token_ids_logprobs"][0]}
@@ -113,7 +113,7 @@ def scored_of(labels: list[Label], output: dict[str, Any]) -> ScoredPrompt:
 
 
 def with_reply(scored: ScoredPrompt, reply: ReplyOptions, texts: dict[int, str]) -> ScoredPrompt:
-    """Returns the answer with what else its reply shall hold; texts: of all tokens that are alternatives."""
+    """Returns the answer with the additions that `reply` asks for. texts: by token id, of all alternatives."""
     calibrated = alternatives = None
     if reply.calibration is not None:
         names = [label.text for label in scored.labels]
@@ -128,3 +128,51 @@ def with_reply(scored: ScoredPrompt, reply: ReplyOptions, texts: dict[int, str])
             for logprob, token_id, _ in scored.meta_info["output_top_logprobs"][0]
         ]
     return scored._replace(options=reply, calibrated=calibrated, alternatives=alternatives)
+
+
+def completion_choice(index: int, scored: ScoredPrompt, logprobs: int | None) -> dict[str, Any]:
+    """One choice of /v1/completions. Log-probabilities are over the whole vocabulary."""
+    shown = None
+    if logprobs is not None:
+        texts = [label.text for label in scored.labels]
+        shown = {
+            "tokens": [scored.best.text],
+            "token_logprobs": [scored.distribution.logprobs[scored.best_index]],
+            "top_logprobs": [dict(zip(texts, scored.distribution.logprobs, strict=True))],
+            "text_offset": [0],
+        }
+    return {
+        "index": index,
+        "text": scored.best.text,
+        "logprobs": shown,
+        "finish_reason": "stop",
+        "label_scores": scored.to_json(),
+    }
+
+
+def chat_choice(index: int, scored: ScoredPrompt, logprobs: bool, message_field: str) -> dict[str, Any]:
+    """One choice of /v1/chat/completions. message_field: "message", or "delta" in a stream."""
+    entries = [
+        {"token": label.text, "logprob": logprob, "bytes": list(label.text.encode())}
+        for label, logprob in zip(scored.labels, scored.distribution.logprobs, strict=True)
+    ]
+    shown = {"content": [{**entries[scored.best_index], "top_logprobs": entries}]} if logprobs else None
+    return {
+        "index": index,
+        message_field: {"role": "assistant", "content": scored.best.text},
+        "logprobs": shown,
+        "finish_reason": "stop",
+        "label_scores": scored.to_json(),
+    }
+
+
+def usage(scored: list[ScoredPrompt]) -> dict[str, Any]:
+    """The token counts of all prompts together. Cached tokens count as prompt tokens, the best label's as completion tokens."""
+    prompt_tokens = sum(one.meta_info["prompt_tokens"] for one in scored)
+    answer_tokens = sum(len(one.best.token_ids) for one in scored)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": answer_tokens,
+        "total_tokens": prompt_tokens + answer_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(one.meta_info["cached_tokens"] for one in scored)},
+    }

@@ -1,7 +1,7 @@
-"""/v1/score with what the label routes know: raw scores, alternatives and calibrations; what asks for none of them is SGLang's.
+"""/v1/score with raw scores, alternatives and calibrations. A request without these goes to SGLang's own handler.
 
-SGLang's handler keeps no log-probability but those of the labels. Here the same prompts are scored as on the label routes, and
-SGLang's own arithmetic makes `scores` of what comes back.
+SGLang's handler keeps only the labels' log-probabilities. Here the same prompts are scored as on the label routes, and SGLang's
+arithmetic computes `scores` from the outputs.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pydantic import StrictBool, StrictInt
 from sglang.srt.entrypoints.openai.protocol import ScoringRequest, ScoringResponse, UsageInfo
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_prefill.api import reply_options
+from sgl_prefill.api.reply_options import ReplyFields
 from sgl_prefill.api.request_checks import check_ids_in_vocabulary
 from sgl_prefill.api.scored_prompt import ScoredPrompt
 from sgl_prefill.core.labels import check_distinct
@@ -22,20 +22,16 @@ from sgl_prefill.errors import BadRequestError
 if TYPE_CHECKING:
     from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
 
-# Of SGLang's fields: what a prompt with labels behind it has no place for.
+# Fields of SGLang's that label scoring cannot serve.
 UNSERVED = ("embed_override_token_id", "query_embed_overrides", "item_embed_overrides", "return_pooled_hidden_states")
 
 
-class LabelScoringRequest(ScoringRequest):  # type: ignore[misc]
-    """/v1/score."""
-
-    calibration: str | None = None
-    raw_scores: StrictBool = False
-    top_alternatives: StrictInt | None = None
+class LabelScoringRequest(ReplyFields, ScoringRequest):  # type: ignore[misc]
+    """The body of /v1/score."""
 
 
 def check(request: LabelScoringRequest, manager: PrefillTokenizerManager) -> None:
-    """Raises BadRequestError where a request with these fields cannot be answered, naming them and the remedy."""
+    """Raises BadRequestError for a request with label options that this server or route cannot serve."""
     names = reply_options.given(request)
     if not manager.is_generation:
         raise BadRequestError(
@@ -58,7 +54,7 @@ def check(request: LabelScoringRequest, manager: PrefillTokenizerManager) -> Non
 
 
 def prompts_of(request: LabelScoringRequest) -> GenerateReqInput | None:
-    """Joins the query and each item as SGLang does, texts as texts and ids as ids; None where there is no item."""
+    """Joins the query with each item as SGLang does, as texts or as token ids; None for an empty list."""
     query, items = request.query, request.items
     if items is None:
         raise BadRequestError("items is missing: give a text, a list of texts or a list of lists of token ids")
@@ -79,7 +75,7 @@ def prompts_of(request: LabelScoringRequest) -> GenerateReqInput | None:
 def reply_of(
     request: LabelScoringRequest, scored: Sequence[ScoredPrompt], manager: PrefillTokenizerManager
 ) -> dict[str, Any]:
-    """Returns SGLang's reply, and the label scores of each item."""
+    """Returns SGLang's reply with the label scores of each item."""
     outputs = [{"meta_info": one.meta_info} for one in scored]
     found = manager._process_single_item_scoring_results(outputs, request.label_token_ids, request.apply_softmax)
     usage = UsageInfo(prompt_tokens=found.prompt_tokens, total_tokens=found.prompt_tokens)

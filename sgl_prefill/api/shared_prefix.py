@@ -1,6 +1,4 @@
-"""The system prompt that all tenants share (`--shared-prefix`): computed before the first client comes, so that nobody can tell
-whether another has used it.
-"""
+"""The system prompt that all tenants share (`--shared-prefix`): computed at start, so that hits reveal no tenant's requests."""
 
 from __future__ import annotations
 
@@ -16,26 +14,25 @@ if TYPE_CHECKING:
 
 
 async def share(manager: PrefillTokenizerManager, serving_chat: Any, text: str) -> None:
-    """Computes it as the beginning of a text and, where the model has a chat template, as that of a chat. Raises
-    ConfigurationError where the prefix cache cannot hold it.
-    """
+    """Computes the prefix of a text and, if the model has a chat template, of a chat. Raises ConfigurationError if the prefix
+    cache cannot hold it."""
     prefixes = [manager.tokenizer.encode(text), _of_chat(manager, serving_chat, text)]
     for tokens in filter(None, prefixes):
-        told = await manager.share_prefix(tokens)
-        if told.get("evicted_tokens"):
+        result = await manager.share_prefix(tokens)
+        if result.get("evicted_tokens"):
             raise ConfigurationError(
-                f"--shared-prefix has {len(tokens)} tokens, and the prefix cache can hold {told['kept_tokens']}: shorten it, or"
+                f"--shared-prefix has {len(tokens)} tokens, and the prefix cache can hold {result['kept_tokens']}: shorten it, or"
                 " give the server more memory"
             )
 
 
 def _of_chat(manager: PrefillTokenizerManager, serving_chat: Any, text: str) -> list[int]:
-    """Returns what all chats with this system prompt begin with, whatever the user says; nothing without such chats."""
+    """The tokens that all chats with this system prompt begin with; empty if the template takes no system prompt."""
     from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
     rendered = []
-    for said in ("a", "1, 2"):
-        messages = [{"role": "system", "content": text}, {"role": "user", "content": said}]
+    for user_text in ("a", "1, 2"):
+        messages = [{"role": "system", "content": text}, {"role": "user", "content": user_text}]
         chat = ChatCompletionRequest(model="default", messages=messages, max_tokens=1)
         try:
             obj, _ = serving_chat._convert_to_internal_request(chat, None)

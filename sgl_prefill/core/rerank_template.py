@@ -1,78 +1,46 @@
-"""What a causal model is asked about a document: prompts of rerankers by name, or from a file of the user's.
+"""Prompts of rerankers: Jinja templates over `instruction`, `query` and `document`, by name or from a file.
 
-A template stands as it is: only `{instruction}`, `{query}` and `{document}` are filled in, once and at the same time, so that
-other braces, and braces in a client's text, stay what they are. Where the document comes last, all documents of a query share
-what is before it in the prefix cache.
+A template sets `labels`, its two answers, that of a relevant document first. Where the document comes last, all documents of a
+query share the text before it in the prefix cache. Texts of clients are values, never templates.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from jinja2 import StrictUndefined, Template, TemplateError, meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 from sgl_prefill.errors import ConfigurationError
 
 FLAG = "--rerank-template"
-INSTRUCTION, QUERY, DOCUMENT = "instruction", "query", "document"
-PLACES = re.compile(rf"\{{({INSTRUCTION}|{QUERY}|{DOCUMENT})\}}")
-LABELS_LINE = 'labels: [" yes", " no"]'  # as a file begins with
-LONGEST_SHOWN = 80
+DEFAULT = "yes-no"
+BY_NAME = {name: Path(__file__).parent / f"rerank_templates/{name}.jinja" for name in (DEFAULT, "qwen3-reranker")}
+INSTRUCTION, REQUIRED = "instruction", {"query", "document"}
+LABELS_LINE = '{%- set labels = [" yes", " no"] -%}'
+# With the options of chat templates in transformers.
+ENVIRONMENT = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
 
 
 class RerankTemplate(NamedTuple):
-    """A prompt with places in it, and its two answers."""
+    """A prompt's template and its two answers."""
 
-    parts: tuple[str, ...]  # text, name of a place, text, ...: it begins and ends with text
-    labels: tuple[str, str]  # of a document that is relevant, and of one that is not
-    default_instruction: str
-
-    @property
-    def takes_instruction(self) -> bool:
-        return INSTRUCTION in self.parts[1::2]
+    template: Template
+    labels: tuple[str, str]  # the answer for a relevant document, and for one that is not
+    takes_instruction: bool
 
     def prompts(self, instruction: str | None, query: str, documents: Sequence[str]) -> list[str]:
-        """Fills the places. instruction: None: the default."""
-        values = {INSTRUCTION: instruction or self.default_instruction, QUERY: query}
-        return [self._filled({**values, DOCUMENT: document}) for document in documents]
-
-    def _filled(self, values: dict[str, str]) -> str:
-        return "".join(values[part] if index % 2 else part for index, part in enumerate(self.parts))
-
-
-def _template(prompt: str, labels: tuple[str, str], default_instruction: str) -> RerankTemplate:
-    return RerankTemplate(tuple(PLACES.split(prompt)), labels, default_instruction)
-
-
-PLAIN = _template(
-    """Instruction: {instruction}
-Query: {query}
-Does the passage below meet the instruction for this query? Answer yes or no.
-Passage: {document}
-Answer:""",
-    (" yes", " no"),
-    "Given a search query, find the passages that answer it",
-)
-# The form that Qwen3-Reranker was trained on, with its default instruction.
-QWEN3_RERANKER = _template(
-    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided."
-    ' Note that the answer can only be "yes" or "no".<|im_end|>\n'
-    "<|im_start|>user\n<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}<|im_end|>\n"
-    "<|im_start|>assistant\n<think>\n\n</think>\n\n",
-    ("yes", "no"),
-    "Given a web search query, retrieve relevant passages that answer the query",
-)
-BY_NAME = {"yes-no": PLAIN, "qwen3-reranker": QWEN3_RERANKER}
+        """Renders one prompt per document. instruction: None: empty, for which a template may have a default."""
+        values = {INSTRUCTION: instruction or "", "query": query}
+        return [self.template.render(values, document=one) for one in documents]
 
 
 def load(name_or_path: str) -> RerankTemplate:
-    """Returns a template by its name, or from a file. Raises ConfigurationError where there is none, or none that can be used."""
-    if (known := BY_NAME.get(name_or_path)) is not None:
-        return known
+    """Returns a template by its name, or from a file. Raises ConfigurationError for a file that cannot be read or used."""
     try:
-        text = Path(name_or_path).read_text(encoding="utf-8")
+        text = BY_NAME.get(name_or_path, Path(name_or_path)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise ConfigurationError(
             f"{FLAG} {name_or_path} is none of {', '.join(BY_NAME)}, and cannot be read as a file"
@@ -82,34 +50,29 @@ def load(name_or_path: str) -> RerankTemplate:
 
 
 def parse(text: str, where: str) -> RerankTemplate:
-    """Reads a file: a line with the labels, and the prompt, which the last newline does not belong to. Raises
-    ConfigurationError; where: what its message begins with.
-    """
-    first, _, prompt = text.partition("\n")
-    labels = _labels(first, where)
-    found = set(PLACES.findall(prompt))
-    if missing := [f"{{{name}}}" for name in (QUERY, DOCUMENT) if name not in found]:
-        raise ConfigurationError(
-            f"{where} holds no {' and no '.join(missing)} below its first line: write the prompt with {{query}}, {{document}}"
-            " and, if you like, {instruction} in their places"
-        )
-    return _template(prompt.removesuffix("\n"), labels, PLAIN.default_instruction)
-
-
-def _labels(line: str, where: str) -> tuple[str, str]:
-    name, _, value = line.partition(":")
+    """Compiles a template. Raises ConfigurationError; where: the beginning of its message."""
     try:
-        labels = json.loads(value) if name == "labels" else None
-    except json.JSONDecodeError:
-        labels = None
+        names = meta.find_undeclared_variables(ENVIRONMENT.parse(text))
+        template = ENVIRONMENT.from_string(text)
+        if missing := sorted(REQUIRED - names, reverse=True):
+            shown = " and no ".join(f"{{{{ {name} }}}}" for name in missing)
+            raise ConfigurationError(
+                f"{where} holds no {shown}: write the prompt with {{{{ query }}}}, {{{{ document }}}} and, if you like,"
+                " {{ instruction }} in their places"
+            )
+        module = template.make_module({INSTRUCTION: "", "query": "query", "document": "document"})
+    except (TemplateError, TypeError) as error:
+        raise ConfigurationError(f"{where} is no Jinja template of a prompt ({error}): correct the file") from error
+    labels = getattr(module, "labels", None)
     if (
-        not isinstance(labels, list)
+        not isinstance(labels, list | tuple)
         or len(labels) != 2
         or not all(isinstance(label, str) and label for label in labels)
         or labels[0] == labels[1]
     ):
+        shown = "nothing" if labels is None else repr(labels)
         raise ConfigurationError(
-            f"{where} begins with the line {line[:LONGEST_SHOWN]!r}: it must name two different answers, that of a relevant"
-            f" document first, as {LABELS_LINE} does"
+            f"{where} sets labels to {shown}: it must name two different answers, that of a relevant document first, as"
+            f" {LABELS_LINE} does"
         )
-    return labels[0], labels[1]
+    return RerankTemplate(template, (labels[0], labels[1]), INSTRUCTION in names)

@@ -1,4 +1,4 @@
-"""Templates of rerankers: what is filled in, what is left alone, and what is no template."""
+"""Templates of rerankers: the values that are rendered, and the files that are refused."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from sgl_prefill.core.rerank_template import BY_NAME, PLAIN, QWEN3_RERANKER, load, parse
+from sgl_prefill.core.rerank_template import BY_NAME, load, parse
 from sgl_prefill.errors import ConfigurationError
 
-LABELS = 'labels: ["good", "bad"]\n'
+LABELS = '{%- set labels = ["good", "bad"] -%}\n'
 
 
 def test_the_document_of_a_named_template_comes_last() -> None:
     """So that all documents of a query share what is before it."""
-    for template in BY_NAME.values():
+    for template in map(load, BY_NAME):
         one, other = template.prompts("find", "the query", ["first", "second"])
         start = one.index("first")
         assert "the query" in one[:start]
@@ -23,7 +23,8 @@ def test_the_document_of_a_named_template_comes_last() -> None:
 
 
 def test_qwen3s_prompt_is_a_chat_whose_answer_has_thought_already() -> None:
-    (prompt,) = QWEN3_RERANKER.prompts(None, "q", ["d"])
+    template = load("qwen3-reranker")
+    (prompt,) = template.prompts(None, "q", ["d"])
     system, user, assistant = prompt.split("<|im_start|>")[1:]
     assert system.startswith("system\nJudge whether the Document meets the requirements")
     assert user == (
@@ -31,44 +32,62 @@ def test_qwen3s_prompt_is_a_chat_whose_answer_has_thought_already() -> None:
         "<Document>: d<|im_end|>\n"
     )
     assert assistant == "assistant\n<think>\n\n</think>\n\n"
-    assert QWEN3_RERANKER.labels == ("yes", "no")
+    assert template.labels == ("yes", "no")
 
 
-def test_braces_of_a_client_and_of_a_prompt_stay_what_they_are() -> None:
-    """A query that names a place is not filled in again; JSON in a prompt is no place."""
-    template = parse(LABELS + '{"q": "{query}", "d": "{document}", "x": {}}', "file")
-    assert template.prompts(None, "{document} {0} {query}", ["{query}", "%s {"]) == [
-        '{"q": "{document} {0} {query}", "d": "{query}", "x": {}}',
-        '{"q": "{document} {0} {query}", "d": "%s {", "x": {}}',
+def test_the_plain_template_is_a_question_with_yes_and_no() -> None:
+    template = load("yes-no")
+    assert template.labels == (" yes", " no")
+    assert template.prompts(None, "q", ["d", "e\n"]) == [
+        "Instruction: Given a search query, find the passages that answer it\nQuery: q\n"
+        "Does the passage below meet the instruction for this query? Answer yes or no.\n"
+        f"Passage: {document}\nAnswer:"
+        for document in ("d", "e\n")
+    ]
+
+
+def test_texts_of_a_client_are_values_and_never_templates() -> None:
+    template = parse(LABELS + '{"q": "{{ query }}", "d": "{{ document }}", "x": {}}', "file")
+    assert template.prompts(None, "{{ document }} {0} {% set labels = [] %}", ["{{ query }}", "%s {"]) == [
+        '{"q": "{{ document }} {0} {% set labels = [] %}", "d": "{{ query }}", "x": {}}',
+        '{"q": "{{ document }} {0} {% set labels = [] %}", "d": "%s {", "x": {}}',
     ]
     assert not template.takes_instruction
 
 
-def test_a_file_is_a_line_with_the_labels_and_the_prompt(tmp_path: Path) -> None:
-    """One newline at its end is the file's; two are one of the prompt's."""
-    path = tmp_path / "own.txt"
-    path.write_text(LABELS + "{instruction}|{query}|{document}\n\n")
+def test_a_file_sets_the_labels_and_may_have_a_default_instruction(tmp_path: Path) -> None:
+    """Jinja drops one newline at the end."""
+    path = tmp_path / "own.jinja"
+    path.write_text(LABELS + "{{ instruction or 'own' }}|{{ query }}|{{ document }}\n\n")
     template = load(str(path))
     assert template.labels == ("good", "bad")
+    assert template.takes_instruction
     assert template.prompts("i", "q", ["d"]) == ["i|q|d\n"]
-    assert template.prompts(None, "q", ["d"]) == [f"{PLAIN.default_instruction}|q|d\n"]
+    assert template.prompts(None, "q", ["d"]) == ["own|q|d\n"]
+    assert parse(LABELS + "{{ instruction }}|{{ query }}|{{ document }}", "file").prompts(None, "q", ["d"]) == ["|q|d"]
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
-        ("", "begins with the line ''"),
-        ("{query} {document}", "it must name two different answers"),
-        ('labels: ["yes"]\n{query} {document}', r"begins with the line 'labels: \[\"yes\"\]'"),
-        ('labels: ["yes", "yes"]\n{query} {document}', "two different answers"),
-        ('labels: ["yes", ""]\n{query} {document}', "two different answers"),
-        ("labels: yes, no\n{query} {document}", "two different answers"),
-        (LABELS + "{query}", r"file holds no \{document\} below its first line"),
-        (LABELS + "{instruction}", r"no \{query\} and no \{document\}"),
+        ("", r"holds no \{\{ query \}\} and no \{\{ document \}\}: write the prompt"),
+        ("{{ query }} {{ document }}", "sets labels to nothing: it must name two different answers"),
+        ("{% set labels = ['yes'] %}{{ query }} {{ document }}", r"sets labels to \['yes'\]"),
+        ("{% set labels = ['yes', 'yes'] %}{{ query }} {{ document }}", "two different answers"),
+        ("{% set labels = ['yes', ''] %}{{ query }} {{ document }}", "two different answers"),
+        ("{% set labels = 'yes' %}{{ query }} {{ document }}", "two different answers"),
+        (LABELS + "{{ query }}", r"file holds no \{\{ document \}\}: write"),
+        (LABELS + "{query} {document}", r"no \{\{ query \}\} and no \{\{ document \}\}"),
+        (
+            LABELS + "{{ query }} {{ document }} {{ messages }}",
+            "no Jinja template of a prompt .*'messages' is undefined",
+        ),
+        (LABELS + "{{ query }} {{ document }} {% if %}", "no Jinja template of a prompt .*: correct the file"),
+        (LABELS + "{{ query.__class__.__mro__ }} {{ document }}", "no Jinja template of a prompt .*unsafe"),
     ],
 )
-def test_what_is_no_template_is_refused_with_what_it_lacks(text: str, told: str) -> None:
-    with pytest.raises(ConfigurationError, match=told):
+def test_a_file_that_is_no_template_is_refused_with_the_reason(text: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
         parse(text, "file")
 
 

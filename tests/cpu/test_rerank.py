@@ -17,8 +17,8 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sgl_prefill import preflight
 from sgl_prefill.api.calibration_store import ModelName, StoredCalibration
 from sgl_prefill.api.reply_options import ReplyOptions
-from sgl_prefill.api.rerank import Reranker
-from sgl_prefill.api.rerank_replies import Reply, Scored, Shape
+from sgl_prefill.api.rerank import Reranker, _reply, format_of_v1
+from sgl_prefill.api.rerank_replies import Result, Serialiser, to_cohere, to_jina, to_sglang
 from sgl_prefill.api.rerank_request import RerankRequest, understood
 from sgl_prefill.api.scored_prompt import ScoredPrompt, with_reply
 from sgl_prefill.config import PrefillConfig
@@ -85,24 +85,25 @@ def test_passages_are_texts_or_the_named_fields_of_objects() -> None:
     assert both[1:] == ("find", ["a", "b", "c"], 9, 0.0)
 
 
-def reply(shape: Shape, **fields: Any) -> Any:
+def reply(serialise: Serialiser, **fields: Any) -> Any:
     """To three documents with the scores 0.2, 0.9 and 0.5."""
     request = RerankRequest(**{**GOOD, **fields})
-    scored = [Scored(0, 0.2), Scored(1, 0.9), Scored(2, 0.5)]
+    results = [Result(index, score, request.documents[index], None, {}) for index, score in enumerate([0.2, 0.9, 0.5])]
     usage = {"prompt_tokens": 30, "completion_tokens": 0, "total_tokens": 30}
-    return Reply(shape, request, understood(request), "served").whole(scored, usage)
+    manager: Any = Manager()
+    return serialise(_reply(manager, request, understood(request), results, usage))
 
 
 def test_the_shape_is_that_of_who_asks() -> None:
     """SGLang's clients read a list; its gateway, which names a model too, sends `rid` with it."""
-    assert Shape.of_v1(RerankRequest(**GOOD)) is Shape.SGLANG
-    assert Shape.of_v1(RerankRequest(**GOOD, model="m")) is Shape.JINA
-    assert Shape.of_v1(RerankRequest(**{**GOOD, "model": "m", "rid": None})) is Shape.SGLANG
-    assert reply(Shape.SGLANG, top_n=1) == [{"score": 0.9, "document": "b", "index": 1, "meta_info": None}]
-    jina = reply(Shape.JINA, top_n=1)
+    assert format_of_v1(RerankRequest(**GOOD)) is to_sglang
+    assert format_of_v1(RerankRequest(**GOOD, model="m")) is to_jina
+    assert format_of_v1(RerankRequest(**{**GOOD, "model": "m", "rid": None})) is to_sglang
+    assert reply(to_sglang, top_n=1) == [{"score": 0.9, "document": "b", "index": 1, "meta_info": None}]
+    jina = reply(to_jina, top_n=1)
     assert jina["results"] == [{"index": 1, "relevance_score": 0.9, "score": 0.9, "document": {"text": "b"}}]
     assert (jina["model"], jina["usage"]["total_tokens"], jina["object"]) == ("served", 30, "list")
-    cohere = reply(Shape.COHERE, model="m", top_n=1)
+    cohere = reply(to_cohere, model="m", top_n=1)
     assert set(cohere) == {"id", "results", "meta"}
     assert cohere["results"] == [{"index": 1, "relevance_score": 0.9}]
     assert cohere["meta"]["billed_units"] == {"search_units": 1}
@@ -110,20 +111,20 @@ def test_the_shape_is_that_of_who_asks() -> None:
 
 def test_documents_are_returned_as_they_were_given() -> None:
     objects = {"documents": [{"text": "a", "id": 7}, "b", "c"]}
-    assert [one["document"] for one in reply(Shape.JINA, **objects)["results"]] == [
+    assert [one["document"] for one in reply(to_jina, **objects)["results"]] == [
         {"text": "b"},
         {"text": "c"},
         {"text": "a", "id": 7},
     ]
-    for shape in (Shape.JINA, Shape.COHERE):
-        assert all("document" not in one for one in reply(shape, return_documents=False)["results"])
-    assert "document" in reply(Shape.COHERE, return_documents=True)["results"][0]
-    assert "document" not in reply(Shape.SGLANG, return_documents=False)[0]
+    for serialise in (to_jina, to_cohere):
+        assert all("document" not in one for one in reply(serialise, return_documents=False)["results"])
+    assert "document" in reply(to_cohere, return_documents=True)["results"][0]
+    assert "document" not in reply(to_sglang, return_documents=False)[0]
 
 
 def test_top_n_and_min_score_choose_among_all() -> None:
     def places(**fields: Any) -> list[int]:
-        return [one["index"] for one in reply(Shape.SGLANG, **fields)]
+        return [one["index"] for one in reply(to_sglang, **fields)]
 
     assert places() == [1, 2, 0]
     assert places(top_n=5) == [1, 2, 0]
@@ -199,7 +200,7 @@ async def asked(
     body: dict[str, Any],
     config: PrefillConfig | None = None,
     found: Any = None,
-    shape: Shape | None = Shape.JINA,
+    serialise: Serialiser | None = to_jina,
 ) -> Any:
     """found: what SGLang's own handler answers."""
 
@@ -213,7 +214,7 @@ async def asked(
 
     reranker = Reranker(config or PrefillConfig(), lambda: scorer, stock_endpoint, reply_options)  # type: ignore[arg-type,return-value]
     serving = SimpleNamespace(tokenizer_manager=manager)
-    return await reranker.answer(serving, RerankRequest(**body), RAW, shape)
+    return await reranker.answer(serving, RerankRequest(**body), RAW, serialise)
 
 
 async def read(stream: Any) -> list[Any]:
@@ -282,7 +283,7 @@ def test_sglangs_own_handler_serves_models_that_are_no_causal_ones() -> None:
         assert manager.told == ["SGLang was asked for ['a', 'b'] with find"]
         assert [one["index"] for one in shown["results"]] == [1]
         assert shown["usage"] is None
-        of_v1 = await asked(Scorer(), manager, {**body, "model": "m"}, found=found, shape=None)
+        of_v1 = await asked(Scorer(), manager, {**body, "model": "m"}, found=found, serialise=None)
         assert json.loads(of_v1.body) == [
             {"score": 0.7, "document": "b", "index": 1, "meta_info": {"prompt_tokens": 4}}
         ]
@@ -297,11 +298,13 @@ def test_sglangs_own_handler_serves_models_that_are_no_causal_ones() -> None:
 BODY: dict[str, Any] = {"query": "q", "documents": ["doc 2", "doc 9", "doc 5"]}
 
 
-@pytest.mark.parametrize("shape", [*Shape, None])
-def test_calibrated_scores_order_and_choose_the_documents(shape: Shape | None) -> None:
+@pytest.mark.parametrize("serialise", [to_sglang, to_jina, to_cohere, None])
+def test_calibrated_scores_order_and_choose_the_documents(serialise: Serialiser | None) -> None:
     """In every shape, with P(yes) as it was beside them; this calibration makes of each score one minus it."""
     shown = json.loads(
-        asyncio.run(asked(Scorer(), Manager(), {**BODY, "calibration": "turned", "min_score": 0.4}, shape=shape)).body
+        asyncio.run(
+            asked(Scorer(), Manager(), {**BODY, "calibration": "turned", "min_score": 0.4}, serialise=serialise)
+        ).body
     )
     results = shown if isinstance(shown, list) else shown["results"]
     name = "score" if isinstance(shown, list) else "relevance_score"
@@ -318,7 +321,7 @@ def test_raw_scores_and_alternatives_change_nothing_of_the_scores() -> None:
     """And a request without them has no field more than before."""
 
     def results(**fields: Any) -> list[dict[str, Any]]:
-        reply = asyncio.run(asked(Scorer(), Manager(), {**BODY, **fields}, shape=Shape.COHERE))
+        reply = asyncio.run(asked(Scorer(), Manager(), {**BODY, **fields}, serialise=to_cohere))
         return json.loads(reply.body)["results"]  # type: ignore[no-any-return]
 
     plain, more = results(), results(raw_scores=True, top_alternatives=2)
@@ -379,8 +382,8 @@ def test_the_template_of_the_flag_is_what_the_model_is_asked(tmp_path: Any) -> N
     """Also where its chat template is a reranker's, which SGLang's own handler would serve."""
 
     async def run() -> None:
-        own = tmp_path / "own.txt"
-        own.write_text('labels: ["good", "bad"]\n{query}? {document}\n')
+        own = tmp_path / "own.jinja"
+        own.write_text('{%- set labels = ["good", "bad"] -%}\n{{ query }}? {{ document }}\n')
         scorer, manager = Scorer(), Manager()
         manager.tokenizer = SimpleNamespace(chat_template='the answer can only be "yes" or "no"')
         config = PrefillConfig(rerank_template=str(own))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import requests
 
-from sgl_prefill.core.rerank_template import PLAIN
+from sgl_prefill.core.rerank_template import load
 from sgl_prefill.examples.label_reviews import NEGATIVE, POSITIVE, REVIEWS
 from tests.integration.conftest import Server
 
@@ -188,7 +188,7 @@ def test_scores_have_them_too_and_stay_what_they_are(server: Server, tokenizer: 
 
 def test_reranked_documents_are_ordered_by_their_calibrated_scores(server: Server) -> None:
     """In a stream too; this calibration moves the best one away from the others, and min_score goes by it."""
-    prompts = PLAIN.prompts(None, "a colour", documents := ["Blue.", "Seven is a number.", "I like to eat."])
+    prompts = load("yes-no").prompts(None, "a colour", documents := ["Blue.", "Seven is a number.", "I like to eat."])
     body = {"query": "a colour", "documents": documents}
     plain = {one["index"]: one["relevance_score"] for one in server.post("/v2/rerank", body).json()["results"]}
     best = max(plain, key=plain.__getitem__)
