@@ -125,16 +125,6 @@ class LabelScorer:
             scored = await self._score_tokens(obj, answers, raw_request, deadline_ms, reply)
         return scored if reply == PLAIN else await self._with_reply(scored, reply)
 
-    async def label_texts(
-        self, obj: GenerateReqInput, answers: AllowedAnswers, raw_request: fastapi.Request | None = None
-    ) -> list[str]:
-        """Returns what the labels are called in answers to these prompts, without asking the model."""
-        if answers.long is not None:
-            return [label.name for label in answers.long.labels]
-        tenant = self._manager.tenant_of(await self._manager.caller_of(raw_request))
-        labels = await self._resolve(answers, _prompts_of(obj)[:1], tenant)
-        return [label.text for label in labels[0]]
-
     def _check_reply(
         self, reply: ReplyOptions, answers: AllowedAnswers, names: list[list[str]], obj: GenerateReqInput
     ) -> None:

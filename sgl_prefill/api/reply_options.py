@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from sgl_prefill.api.calibration_store import StoredCalibration
+from sgl_prefill.calibrations import StoredCalibration
 from sgl_prefill.errors import BadRequestError
 
 MOST_ALTERNATIVES = 100

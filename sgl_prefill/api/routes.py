@@ -27,9 +27,9 @@ from sglang.srt.entrypoints.openai.protocol import (
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from starlette.routing import BaseRoute, Route
 
-from sgl_prefill.api import calibrations, conversations, dashboard, decisions, reply_options, rerank, route_list, scores
+from sgl_prefill import calibrations
+from sgl_prefill.api import conversations, dashboard, decisions, reply_options, rerank, route_list, scores
 from sgl_prefill.api.answers import chat_choice, completion_choice, usage
-from sgl_prefill.api.calibrations import Calibrations
 from sgl_prefill.api.cut_requests import CutRequests, PartsOfPrompts, with_parts
 from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer
 from sgl_prefill.api.prompt_parts import note
@@ -63,8 +63,6 @@ from sgl_prefill.port.ending import Ending
 from sgl_prefill.port.hooks import ROUTES
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import GenerateReqInput
-
     from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
 
 # What they do concerns everyone; SGLang lets each client in.
@@ -88,7 +86,6 @@ class PrefillRoutes:
             route.path: pkgutil.resolve_name(route.stock_endpoint) for route in ROUTES
         }
         self._scorer: LabelScorer | None = None
-        self._calibrations: Calibrations | None = None
         self._reranker = rerank.Reranker(config, lambda: self.scorer, self._stock["/v1/rerank"], self._asked_reply)
 
     def stock_endpoint(self, path: str) -> Callable[..., Awaitable[Any]]:
@@ -104,12 +101,6 @@ class PrefillRoutes:
         if self._scorer is None:
             self._scorer = LabelScorer(self._manager)
         return self._scorer
-
-    @property
-    def calibrations(self) -> Calibrations:
-        if self._calibrations is None:
-            self._calibrations = Calibrations(self._manager, self.scorer, self._prompt_of)
-        return self._calibrations
 
     @functools.cached_property
     def cuts(self) -> CutRequests:
@@ -300,26 +291,15 @@ class PrefillRoutes:
             note(obj, parts)
             return await self.scorer.score(obj, answers, raw_request, request.deadline_ms, reply)
 
-    async def _prompt_of(self, request: Any, raw_request: Request) -> GenerateReqInput:
-        """Returns what SGLang makes of a body of /v1/completions or /v1/chat/completions."""
-        serving = self._app.state.openai_serving_completion
-        if isinstance(request, LabelChatCompletionRequest):
-            serving = self._app.state.openai_serving_chat
-            self.cuts.check_texts_of_chat(request)
-            await self._fill(serving, request, raw_request)
-        _check_with(serving, request)
-        with _value_errors_are_bad_requests():
-            return serving._convert_to_internal_request(request, raw_request)[0]
-
     async def _reply_options(self, request: Any, answers: Any, raw_request: Request) -> ReplyOptions:
         reply_options.check(request, answers is not None)
         return PLAIN if answers is None else await self._asked_reply(request, raw_request)
 
     async def _asked_reply(self, request: Any, raw_request: Request) -> ReplyOptions:
-        """Returns what a body that was checked asks for; for a calibration, raises NotFoundError or ConflictError."""
+        """Returns what a body that was checked asks for; raises BadRequestError for an unknown calibration."""
         calibration = None
         if request.calibration is not None:
-            calibration = await self.calibrations.of_request(request.calibration, raw_request)
+            calibration = calibrations.by_name(self._manager.calibrations, request.calibration)
         return ReplyOptions(calibration, request.raw_scores, request.top_alternatives or 0)
 
 
@@ -347,7 +327,6 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
     app.api_route("/generate", methods=["POST", "PUT"])(ours.generate)
     app.api_route("/v1/rerank", methods=["POST", "PUT"], dependencies=only_json)(ours.rerank)
     app.post("/v1/score", dependencies=only_json)(ours.score)
-    calibrations.add_routes(app, lambda: ours.calibrations)
     n_refused: Counter[str] = Counter()
     dashboard.add_routes(
         app, dashboard.Feed(lambda: http_server._global_state.tokenizer_manager, config, ending, n_refused)
@@ -379,7 +358,7 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
 
 def check_body(path: str, body: bytes) -> None:
     """Raises BadRequestError for a body that need not be parsed."""
-    if path in OUR_PATHS | CHATS | {calibrations.PATH}:
+    if path in OUR_PATHS | CHATS:
         manager = http_server._global_state.tokenizer_manager
         if path in CHATS:
             conversations.check_size(body, manager.longest_input_tokens)
