@@ -1,4 +1,4 @@
-"""Calibrations of label probabilities: files by `sgl_prefill.calibrate`, which the server reads at its start and applies by name."""
+"""Calibrations of label probabilities: files of `sgl_prefill.calibrate`, which the server reads at start and applies by name."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ Offsets = Sequence[tuple[int, int]]  # of each token: its first character, and t
 
 
 class Span(NamedTuple):
-    """A part, by its place in the text. Parts are in order and do not overlap; between them there may be text of nobody's."""
+    """A part, by its place in the text. Parts are in order and do not overlap. Text between them is never cut."""
 
     start: int  # characters
     end: int
