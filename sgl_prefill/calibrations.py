@@ -20,7 +20,6 @@ SETTINGS = {
     "quantization": None,
     "chat_template": None,
     "completion_template": None,
-    "load_format": "auto",
     "json_model_override_args": "{}",
 }
 
