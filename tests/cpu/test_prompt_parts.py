@@ -263,7 +263,7 @@ def test_a_body_that_asks_for_cuts_may_hold_longer_texts() -> None:
     refused(lambda: manager.check_body(json.dumps({"on_overflow": "cut", "a": said * 20}).encode()), "bytes")
 
 
-@pytest.mark.parametrize(("most", "n_dropped"), [(60, 0), (47, 1), (46, 2), (24, 3)])
+@pytest.mark.parametrize(("most", "n_dropped"), [(51, 1), (50, 2), (40, 2), (29, 3)])
 def test_the_oldest_marked_messages_are_dropped_until_the_chat_fits(most: int, n_dropped: int) -> None:
     """No more of them than needed; what stays is the prompt of a chat without them."""
     droppable, fixed = [turn(str(index) * 5, keep=False) for index in range(3)], turn("Yes?", keep=True)
