@@ -23,7 +23,7 @@ from tests.support import quiet_imports  # noqa: F401  (before all else that imp
 CALIBRATIONS = {
     "reviews": ([POSITIVE, NEGATIVE], Calibration([0.5, 2.0], [0.0, 1.5])),
     "cities": ([" Paris", " Rome"], Calibration([1.0, 1.0], [-20.0, 20.0])),
-    "turned": ([" yes", " no"], Calibration([3.0, 3.0], [0.5, 0.0])),
+    "turned": ([" yes", " no"], Calibration([1.5, 1.5], [0.5, 0.0])),
     "chats": (["Good", "Bad"], Calibration([1.0, 1.0], [-5.0, 5.0])),
 }
 FORMS = {"good": [" very good indeed", " good"], "bad": [" not good at all"]}
