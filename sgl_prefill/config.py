@@ -186,9 +186,9 @@ class PrefillConfig:
     )
     calibrations: str | None = _option(
         None,
-        "the folder of the calibrations that clients make (/v1/calibrations)",
+        "a folder of calibrations of label probabilities (NAME.json, by python -m sgl_prefill.calibrate), read at the start",
         type=str,
-        none="below the user's cache directory",
+        none="none",
     )
     max_body_mb: float = _option(32.0, "largest HTTP request body, in MiB; a larger one is answered with 413")
     show_prompts: bool = _option(

@@ -15,7 +15,6 @@
     +-- BatchJobError           a batch job cannot start or go on
     +-- BadRequestError         HTTP 400: the request is wrong; also a ValueError, which SGLang's routes answer with 400
         +-- NotFoundError       HTTP 404: it names what is not there
-        +-- ConflictError       HTTP 409: what it names is not fit for it
 
 Our own bugs are assertions, not errors of this tree.
 """
@@ -87,9 +86,3 @@ class NotFoundError(BadRequestError):
     """The request names something that is not there; the message lists what is."""
 
     status = HTTPStatus.NOT_FOUND
-
-
-class ConflictError(BadRequestError):
-    """What the request names belongs to another model, or is there already."""
-
-    status = HTTPStatus.CONFLICT

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from sgl_prefill import container_memory, flashinfer_version
+from sgl_prefill import calibrations, container_memory, flashinfer_version
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core import rerank_template
 from sgl_prefill.cpu import lm_head
@@ -290,6 +290,10 @@ def check_server_args(config: PrefillConfig, server_args: Any, *, listens: bool)
         problems.append(problem)
     if config.stable_answers:
         problems += stable_answer_problems(server_args)
+    try:
+        calibrations.load(config.calibrations, server_args)
+    except ConfigurationError as error:
+        problems.append(str(error))
     if listens:
         problems += port_problems([("--port", server_args.host, server_args.port)])
     if problems:

@@ -3,8 +3,8 @@
     python benchmarks/answers/calibration.py [--quick]
 
 Sentiment of movie reviews behind few-shot prompts whose examples are unbalanced, so that the demo model prefers a label. Half of
-the reviews go into POST /v1/calibrations; the other half is scored with each calibration by name, and what is measured is the
-replies' own `probability` and `calibrated_probability`.
+the reviews, scored by one server, is fitted by sgl_prefill.calibrate; the other half is scored by a second server, which applies
+the calibrations, and what is measured is the replies' own `probability` and `calibrated_probability`.
 
 The reviews are the movie snippets of Hutto and Gilbert (VADER, ICWSM 2014), each with the mean of twenty people's ratings, in the
 MIT-licensed package vaderSentiment; it is fetched by name and hash, its code is not used, and nothing of it is kept.
@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import requests
 
 from benchmarks import report, shapes
-from sgl_prefill import local_server
+from sgl_prefill import calibrate, local_server
 from sgl_prefill.core.label_calibration import FROM_EXAMPLES, METHODS, Quality, quality
 
 PACKAGE = "vaderSentiment==3.3.2"
@@ -66,9 +66,6 @@ class Task(NamedTuple):
 
     def prompt(self, text: str) -> str:
         return f"{self.shots}Review: {text}\nSentiment:"
-
-    def examples(self, half: Sequence[Review]) -> list[dict[str, str]]:
-        return [{"prompt": self.prompt(review.text), "label": review.label} for review in half]
 
 
 def reviews() -> list[Review]:
@@ -119,17 +116,41 @@ def tasks(found: Sequence[Review], n_of_half: int, n_draws: int) -> list[Task]:
     return made
 
 
-def measure(quick: bool = False, url: str | None = None) -> dict[str, Any]:
-    """Returns rows, targets and the server's command. url: of a server of ours with the demo model; None: one is started."""
+def measure(quick: bool = False) -> dict[str, Any]:
+    """Returns rows, targets and the server's command."""
     n_of_half, n_draws = (QUICK_N_OF_HALF, QUICK_DRAWS) if quick else (N_OF_HALF, DRAWS)
     asked = tasks(reviews(), n_of_half, n_draws)
-    if url is not None:
-        return _measured([row for task in asked for row in rows_of(url, task)])
     with tempfile.TemporaryDirectory() as name:
-        flags = [*shapes.demo_flags(), *shapes.budget(3), "--calibrations", name]
+        folder = Path(name) / "calibrations"
+        folder.mkdir()
+        flags = [*shapes.demo_flags(), *shapes.budget(3)]
         with local_server.running("sgl_prefill.launch_server", flags, Path(name) / "log") as server:
-            rows = [row for task in asked for row in rows_of(server.url, task)]
+            made = [fitted(server.url, task, f"task{index}", folder) for index, task in enumerate(asked)]
+        flags += ["--calibrations", str(folder)]
+        with local_server.running("sgl_prefill.launch_server", flags, Path(name) / "log") as server:
+            rows = [
+                row for task, of_task in zip(asked, made, strict=True) for row in rows_of(server.url, task, of_task)
+            ]
             return {**_measured(rows), "command": report.portable(server.command)}
+
+
+def fitted(url: str, task: Task, name: str, folder: Path) -> dict[str, dict[str, Any]]:
+    """Writes a calibration of each method to one half of the reviews into the folder. Returns their JSON, by name."""
+    rows = [
+        {"label_scores": scores, "label": review.label}
+        for scores, review in zip(_label_scores(url, task, [one.text for one in task.fitted]), task.fitted, strict=True)
+    ]
+    nothing = [{"label_scores": scores, "content_free": True} for scores in _label_scores(url, task, NOTHING)]
+    found = {}
+    for method in METHODS:
+        scored, output = folder.parent / "scored.jsonl", folder / f"{name}-{method}.json"
+        used = rows if method in FROM_EXAMPLES else nothing
+        scored.write_text("".join(json.dumps(row) + "\n" for row in used))
+        model = shapes.demo_flags()
+        path = model[model.index("--model-path") + 1]
+        calibrate.main([str(scored), "--method", method, "--output", str(output), "--model-path", path])
+        found[output.stem] = json.loads(output.read_text())
+    return found
 
 
 def _measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -145,47 +166,44 @@ def _measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"rows": rows, "targets": [target._asdict() for target in targets]}
 
 
-def rows_of(url: str, task: Task) -> list[dict[str, Any]]:
-    """Calibrates on one half by each method, and measures on the other."""
+def rows_of(url: str, task: Task, made: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Measures each calibration on the half that it was not fitted to."""
     rows = []
-    for method in METHODS:
-        name = f"bench-{method}"
-        given: dict[str, Any] = {"examples": task.examples(task.fitted)}
-        if method not in FROM_EXAMPLES:
-            given = {"content_free": [task.prompt(nothing) for nothing in NOTHING]}
-        made = _post(url, "/v1/calibrations", {"name": name, "method": method, **given})
-        raw, calibrated = _scores(url, task, name)
+    for name, fit in made.items():
+        raw, calibrated = [], []
+        for scores in _label_scores(url, task, [one.text for one in task.held_out], calibration=name):
+            raw.append([entry["probability"] for entry in scores["labels"]])
+            calibrated.append([entry["calibrated_probability"] for entry in scores["labels"]])
         truth = [LABELS.index(review.label) for review in task.held_out]
         rows.append(
             {
                 "prompt": task.name,
-                "method": method,
-                "n_fitted": made["n_examples"],
+                "method": fit["method"],
+                "n_fitted": fit["n_examples"],
                 "n_held_out": len(truth),
                 "before": _shown(quality(raw, truth)),
                 "after": _shown(quality(calibrated, truth)),
                 "ece_if_calibrated": round(_floor(calibrated), 4),
-                "parameters": made["calibration"],
-                # What GET says of the fitted half: cross-validated.
-                "told": made["measured"] and made["measured"]["after"]["expected_calibration_error"],
+                "parameters": fit["calibration"],
+                # What the file says of the fitted half: cross-validated.
+                "told": fit["measured"] and fit["measured"]["after"]["expected_calibration_error"],
             }
         )
         print(rows[-1], file=sys.stderr)
-        requests.delete(f"{url}/v1/calibrations/{name}", timeout=60)
     return rows
 
 
-def _scores(url: str, task: Task, calibration: str) -> tuple[list[list[float]], list[list[float]]]:
-    """P(label) of the held-out half: the model's, and calibrated."""
-    raw, calibrated = [], []
-    for start in range(0, len(task.held_out), BATCH):
-        prompts = [task.prompt(review.text) for review in task.held_out[start : start + BATCH]]
-        reply = _post(url, "/v1/completions", {"model": "demo", "prompt": prompts, "calibration": calibration})
-        for choice in reply["choices"]:
-            entries = choice["label_scores"]["labels"]
-            raw.append([entry["probability"] for entry in entries])
-            calibrated.append([entry["calibrated_probability"] for entry in entries])
-    return raw, calibrated
+def _label_scores(url: str, task: Task, texts: Sequence[str], **asked: str) -> list[dict[str, Any]]:
+    """Returns `label_scores` of each review."""
+    found = []
+    for start in range(0, len(texts), BATCH):
+        prompts = [task.prompt(text) for text in texts[start : start + BATCH]]
+        body = {"model": "demo", "prompt": prompts, "allowed_tokens": LABELS, **asked}
+        reply = requests.post(url + "/v1/completions", json=body, timeout=600)
+        if reply.status_code != 200:
+            raise report.InvalidRunError(f"/v1/completions failed with {reply.status_code}: {reply.text[:300]}")
+        found += [choice["label_scores"] for choice in reply.json()["choices"]]
+    return found
 
 
 def _floor(probabilities: Sequence[Sequence[float]]) -> float:
@@ -199,13 +217,6 @@ def _floor(probabilities: Sequence[Sequence[float]]) -> float:
 def _shown(found: Quality) -> dict[str, float]:
     values = {"ece": found.expected_calibration_error, "accuracy": found.accuracy, "log_loss": found.log_loss}
     return {name: round(value, 4) for name, value in values.items()}
-
-
-def _post(url: str, path: str, body: dict[str, Any]) -> Any:
-    reply = requests.post(url + path, json={"allowed_tokens": LABELS, **body}, timeout=600)
-    if reply.status_code != 200:
-        raise report.InvalidRunError(f"{path} failed with {reply.status_code}: {reply.text[:300]}")
-    return reply.json()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
+import copy
+import functools
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -13,8 +16,7 @@ from fastapi.responses import ORJSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
 
 from sgl_prefill.api import conversations
-from sgl_prefill.api.marked_messages import cut_chat
-from sgl_prefill.api.prompt_parts import CUT, SHOWN, PartCutter, check_nothing_asked, is_batch, shown
+from sgl_prefill.api.prompt_parts import CUT, SHOWN, Limit, PartCutter, check_nothing_asked, is_batch, shown
 from sgl_prefill.errors import BadRequestError
 
 if TYPE_CHECKING:
@@ -72,13 +74,74 @@ class CutRequests:
         """Fills the template of a conversation for the conversion that comes next; where parts are marked, cut to fit."""
         if request.prompt_parts is not None:
             raise BadRequestError(
-                'prompt_parts is for prompts, and a chat has messages: mark a text part of a message with "keep" in its place'
+                'prompt_parts is for prompts, and a chat has messages: mark messages that may be dropped with "keep": false'
             )
         if not request.marks:
-            check_nothing_asked(request, 'mark text parts of messages with "keep"')
+            check_nothing_asked(request, 'mark messages that may be dropped with "keep": false')
             await conversations.fill_beside(serving, request, raw_request)
             return None
-        return [await cut_chat(self.cutter, serving, request, request.marks, raw_request)]
+        self.cutter.check_has_tokenizer("keep")
+        name = f"messages[{request.marks[0].message}].keep"
+        for field in ("input_ids", "continue_final_message"):
+            if getattr(request, field):
+                raise BadRequestError(f"{field} cannot be combined with {name}: leave one of them out")
+        if self._manager.model_config.is_multimodal:
+            raise BadRequestError(f"{name} is for texts, and this server's model takes images: leave keep out")
+        limit = self.cutter.limit_of(request)
+        work = functools.partial(_without_messages, serving, request, raw_request, limit)
+        result, n_dropped = await self._manager.run_beside(work)
+        conversations.fill_with(result)
+        dropped = _droppable(request)[:n_dropped]
+        return [[{"message": mark.message, "dropped": mark.message in dropped} for mark in request.marks]]
+
+
+def _droppable(request: LabelChatCompletionRequest) -> list[int]:
+    return [mark.message for mark in request.marks if not mark.keep]
+
+
+def _without_messages(
+    serving: Any,
+    request: LabelChatCompletionRequest,
+    raw_request: fastapi.Request | None,
+    limit: Limit,
+    twin: PrefillTokenizerManager,
+) -> tuple[Any, int]:
+    """Fills the template without the fewest of the oldest messages that may be dropped, so that the prompt fits.
+
+    Returns SGLang's result of the template, and how many were dropped. Runs in the thread of `run_beside`; twin: its manager.
+    """
+    beside = copy.copy(serving)
+    beside.tokenizer_manager = twin
+    droppable = _droppable(request)
+
+    @functools.cache
+    def filled(n_dropped: int) -> Any:
+        dropped = set(droppable[:n_dropped])
+        messages = [message for index, message in enumerate(request.messages) if index not in dropped]
+        left = request.model_copy(update={"messages": messages})
+        return conversations.fill_in_thread(beside, left, raw_request)
+
+    def n_tokens(n_dropped: int) -> int:
+        result = filled(n_dropped)
+        if not isinstance(result.prompt_ids, list):
+            result.prompt_ids = twin.tokenizer.encode(result.prompt_ids)
+        return len(result.prompt_ids)
+
+    if n_tokens(0) <= limit.tokens:
+        return filled(0), 0
+    if not limit.cuts:
+        raise BadRequestError(
+            f"messages: the prompt has {n_tokens(0)} tokens, and {limit.name} at most {limit.tokens}: shorten it, or send"
+            f' "on_overflow": "{CUT}" and mark messages that may be dropped with "keep": false'
+        )
+    if n_tokens(len(droppable)) > limit.tokens:
+        raise BadRequestError(
+            f"messages: without the {len(droppable)} messages that may be dropped the prompt still has"
+            f" {n_tokens(len(droppable))} tokens, and {limit.name} at most {limit.tokens}: shorten the others, or mark more of"
+            ' them with "keep": false'
+        )
+    n_dropped = bisect.bisect_left(range(len(droppable)), True, lo=1, key=lambda count: n_tokens(count) <= limit.tokens)
+    return filled(n_dropped), n_dropped
 
 
 def with_parts(reply: Any, request: Any, parts: PartsOfPrompts) -> Any:

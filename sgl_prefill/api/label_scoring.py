@@ -126,15 +126,6 @@ class LabelScorer:
             scored = [scored_of(of_prompt, output) for of_prompt, output in zip(labels, outputs, strict=True)]
         return await self._with_reply(scored, reply)
 
-    async def label_texts(
-        self, obj: GenerateReqInput, answers: AllowedAnswers, raw_request: fastapi.Request | None = None
-    ) -> list[str]:
-        """The labels' names in answers to these prompts. Nothing is computed."""
-        if answers.long is not None:
-            return [label.name for label in answers.long.labels]
-        (labels,) = await self._resolve(answers, _prompts_of(obj)[:1], await self._tenant(raw_request))
-        return [label.text for label in labels]
-
     async def _tenant(self, raw_request: fastapi.Request | None) -> str:
         return self._manager.tenant_of(await self._manager.caller_of(raw_request))
 

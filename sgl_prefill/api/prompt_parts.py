@@ -128,7 +128,7 @@ class PartTokenizer:
         if backend is None:
             raise BadRequestError(
                 f"this server's tokenizer ({type(tokenizer).__name__}) does not say where a token stands in a text, which cutting"
-                " prompts needs: send them shortened, without prompt_parts and keep"
+                " prompts needs: send them shortened, without prompt_parts"
             )
         self._whole = copy.deepcopy(backend)
         self._whole.no_padding()
@@ -140,7 +140,7 @@ class PartTokenizer:
             if list(tokenizer.encode(SAMPLE, add_special_tokens=adds)) != [*found.before, *found.ids, *found.after]:
                 raise BadRequestError(
                     f"this server's tokenizer ({type(tokenizer).__name__}) changes texts before it looks for tokens, so that it"
-                    " cannot be said where they stand: send prompts shortened, without prompt_parts and keep"
+                    " cannot be said where they stand: send prompts shortened, without prompt_parts"
                 )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> Tokens:
@@ -195,7 +195,6 @@ class PartCutter:
         spans: Sequence[Span],
         limit: Limit,
         name: str,
-        add_special_tokens: bool = True,
     ) -> CutPrompt:
         """Returns what is left of a text. In the thread that `PrefillTokenizerManager.run_beside` gives; twin: its manager.
 
@@ -203,7 +202,7 @@ class PartCutter:
         """
         if self._tokenizer is None:
             self._tokenizer = PartTokenizer(twin.tokenizer)
-        tokens = self._tokenizer.encode(text, add_special_tokens)
+        tokens = self._tokenizer.encode(text)
         n_added = len(tokens.before) + len(tokens.after)
         n_tokens = n_added + len(tokens.ids)
         if n_tokens > limit.tokens and not limit.cuts:

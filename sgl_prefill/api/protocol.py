@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, StrictBool, StrictInt, field_validator, model_validator
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_prefill.api.label_scoring import AllowedAnswers
-from sgl_prefill.api.marked_messages import Mark, marks_of
 from sgl_prefill.api.reply_options import ReplyFields
 from sgl_prefill.core import long_labels
 from sgl_prefill.core.labels import LabelError
@@ -31,6 +30,13 @@ CONTRADICTING_FIELDS = (
     *("custom_logit_processor", "min_tokens", "return_hidden_states", "continue_final_message"),
     *PENALTIES,
 )
+
+
+class Mark(NamedTuple):
+    """A message of a chat with a `keep` field: whether it must stay if the conversation is too long."""
+
+    message: int  # its index
+    keep: bool
 
 
 class LabelFields(ReplyFields):
@@ -79,7 +85,7 @@ class LabelChatCompletionRequest(LabelFields, ChatCompletionRequest):  # type: i
 
     @property
     def marks(self) -> tuple[Mark, ...]:
-        """Parts of messages with a `keep` field, which SGLang's message types drop."""
+        """Messages with a `keep` field, which SGLang's message types drop."""
         return self._marks
 
     @model_validator(mode="wrap")
@@ -98,6 +104,28 @@ class LabelChatCompletionRequest(LabelFields, ChatCompletionRequest):  # type: i
         if not isinstance(values.get("response_format"), dict | None):
             raise ValueError("response_format must be an object")
         return values
+
+
+def marks_of(body: Any) -> tuple[Mark, ...]:
+    """Finds the messages with `keep` in the JSON of a chat, whatever its shape. Raises ValueError for a part with `keep`."""
+    messages = body.get("messages") if isinstance(body, dict) else None
+    found = []
+    for index, message in enumerate(messages if isinstance(messages, list) else []):
+        if not isinstance(message, dict):
+            continue
+        content = message.get("content")
+        for place, part in enumerate(content if isinstance(content, list) else []):
+            if isinstance(part, dict) and "keep" in part:
+                raise ValueError(
+                    f"messages[{index}].content[{place}] has keep: whole messages are kept or dropped, give keep beside content"
+                )
+        if "keep" in message:
+            if not isinstance(message["keep"], bool):
+                raise ValueError(
+                    f"messages[{index}].keep is {message['keep']!r}: give false (the message may be dropped) or true"
+                )
+            found.append(Mark(index, message["keep"]))
+    return tuple(found)
 
 
 @dataclasses.dataclass

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, StrictBool, StrictInt
 
-from sgl_prefill.api.calibration_store import StoredCalibration
+from sgl_prefill.calibrations import StoredCalibration
 from sgl_prefill.errors import BadRequestError
 
 MOST_ALTERNATIVES = 100

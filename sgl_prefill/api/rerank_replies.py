@@ -5,6 +5,7 @@ Cohere's older client reads Jina's object, which carries Cohere's `id` and `meta
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import uuid
 from collections.abc import Callable
@@ -13,7 +14,8 @@ from typing import Any, NamedTuple
 DOCUMENTS_PER_SEARCH_UNIT = 100  # Cohere's unit of billing
 
 
-class Result(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Result:
     """The score of one document."""
 
     index: int  # in the request's documents

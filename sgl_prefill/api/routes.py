@@ -25,8 +25,8 @@ from sglang.srt.entrypoints.openai.protocol import (
 )
 from starlette.routing import BaseRoute, Route
 
-from sgl_prefill.api import calibrations, conversations, dashboard, decisions, reply_options, rerank, scores
-from sgl_prefill.api.calibrations import Calibrations
+from sgl_prefill import calibrations
+from sgl_prefill.api import conversations, dashboard, decisions, reply_options, rerank, scores
 from sgl_prefill.api.cut_requests import CutRequests, PartsOfPrompts, with_parts
 from sgl_prefill.api.error_format import Refusal
 from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer
@@ -59,7 +59,6 @@ from sgl_prefill.port.ending import Ending
 from sgl_prefill.port.hooks import ROUTES
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import GenerateReqInput
     from starlette.types import Receive, Scope, Send
 
     from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
@@ -89,7 +88,6 @@ class PrefillRoutes:
             route.path: pkgutil.resolve_name(route.stock_endpoint) for route in ROUTES
         }
         self._scorer: LabelScorer | None = None
-        self._calibrations: Calibrations | None = None
         self._reranker = rerank.Reranker(config, lambda: self.scorer, self._stock["/v1/rerank"], self._asked_reply)
 
     def stock_endpoint(self, path: str) -> Callable[..., Awaitable[Any]]:
@@ -105,12 +103,6 @@ class PrefillRoutes:
         if self._scorer is None:
             self._scorer = LabelScorer(self._manager)
         return self._scorer
-
-    @property
-    def calibrations(self) -> Calibrations:
-        if self._calibrations is None:
-            self._calibrations = Calibrations(self._manager, self.scorer, self._prompt_of)
-        return self._calibrations
 
     @functools.cached_property
     def cuts(self) -> CutRequests:
@@ -274,26 +266,15 @@ class PrefillRoutes:
             note(obj, parts)
             return await self.scorer.score(obj, answers, raw_request, request.deadline_ms, reply)
 
-    async def _prompt_of(self, request: Any, raw_request: Request) -> GenerateReqInput:
-        """Returns what SGLang makes of a body of /v1/completions or /v1/chat/completions."""
-        serving = self._app.state.openai_serving_completion
-        if isinstance(request, LabelChatCompletionRequest):
-            serving = self._app.state.openai_serving_chat
-            self.cuts.check_texts_of_chat(request)
-            await self._fill(serving, request, raw_request)
-        _check_with(serving, request)
-        with _value_errors_are_bad_requests():
-            return serving._convert_to_internal_request(request, raw_request)[0]
-
     async def _reply_options(self, request: Any, answers: Any, raw_request: Request) -> ReplyOptions:
         reply_options.check(request, answers is not None)
         return PLAIN if answers is None else await self._asked_reply(request, raw_request)
 
     async def _asked_reply(self, request: Any, raw_request: Request) -> ReplyOptions:
-        """Returns what a body that was checked asks for; for a calibration, raises NotFoundError or ConflictError."""
+        """Returns what a body that was checked asks for; raises BadRequestError for an unknown calibration."""
         calibration = None
         if request.calibration is not None:
-            calibration = await self.calibrations.of_request(request.calibration, raw_request)
+            calibration = calibrations.by_name(self._manager.calibrations, request.calibration)
         return ReplyOptions(calibration, request.raw_scores, request.top_alternatives or 0)
 
 
@@ -319,7 +300,6 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
     app.api_route("/generate", methods=["POST", "PUT"])(ours.generate)
     app.api_route("/v1/rerank", methods=["POST", "PUT"], dependencies=only_json)(ours.rerank)
     app.post("/v1/score", dependencies=only_json)(ours.score)
-    calibrations.add_routes(app, lambda: ours.calibrations)
     n_refused: Counter[str] = Counter()
     dashboard.add_routes(
         app, dashboard.Feed(lambda: http_server._global_state.tokenizer_manager, config, ending, n_refused)

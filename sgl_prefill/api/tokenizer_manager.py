@@ -25,6 +25,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sgl_prefill import calibrations
 from sgl_prefill.api import prompt_parts
 from sgl_prefill.api.request_checks import (
     MEDIA,
@@ -73,6 +74,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     ) -> None:
         super().__init__(server_args, port_args)
         self.prefill_config = config
+        self.calibrations = calibrations.load(config.calibrations, server_args)
         if getattr(self.tokenizer, "model_max_length", 0) > LONGEST_NUMBER:  # "unknown", which /tokenize cannot answer
             self.tokenizer.model_max_length = self.context_len
         self._ending = ending  # of a server of ours; where a program of a user's runs us, the end is its own

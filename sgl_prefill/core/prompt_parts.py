@@ -19,7 +19,7 @@ Offsets = Sequence[tuple[int, int]]  # of each token: its first character, and t
 
 
 class Span(NamedTuple):
-    """A part, by its place in the text. Parts are in order and do not overlap; text between them belongs to no part."""
+    """A part, by its place in the text. Parts are in order and do not overlap. Text between them is never cut."""
 
     start: int  # characters
     end: int

@@ -10,8 +10,7 @@ from typing import Any
 from sglang.srt.entrypoints.engine import Engine as StockEngine
 from sglang.srt.plugins import load_plugins
 
-from sgl_prefill import cuda_driver, cuda_home, preflight
-from sgl_prefill.api.calibration_store import CalibrationStore, store_of
+from sgl_prefill import calibrations, cuda_driver, cuda_home, preflight
 from sgl_prefill.api.cut_requests import CutRequests
 from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer
 from sgl_prefill.api.prompt_parts import note
@@ -59,7 +58,7 @@ class Engine(StockEngine):  # type: ignore[misc]
         top_alternatives: int = 0,
     ) -> list[ScoredPrompt]:
         """Returns the distribution over the allowed answers after each prompt, in the order of the prompts. The options are those
-        of /v1/completions; `calibration` is one that a server with this model and this folder of calibrations has made.
+        of /v1/completions; `calibration` names a file of the folder `calibrations`.
 
         prompt_parts: in the place of prompts.
 
@@ -67,7 +66,7 @@ class Engine(StockEngine):  # type: ignore[misc]
         """
         if top_alternatives:
             check_alternatives(top_alternatives)
-        found = None if calibration is None else self._calibrations.get("", calibration)
+        found = None if calibration is None else calibrations.by_name(self.tokenizer_manager.calibrations, calibration)
         reply = ReplyOptions(found, top_alternatives=top_alternatives)
         given: Any = prompts
         is_text = isinstance(given, str) or bool(given and isinstance(given[0], str))
@@ -102,10 +101,6 @@ class Engine(StockEngine):  # type: ignore[misc]
     @functools.cached_property
     def _label_scorer(self) -> LabelScorer:
         return LabelScorer(self.tokenizer_manager)
-
-    @functools.cached_property
-    def _calibrations(self) -> CalibrationStore:
-        return store_of(self.tokenizer_manager)
 
 
 def arguments_of(options: dict[str, Any]) -> tuple[PrefillConfig, Any]:

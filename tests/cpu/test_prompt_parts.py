@@ -16,9 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from sgl_prefill.api import conversations
 from sgl_prefill.api.cut_requests import CutRequests
-from sgl_prefill.api.marked_messages import marks_of
 from sgl_prefill.api.prompt_parts import PartTokenizer
-from sgl_prefill.api.protocol import LabelChatCompletionRequest, LabelCompletionRequest, LabelGenerateReqInput
+from sgl_prefill.api.protocol import LabelChatCompletionRequest, LabelCompletionRequest, LabelGenerateReqInput, marks_of
 from sgl_prefill.api.text_limit import CUT_CHARACTERS_PER_TOKEN
 from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
 from sgl_prefill.config import PrefillConfig
@@ -26,18 +25,10 @@ from sgl_prefill.core.prompt_parts import KEEPS
 from sgl_prefill.errors import BadRequestError
 
 LONGEST_INPUT_TOKENS = 60
-TRIMS = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}{% endfor %}[answer]"
-TEMPLATES = {
-    "as it is": "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[answer]",
-    "trims": TRIMS,
-    "drops tools": TRIMS.replace("[{{", "{% if m['role'] == 'tool' %}{% continue %}{% endif %}[{{"),
-    "upper": "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}",
-    "twice": "{% for m in messages %}{{ m['content'] }}{{ m['content'] }}{% endfor %}",
-    "looks": "{% for m in messages %}{% if m['content'].startswith('x') %}X{% endif %}{{ m['content'] }}{% endfor %}",
-}
+TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[answer]"
 
 
-def fast_tokenizer(template: str = TEMPLATES["as it is"], *, adds: bool = True) -> Any:
+def fast_tokenizer(*, adds: bool = True) -> Any:
     """Byte-level with a few merges; offsets leave blanks out as Llama 3's do, and a text gets a beginning and an end."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("a", "b"), ("ab", "c"), ("Ġ", "a"), ("Ġ", "Ġ"), ("Ċ", "Ċ")]
@@ -56,7 +47,7 @@ def fast_tokenizer(template: str = TEMPLATES["as it is"], *, adds: bool = True) 
         )
     made: Any = PreTrainedTokenizerFast
     tokenizer = made(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
-    tokenizer.chat_template = template
+    tokenizer.chat_template = TEMPLATE
     return tokenizer
 
 
@@ -104,12 +95,15 @@ def completion(**body: Any) -> LabelCompletionRequest:
     return request
 
 
-def chat(*parts: dict[str, Any], role: str = "user", **body: Any) -> LabelChatCompletionRequest:
-    messages = [{"role": role, "content": list(parts)}]
+def chat(*messages: dict[str, Any], **body: Any) -> LabelChatCompletionRequest:
     request: LabelChatCompletionRequest = LabelChatCompletionRequest.model_validate(
-        {"model": "demo", "messages": messages, **body}
+        {"model": "demo", "messages": list(messages), **body}
     )
     return request
+
+
+def turn(content: Any, **keep: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content, **keep}
 
 
 def text(said: str, **keep: Any) -> dict[str, Any]:
@@ -259,75 +253,53 @@ def test_servers_that_cannot_cut_say_so() -> None:
     refused(lambda: asyncio.run(CutRequests(Manager(TOKENIZER)).of_generate(given_twice)), "input_ids and prompt_parts")
 
 
-@pytest.mark.parametrize("template", ["as it is", "trims", "drops tools"])
-@pytest.mark.parametrize("keep", ["start", "end", "middle"])
-def test_a_marked_part_of_a_message_is_found_and_cut(template: str, keep: str) -> None:
-    """What is around it stays, blanks that a template strips included."""
-    tokenizer = fast_tokenizer(TEMPLATES[template])
-    request = chat(text("Read:"), text(" " + "123456789" * 8 + "\n", keep=keep), text("Yes?"), on_overflow="cut")
-    request.messages += chat(text("ignored"), role="tool").messages
-    manager = Manager(tokenizer)
-    whole = Serving(manager)._convert_to_internal_request(request, None).prompt_ids
-    ids, [[told]] = cut_chat(request, manager)
-    assert len(ids) == LONGEST_INPUT_TOKENS
-    n_cut = len(whole) - len(ids)
-    assert told == {"message": 0, "part": 1, "kept_tokens": 72 - n_cut, "cut_tokens": n_cut}
-    said, document = str(tokenizer.decode(whole)), "123456789" * 8
-    n_before = {"start": 0, "end": n_cut, "middle": n_cut // 2}[keep]
-    left = document[n_before : n_before + 72 - n_cut]
-    assert tokenizer.decode(ids) == said.replace(document, left)
+@pytest.mark.parametrize(("most", "n_dropped"), [(51, 1), (50, 2), (40, 2), (29, 3)])
+def test_the_oldest_marked_messages_are_dropped_until_the_chat_fits(most: int, n_dropped: int) -> None:
+    """No more of them than needed; what stays is the prompt of a chat without them."""
+    droppable, fixed = [turn(str(index) * 5, keep=False) for index in range(3)], turn("Yes?", keep=True)
+    messages = [turn("Read:"), *droppable[:2], fixed, droppable[2]]
+    ids, [parts] = cut_chat(chat(*messages, on_overflow="cut", max_prompt_tokens=most))
+    left = [message for message in messages if message not in droppable[:n_dropped]]
+    same, none = cut_chat(chat(*({**message, "keep": True} for message in left)))
+    assert len(ids) <= most
+    assert ids == same
+    assert not any(part["dropped"] for part in none[0])
+    dropped = [{"message": index, "dropped": place < n_dropped} for place, index in enumerate((1, 2, 4))]
+    assert parts == sorted([*dropped, {"message": 3, "dropped": False}], key=lambda part: part["message"])
 
 
 def test_a_chat_that_fits_is_as_without_marks() -> None:
-    plain, marked = chat(text("abc a"), text("b")), chat(text("abc a", keep="start"), text("b", keep=True))
+    plain, marked = chat(turn("abc a"), turn("b")), chat(turn("abc a", keep=False), turn("b"))
     (ids, none), (same_ids, parts) = cut_chat(plain), cut_chat(marked)
     assert none is None
     assert ids == same_ids
-    assert [(part["part"], part["cut_tokens"]) for part in parts[0]] == [(0, 0), (1, 0)]
-
-
-def test_blanks_alone_are_no_part() -> None:
-    """They may stand where a template strips them."""
-    _, [told] = cut_chat(chat(text(" ", keep="start"), text("abc", keep="end")), Manager(fast_tokenizer(TRIMS)))
-    assert [part["kept_tokens"] for part in told] == [0, 1]
+    assert parts == [[{"message": 0, "dropped": False}]]
 
 
 @pytest.mark.parametrize(
-    ("template", "request_", "told"),
+    ("messages", "body", "told"),
     [
+        ([turn("abc", keep="start")], {}, ["messages[0].keep is 'start'", "false"]),
+        ([turn([text("abc", keep="end")])], {}, ["messages[0].content[0] has keep", "whole messages"]),
         (
-            "drops tools",
-            chat(text("abc", keep="end"), role="tool"),
-            ["messages[0].content[0]", "'tool'", "leaves it out"],
+            [turn("b" * 70), turn("a", keep=False)],
+            {"on_overflow": "cut"},
+            ["without the 1 messages", "still has 84 tokens", "at most 60", '"keep": false'],
         ),
-        ("upper", chat(text("a"), text("abc", keep="end")), ["messages[0].content[1]", "changes it"]),
-        ("twice", chat(text("abc", keep="end")), ["writes it more than once"]),
-        ("looks", chat(text("xabc", keep="end")), ["changes it"]),
-        ("as it is", chat(text("abc", keep="no")), ["messages[0].content[0].keep is 'no'"]),
-        ("as it is", chat(text("b" * 70), text("a", keep="end"), on_overflow="cut"), ["messages: ", "cannot be cut"]),
-        ("as it is", chat(text("b" * 70, keep="end")), ["has 84 tokens", "at most 60", '"on_overflow": "cut"']),
-        (
-            "as it is",
-            chat(text("abc"), on_overflow="cut"),
-            ["on_overflow is 'cut'", 'mark text parts of messages with "keep"'],
-        ),
-        ("as it is", chat(text("abc"), prompt_parts=ONE), ["prompt_parts is for prompts", '"keep"']),
-        ("as it is", chat(text("a", keep="end"), input_ids=[5]), ["input_ids cannot be combined with keep"]),
-        ("as it is", chat(text("a", keep="end"), continue_final_message=True), ["continue_final_message"]),
-        (
-            "as it is",
-            chat({"type": "image_url", "image_url": {"url": "x"}, "keep": "end"}),
-            ["messages[0].content[0]", "'image_url'", "only texts"],
-        ),
-        ("as it is", chat(text("".join(map(chr, range(0xE000, 0xF900))), keep="end")), ["private use area"]),
+        ([turn("b" * 70, keep=False)], {}, ["has 84 tokens", "at most 60", '"on_overflow": "cut"']),
+        ([turn("b" * 70, keep=False)], {"on_overflow": "cut"}, ["messages is empty"]),
+        ([turn("abc")], {"on_overflow": "cut"}, ["on_overflow is 'cut'", '"keep": false']),
+        ([turn("abc")], {"prompt_parts": ONE}, ["prompt_parts is for prompts", '"keep": false']),
+        ([turn("a", keep=False)], {"input_ids": [5]}, ["input_ids cannot be combined with messages[0].keep"]),
+        ([turn("a", keep=False)], {"continue_final_message": True}, ["continue_final_message"]),
     ],
 )
-def test_what_no_chat_is_cut_for(template: str, request_: LabelChatCompletionRequest, told: list[str]) -> None:
-    refused(lambda: cut_chat(request_, Manager(fast_tokenizer(TEMPLATES[template]))), *told)
+def test_what_no_chat_is_cut_for(messages: list[dict[str, Any]], body: dict[str, Any], told: list[str]) -> None:
+    refused(lambda: cut_chat(chat(*messages, **body)), *told)
 
 
 def test_a_model_that_takes_images_refuses_marks() -> None:
-    refused(lambda: cut_chat(chat(text("a", keep="end")), Manager(TOKENIZER, is_multimodal=True)), "takes images")
+    refused(lambda: cut_chat(chat(turn("a", keep=False)), Manager(TOKENIZER, is_multimodal=True)), "takes images")
 
 
 @pytest.mark.parametrize(

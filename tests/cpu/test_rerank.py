@@ -15,12 +15,12 @@ from sglang.srt.entrypoints.openai.protocol import RerankResponse
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_prefill import preflight
-from sgl_prefill.api.calibration_store import ModelName, StoredCalibration
 from sgl_prefill.api.reply_options import ReplyOptions
 from sgl_prefill.api.rerank import Reranker, _reply, format_of_v1
 from sgl_prefill.api.rerank_replies import Result, Serialiser, to_cohere, to_jina, to_sglang
 from sgl_prefill.api.rerank_request import RerankRequest, understood
 from sgl_prefill.api.scored_prompt import ScoredPrompt, with_reply
+from sgl_prefill.calibrations import ModelName, StoredCalibration
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.label_calibration import Calibration
 from sgl_prefill.core.labels import Label, restrict
@@ -190,7 +190,7 @@ class Manager:
 RAW: Any = SimpleNamespace()
 TURNED = StoredCalibration(  # P(yes) and P(no) change places; the labels stand in another order than the template's
     *("turned", "vector", ModelName("m", "f", None), [" no", " yes"], Calibration([-1.0, -1.0], [0.0, 0.0])),
-    *(20, 0, None, {}),
+    *(20, None, {}),
 )
 
 

@@ -17,12 +17,12 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager_score_mixin import TokenizerManagerScoreMixin
 
 from sgl_prefill.api import label_scoring
-from sgl_prefill.api.calibration_store import ModelName, StoredCalibration
 from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer
 from sgl_prefill.api.reply_options import ReplyOptions
 from sgl_prefill.api.routes import PrefillRoutes
 from sgl_prefill.api.scored_prompt import ScoredPrompt
 from sgl_prefill.api.scores import LabelScoringRequest
+from sgl_prefill.calibrations import ModelName, StoredCalibration
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.label_calibration import Calibration
 from sgl_prefill.errors import BadRequestError
@@ -32,7 +32,7 @@ YES, NO = ord("y"), ord("n")
 VOCABULARY = 128
 TIMES = {"prefill_finished_time": 2.0, "forward_entry_time": 1.0, "api_server_dispatch_finish_ts": 0.5}
 CALIBRATION = StoredCalibration(
-    "shifted", "vector", ModelName("m", "f", None), ["n", "y"], Calibration([1.0, 1.0], [0.0, 2.0]), 20, 0, None, {}
+    "shifted", "vector", ModelName("m", "f", None), ["n", "y"], Calibration([1.0, 1.0], [0.0, 2.0]), 20, None, {}
 )
 
 
@@ -107,11 +107,7 @@ def ask(manager: Manager, **body: Any) -> dict[str, Any]:
     app: Any = SimpleNamespace(state=SimpleNamespace(openai_serving_score=OpenAIServingScore(manager)))
     routes = PrefillRoutes(app, manager.prefill_config)
 
-    async def of_request(name: str, _: Any) -> StoredCalibration:
-        assert name == CALIBRATION.name
-        return CALIBRATION
-
-    routes._calibrations = SimpleNamespace(of_request=of_request)  # type: ignore[assignment]
+    manager.calibrations = {CALIBRATION.name: CALIBRATION}
     raw_request: Any = SimpleNamespace(app=app)
     response = asyncio.run(routes.score(LabelScoringRequest(**body), raw_request))
     assert response.status_code == 200, response.body

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +13,20 @@ import pytest
 import requests
 
 from benchmarks import shapes
-from sgl_prefill import demo_model, local_server
+from sgl_prefill import calibrate, demo_model, local_server
+from sgl_prefill.calibrations import ModelName, StoredCalibration, fingerprint_of
+from sgl_prefill.core.label_calibration import Calibration
+from sgl_prefill.examples.label_reviews import NEGATIVE, POSITIVE
 from tests.support import quiet_imports  # noqa: F401  (before all else that imports SGLang)
+
+# By name: the labels, and the scale and bias of each.
+CALIBRATIONS = {
+    "reviews": ([POSITIVE, NEGATIVE], Calibration([0.5, 2.0], [0.0, 1.5])),
+    "cities": ([" Paris", " Rome"], Calibration([1.0, 1.0], [-20.0, 20.0])),
+    "turned": ([" yes", " no"], Calibration([1.5, 1.5], [0.5, 0.0])),
+    "chats": (["Good", "Bad"], Calibration([1.0, 1.0], [-5.0, 5.0])),
+}
+FORMS = {"good": [" very good indeed", " good"], "bad": [" not good at all"]}
 
 
 class Server(NamedTuple):
@@ -25,7 +38,7 @@ class Server(NamedTuple):
 
     @property
     def calibrations(self) -> Path:
-        """Where it keeps them, if it was told so."""
+        """The folder from which it has read CALIBRATIONS."""
         return self.log.parent / "calibrations"
 
     @property
@@ -61,11 +74,30 @@ def demo_folder() -> Path:
     return demo_model.ensure()
 
 
+def write_calibrations(folder: Path, demo_folder: Path) -> None:
+    folder.mkdir()
+    options: Any = calibrate.parser().parse_args(
+        ["x", "--method", "vector", "--output", "x", "--model-path", str(demo_folder)]
+    )
+    model = ModelName("demo", fingerprint_of(options), None)
+    made = [
+        StoredCalibration(name, "vector", model, labels, calibration, 20, None, {})
+        for name, (labels, calibration) in CALIBRATIONS.items()
+    ]
+    ways = {"forms": {label: sorted(forms) for label, forms in FORMS.items()}}
+    made.append(
+        StoredCalibration("forms", "vector", model, list(FORMS), Calibration([1.0] * 2, [0.5, 0.0]), 20, None, ways)
+    )
+    for one in made:
+        (folder / f"{one.name}.json").write_text(json.dumps(one.to_json()))
+
+
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory, demo_folder: Path) -> Iterator[Server]:
     """Our server with the demo model, all features on."""
     log = tmp_path_factory.mktemp("ours") / "log.txt"
     flags = ["--model-path", str(demo_folder), "--memory-budget-gb", "3"]
+    write_calibrations(log.parent / "calibrations", demo_folder)
     flags += ["--calibrations", str(log.parent / "calibrations"), "--request-log", str(log.parent / "requests.jsonl")]
     with running("sgl_prefill.launch_server", log, *flags) as ours:
         yield ours

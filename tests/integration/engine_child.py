@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from sgl_prefill import Engine, demo_model
-from sgl_prefill.api.calibration_store import CalibrationStore, ModelName, StoredCalibration
+from sgl_prefill.calibrations import ModelName, StoredCalibration
 from sgl_prefill.core.label_calibration import Calibration
 from sgl_prefill.core.labels import LabelError
 from sgl_prefill.errors import BadRequestError, SglPrefillError
@@ -57,18 +55,12 @@ def float32() -> dict[str, Any]:
 
 
 def _calibrated(engine: Engine) -> dict[str, Any]:
-    """What a calibration on disk makes of two labels, beside the likeliest tokens."""
-    with tempfile.TemporaryDirectory() as folder:
-        store = CalibrationStore(Path(folder), lambda: "this model")
-        model, calibration = ModelName("demo", "this model", None), Calibration([2.0, 2.0], [0.0, 0.0])
-        store.put(
-            "",
-            StoredCalibration("sure", "temperature", model, [" Rome", " Paris"], calibration, 20, 0, None, {}),
-            replace=False,
-        )
-        engine._calibrations = store
-        asked: dict[str, Any] = {"allowed_tokens": [" Paris", " Rome"], "calibration": "sure", "top_alternatives": 2}
-        (one,) = engine.score_labels("The capital of France is", **asked)
+    """What a calibration makes of two labels, beside the likeliest tokens."""
+    model, calibration = ModelName("demo", "this model", None), Calibration([2.0, 2.0], [0.0, 0.0])
+    made = StoredCalibration("sure", "temperature", model, [" Rome", " Paris"], calibration, 20, None, {})
+    engine.tokenizer_manager.calibrations["sure"] = made
+    asked: dict[str, Any] = {"allowed_tokens": [" Paris", " Rome"], "calibration": "sure", "top_alternatives": 2}
+    (one,) = engine.score_labels("The capital of France is", **asked)
     return {"raw": one.distribution.probabilities, "calibrated": one.calibrated, "alternatives": one.alternatives}
 
 

@@ -13,7 +13,6 @@ NORMAL: tuple[tuple[str, str, Any], ...] = (
     ("POST", "/v1/completions", {"model": "demo", "prompt": "a b c", "allowed_token_ids": [5, 6]}),
     ("POST", "/generate", {"text": "a b c", "sampling_params": {"max_new_tokens": 0}}),
     ("GET", "/v1/models", None),
-    ("GET", "/v1/calibrations", None),
     ("GET", "/server_info", None),
 )
 OF_ADMINISTRATORS: tuple[tuple[str, str, Any], ...] = (

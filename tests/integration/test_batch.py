@@ -134,15 +134,13 @@ def engine_flags(demo_folder: Path) -> list[str]:
 def test_a_job_that_is_killed_goes_on_and_is_answered_as_by_a_server(
     server: Server, demo_folder: Path, tmp_path: Path
 ) -> None:
-    """A calibration that the server has made is there for the job too, which is another process with the same model."""
-    made = {"name": "job", "method": "contextual", "content_free": ["N/A. Is it so? Answer:"], "allowed_tokens": LABELS}
-    assert server.post("/v1/calibrations", {**made, "replace": True}).status_code == 200
+    """With the calibrations of the same folder."""
     others = [
         *of_all_urls(),
-        request("calibrated", "/v1/completions", prompt="Is it so?", allowed_tokens=LABELS, calibration="job"),
+        request("calibrated", "/v1/completions", prompt="Is it so?", allowed_tokens=LABELS, calibration="turned"),
         request("alternatives", "/generate", text="Is it so?", allowed_tokens=LABELS, top_alternatives=3),
         request("scores", "/v1/score", query="Is", items=[" it", " so"], label_token_ids=[500, 600], raw_scores=True),
-        request("reranked", "/v1/rerank", query="Is it so?", documents=["It is.", "No."], calibration="job"),
+        request("reranked", "/v1/rerank", query="Is it so?", documents=["It is.", "No."], calibration="turned"),
     ]
     rows = [*shared_prefixes(30, 20), *others]
     output = tmp_path / "out.jsonl"

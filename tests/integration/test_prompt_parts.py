@@ -129,21 +129,22 @@ def test_without_allowed_answers_the_reply_says_what_was_cut_too(server: Server)
 
 
 @pytest.mark.parametrize("labels", [{}, {"allowed_tokens": ["Yes", "No"]}])
-def test_a_marked_letter_in_a_chat_is_cut(server: Server, tokenizer: Any, labels: dict[str, Any]) -> None:
-    content = [{"type": "text", "text": LETTER * 30, "keep": "middle"}, {"type": "text", "text": QUESTION}]
-    messages = [{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "content": content}]
-    body = {"model": "demo", "messages": messages, **labels}
-    joined = [messages[0], {"role": "user", "content": " ".join(part["text"] for part in content)}]
-    whole = tokenizer.apply_chat_template(joined, add_generation_prompt=True, tokenize=False)
-    n_whole = len(tokenizer.encode(whole))
-    reply = server.post("/v1/chat/completions", {**body, "on_overflow": "cut", "max_prompt_tokens": 120}).json()
-    told = reply["choices"][0]["label_scores"] if labels else reply
-    (part,) = told["prompt_parts"]
-    assert reply["usage"]["prompt_tokens"] == 120
-    assert (part["message"], part["part"], part["cut_tokens"]) == (1, 0, n_whole - 120)
+def test_a_marked_message_of_a_chat_is_dropped(server: Server, tokenizer: Any, labels: dict[str, Any]) -> None:
+    """The prompt is that of the chat without it."""
+    letter = {"role": "user", "content": LETTER * 30}
+    rest = [{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "content": QUESTION}]
+    whole, without = (
+        len(tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)))
+        for messages in ([rest[0], letter, rest[1]], rest)
+    )
+    body = {"model": "demo", "messages": [rest[0], {**letter, "keep": False}, rest[1]], **labels}
+    cut = server.post("/v1/chat/completions", {**body, "on_overflow": "cut", "max_prompt_tokens": 120}).json()
+    told = cut["choices"][0]["label_scores"] if labels else cut
+    assert told["prompt_parts"] == [{"message": 1, "dropped": True}]
+    assert cut["usage"]["prompt_tokens"] == without
     refused = server.post("/v1/chat/completions", {**body, "max_prompt_tokens": 120})
     assert refused.status_code == 400
-    assert f"has {n_whole} tokens, and max_prompt_tokens allows at most 120" in refused.json()["error"]["message"]
+    assert f"has {whole} tokens, and max_prompt_tokens allows at most 120" in refused.json()["error"]["message"]
 
 
 def test_what_is_too_long_for_the_server_is_refused_unless_it_may_be_cut(server: Server) -> None:

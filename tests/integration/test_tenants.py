@@ -36,7 +36,6 @@ def bank(tmp_path_factory: pytest.TempPathFactory, demo_folder: Path) -> Iterato
     folder = tmp_path_factory.mktemp("tenants")
     (folder / "system.txt").write_text(SYSTEM)
     flags = ["--model-path", str(demo_folder), "--memory-budget-gb", "2", "--api-key", "user", "--isolate-by", "user"]
-    flags += ["--calibrations", str(folder / "calibrations")]
     flags += ["--shared-prefix", str(folder / "system.txt"), "--max-client-waiting-requests", str(MOST_WAITING)]
     with running("sgl_prefill.launch_server", folder / "log.txt", *flags) as server:
         yield server
@@ -101,31 +100,6 @@ def test_what_all_share_is_there_before_anyone_asks(bank: Server) -> None:
         same = ("prompt_tokens", "cached_tokens", "kept_tokens", "evicted_tokens")
         assert [first[name] for name in same] == [other[name] for name in same]
         assert first["labels"] == other["labels"]
-
-
-def test_a_calibration_is_its_tenants(bank: Server) -> None:
-    """Others do not see it, and neither find nor hear its name; without the key nobody does."""
-    made = {"name": "anns", "method": "contextual", "content_free": ["N/A"], **LABELS}
-    assert ask(bank, "ann", "/v1/calibrations", made).status_code == 200
-    body = {"model": "demo", "prompt": "Credit?", **LABELS, "calibration": "anns"}
-    scores = ask(bank, "ann", "/v1/completions", body).json()["choices"][0]["label_scores"]
-    assert sum(entry["calibrated_probability"] for entry in scores["labels"]) == pytest.approx(1)
-    reply = ask(bank, "bob", "/v1/completions", {**body, "calibration": "ann"})
-    assert reply.status_code == 404
-    assert "none yet" in reply.json()["error"]["message"]
-    for user, names in (("ann", ["anns"]), ("bob", [])):
-        headers = {**KEY, "x-user-id": user}
-        listed = requests.get(f"{bank.url}/v1/calibrations", headers=headers, timeout=60).json()["data"]
-        assert [one["name"] for one in listed] == names
-        found = requests.get(f"{bank.url}/v1/calibrations/anns", headers=headers, timeout=60).status_code
-        assert found == (200 if names else 404)
-    assert (
-        requests.delete(f"{bank.url}/v1/calibrations/anns", headers={**KEY, "x-user-id": "bob"}, timeout=60).status_code
-        == 404
-    )
-    for method, path in (("GET", ""), ("POST", ""), ("GET", "/anns"), ("GET", "/anns/plot"), ("DELETE", "/anns")):
-        reply = requests.request(method, f"{bank.url}/v1/calibrations{path}", json=made, timeout=60)
-        assert reply.status_code == 401
 
 
 def test_sessions_are_refused(bank: Server) -> None:
