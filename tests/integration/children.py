@@ -81,7 +81,8 @@ class Forked:
     def returncode(self) -> int | None:
         return self._process.exitcode
 
-    poll = returncode.fget
+    def poll(self) -> int | None:
+        return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
@@ -145,7 +146,7 @@ def _fork_the_fork_server(spawn: Callable[..., int], path: bytes, args: list[str
 
 def _redirect(log: Path) -> None:
     """Prints to the log. Processes that SGLang forks from a fork server are forked from one that is forked from this process."""
-    util.spawnv_passfds = functools.partial(_fork_the_fork_server, util.spawnv_passfds)  # type: ignore[attr-defined]
+    vars(util)["spawnv_passfds"] = functools.partial(_fork_the_fork_server, util.spawnv_passfds)
     with log.open("w") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())

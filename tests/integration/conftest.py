@@ -43,7 +43,7 @@ class Server(NamedTuple):
     def post(
         self, path: str, body: Any, *, headers: Mapping[str, str | bytes] | None = None, **options: Any
     ) -> requests.Response:
-        all_headers = {**self.headers, **(headers or {})}
+        all_headers: dict[str, str | bytes] = {**self.headers, **(headers or {})}
         return requests.post(self.url + path, json=body, timeout=300, headers=all_headers, **options)
 
     def scores(self, prompt: Any, **labels: Any) -> list[dict[str, Any]]:
