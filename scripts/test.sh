@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Run the tests, setting up .venv first if it is missing. Arguments go to pytest, e.g. `scripts/test.sh tests/cpu`.
+# Run the tests, setting up .venv first if it is missing. `--all` runs the rare ones too (tests/selection.py); other arguments
+# go to pytest, e.g. `scripts/test.sh tests/cpu`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/install.sh
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
-.venv/bin/python -m pytest "$@"
-# Where the native kernels are not there, PyTorch's serve: the CPU tests once more on that path.
-if [ $# -eq 0 ]; then PREFILL_CPU_KERNEL=off .venv/bin/python -m pytest -q tests/cpu; fi
+if [[ $# -gt 0 && "$*" != --all ]]; then exec .venv/bin/python -m pytest "$@"; fi
+.venv/bin/python -m pytest "$@" -n 2 --dist loadfile tests/core tests/cpu
+.venv/bin/python -m pytest "$@" tests/integration tests/gpu

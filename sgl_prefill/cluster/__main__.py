@@ -18,6 +18,7 @@ from sgl_prefill import local_server
 from sgl_prefill.cluster import engines, gateway
 from sgl_prefill.cluster.options import ClusterOptions, options_of, parser
 from sgl_prefill.errors import ServerStartError, SglPrefillError
+from sgl_prefill.port.ending import DRAIN_S
 
 GATEWAY, ENGINE = "the gateway", "engine"
 POLL_S = 0.2
@@ -52,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         _start(options, shares, log_dir, children)
         return _watch(children, options)
     except _Asked:
-        return _end(children, options.drain_s)
+        return _end(children)
     except SglPrefillError as error:
         _end(children, 0)
         print(f"sgl_prefill.cluster: cannot start\n{error}", file=sys.stderr)
@@ -96,7 +97,7 @@ def _start(options: ClusterOptions, shares: Sequence[engines.Share], log_dir: Pa
         options.router_host,
         options.router_port,
         options.metrics_port,
-        options.drain_s,
+        DRAIN_S,
         options.api_key,
     )
     log = log_dir / "gateway.log"
@@ -122,11 +123,11 @@ def _watch(children: list[_Child], options: ClusterOptions) -> int:
             if child.name != GATEWAY and len(children) > 1:
                 _say(f"its users go to the other engines. To start it again: {' '.join(child.command)}")
             else:
-                _end(children, options.drain_s)
+                _end(children)
                 return 1
 
 
-def _end(children: list[_Child], drain_s: float) -> int:
+def _end(children: list[_Child]) -> int:
     """Ends the gateway, which answers what is under way, and then the engines. Returns 1 where one did not end well."""
     statuses = []
     for name in (GATEWAY, ENGINE):
@@ -135,9 +136,9 @@ def _end(children: list[_Child], drain_s: float) -> int:
             child.process.terminate()
         for child in group:
             try:
-                statuses.append(child.process.wait(timeout=drain_s + END_S))
+                statuses.append(child.process.wait(timeout=DRAIN_S + END_S))
             except subprocess.TimeoutExpired:
-                _say(f"{child.name} does not end within {drain_s + END_S:g} s, and is killed")
+                _say(f"{child.name} does not end within {DRAIN_S + END_S:g} s, and is killed")
                 local_server.kill(child.process)
                 statuses.append(1)
     return int(any(statuses))

@@ -29,7 +29,6 @@ class ClusterOptions:
     engine_port: int  # of the first, the others follow
     metrics_port: int
     log_dir: Path | None
-    drain_s: float
     api_key: str | None  # of every engine, and of the gateway
 
     @property
@@ -106,7 +105,6 @@ def options_of(namespace: argparse.Namespace, engine_flags: list[str]) -> Cluste
         problems += preflight.port_problems(listening)
     if problems:
         raise ConfigurationError("\n".join(problems))
-    drain_s = preflight.value_of(engine_flags, "--drain-s")
     return ClusterOptions(
         n_engines=n_engines or 0,
         engine_urls=urls,
@@ -117,6 +115,5 @@ def options_of(namespace: argparse.Namespace, engine_flags: list[str]) -> Cluste
         engine_port=first,
         metrics_port=namespace.metrics_port,
         log_dir=namespace.log_dir,
-        drain_s=30.0 if drain_s is None else float(drain_s),
         api_key=namespace.api_key,
     )

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from sgl_prefill.cpu.native import library
 from sgl_prefill.cpu.native.calls import Kernels
 from tests.support import quiet_imports  # noqa: F401  (before all else that imports SGLang)
+
+# Their tests run without native kernels too: they ask `library.native`, which reads the variable.
+READ_THE_SWITCH = {"test_disk_cache.py"}
 
 
 @pytest.fixture
@@ -16,3 +21,18 @@ def kernels() -> Kernels:
     if found.kernels is None:
         pytest.skip(str(found.reason))
     return found.kernels
+
+
+@pytest.fixture
+def kernel_switch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """PREFILL_CPU_KERNEL in this process, as if it had just started."""
+    monkeypatch.setenv(library.VARIABLE, request.param)
+    library.native.cache_clear()
+    yield
+    library.native.cache_clear()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.definition.path.name in READ_THE_SWITCH:
+        metafunc.fixturenames.append("kernel_switch")
+        metafunc.parametrize("kernel_switch", ["auto", "off"], indirect=True)

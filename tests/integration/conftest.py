@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,12 @@ from sgl_prefill import calibrate, demo_model, local_server
 from sgl_prefill.calibrations import ModelName, StoredCalibration, fingerprint_of
 from sgl_prefill.core.label_calibration import Calibration
 from sgl_prefill.examples.label_reviews import NEGATIVE, POSITIVE
-from tests.support import quiet_imports  # noqa: F401  (before all else that imports SGLang)
+from sgl_prefill.local_server import LocalServer
+from tests.integration.children import begin_server
+from tests.support.otlp_collector import Collector, collector
+
+forkserver.ensure_running()  # imports SGLang while this process does
+from tests.support import quiet_imports  # noqa: E402, F401  (before all else that imports SGLang)
 
 # By name: the labels, and the scale and bias of each.
 CALIBRATIONS = {
@@ -35,6 +41,7 @@ class Server(NamedTuple):
     url: str
     process: subprocess.Popen[bytes]
     log: Path
+    headers: dict[str, str] = {}
 
     @property
     def calibrations(self) -> Path:
@@ -46,8 +53,11 @@ class Server(NamedTuple):
         """Its `--request-log`, if it has one."""
         return self.log.parent / "requests.jsonl"
 
-    def post(self, path: str, body: Any, **options: Any) -> requests.Response:
-        return requests.post(self.url + path, json=body, timeout=300, **options)
+    def post(
+        self, path: str, body: Any, *, headers: Mapping[str, str | bytes] | None = None, **options: Any
+    ) -> requests.Response:
+        all_headers: dict[str, str | bytes] = {**self.headers, **(headers or {})}
+        return requests.post(self.url + path, json=body, timeout=300, headers=all_headers, **options)
 
     def scores(self, prompt: Any, **labels: Any) -> list[dict[str, Any]]:
         """`label_scores` of each prompt through /v1/completions."""
@@ -57,10 +67,24 @@ class Server(NamedTuple):
 
 
 @contextmanager
-def running(module: str, log: Path, *flags: str) -> Iterator[Server]:
-    """A healthy server of `python -m module`, stopped at the end."""
-    with local_server.running(module, flags, log, environment={"OMP_NUM_THREADS": "2"}) as server:
-        yield Server(server.url, server.process, log)
+def running(module: str, log: Path, *flags: str, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """A healthy server of `python -m module`, forked from a process that has imported SGLang, and stopped at the end."""
+    with healthy(begin_server(module, flags, log, environment)) as server:
+        yield server
+
+
+@contextmanager
+def healthy(begun: LocalServer) -> Iterator[Server]:
+    """Waits until a server is healthy, and stops it at the end."""
+    try:
+        local_server.await_health(begun)
+    except BaseException:
+        local_server.kill(begun.process)
+        raise
+    try:
+        yield Server(begun.url, begun.process, begun.log)
+    finally:
+        begun.stop()
 
 
 @pytest.fixture(scope="module")
@@ -92,24 +116,80 @@ def write_calibrations(folder: Path, demo_folder: Path) -> None:
         (folder / f"{one.name}.json").write_text(json.dumps(one.to_json()))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def begun(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, demo_folder: Path
+) -> Iterator[dict[str, LocalServer]]:
+    """The session's servers that tests of this run use. They start while tests run that use none of them."""
+    ours, stock = (tmp_path_factory.mktemp(name) / "log.txt" for name in ("ours", "stock"))
+    modules: dict[str, tuple[str, list[str], Path]] = {
+        "server": ("sgl_prefill.launch_server", ["--model-path", str(demo_folder), "--memory-budget-gb", "3"], ours),
+        "stock_server": (
+            "sglang.launch_server",
+            [*shapes.demo_flags(), "--max-total-tokens", "40000", "--sleep-on-idle"],
+            stock,
+        ),
+    }
+    write_calibrations(ours.parent / "calibrations", demo_folder)
+    modules["server"][1].extend(["--calibrations", str(ours.parent / "calibrations")])
+    modules["server"][1].extend(["--request-log", str(ours.parent / "requests.jsonl")])
+    used = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    environment = {"OMP_NUM_THREADS": "2"}
+    servers = {name: local_server.begin(*modules[name], environment=environment) for name in modules if name in used}
+    yield servers
+    for one in servers.values():
+        if one.process.poll() is None:  # of tests that did not come to run
+            local_server.kill(one.process)
+
+
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory, demo_folder: Path) -> Iterator[Server]:
-    """Our server with the demo model, all features on."""
-    log = tmp_path_factory.mktemp("ours") / "log.txt"
-    flags = ["--model-path", str(demo_folder), "--memory-budget-gb", "3"]
-    write_calibrations(log.parent / "calibrations", demo_folder)
-    flags += ["--calibrations", str(log.parent / "calibrations"), "--request-log", str(log.parent / "requests.jsonl")]
-    with running("sgl_prefill.launch_server", log, *flags) as ours:
+def server(begun: dict[str, LocalServer]) -> Iterator[Server]:
+    """Our server with the demo model, all features on, started by its command line."""
+    with healthy(begun["server"]) as ours:
         yield ours
 
 
 @pytest.fixture(scope="session")
-def stock_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def stock_server(begun: dict[str, LocalServer]) -> Iterator[Server]:
     """Stock SGLang on the same machine with our package installed, in the dtype of ours, which its default need not be."""
-    log = tmp_path_factory.mktemp("stock") / "log.txt"
-    flags = [*shapes.demo_flags(), "--max-total-tokens", "40000", "--sleep-on-idle"]
-    with running("sglang.launch_server", log, *flags) as stock:
+    with healthy(begun["stock_server"]) as stock:
         yield stock
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that use no server of the session come first; the servers start meanwhile."""
+    used = {item.path for item in items if {"server", "stock_server"} & {*getattr(item, "fixturenames", ())}}
+    items.sort(key=lambda item: item.path in used)
+
+
+SYSTEM = "You are a careful analyst of a bank. Look at the profile of a client and say whether it gets a credit.\n"
+KEY = {"Authorization": "Bearer user"}
+MOST_WAITING = 200
+
+
+@pytest.fixture(scope="session")
+def spans() -> Iterator[Collector]:
+    """Receives the traces of `bank`."""
+    with collector() as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def bank(tmp_path_factory: pytest.TempPathFactory, demo_folder: Path, spans: Collector) -> Iterator[Server]:
+    """A server with an API key, tenants, traces and a request log."""
+    from sgl_prefill.port import traces
+
+    folder = tmp_path_factory.mktemp("tenants")
+    (folder / "system.txt").write_text(SYSTEM)
+    flags = ["--model-path", str(demo_folder), "--served-model-name", "demo", "--memory-budget-gb", "2"]
+    flags += ["--api-key", "user", "--isolate-by", "user", "--calibrations", str(folder / "calibrations")]
+    flags += ["--shared-prefix", str(folder / "system.txt"), "--max-client-waiting-requests", str(MOST_WAITING)]
+    flags += ["--log-requests", "--log-requests-level", "0", "--log-requests-format", "json"]
+    if traces.missing_packages() is None:
+        flags += ["--enable-trace", "--otlp-traces-endpoint", spans.url]
+    environment = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
+    with running("sgl_prefill.launch_server", folder / "log.txt", *flags, environment=environment) as server:
+        yield server._replace(headers=KEY)
 
 
 @pytest.fixture(scope="session")

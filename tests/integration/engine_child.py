@@ -1,12 +1,12 @@
-"""A process of its own for `sgl_prefill.Engine`: python -m tests.integration.engine_child float32|features_off
+"""What runs `sgl_prefill.Engine` in processes of its own (`children.run_scenario`).
 
-Prints one JSON line on stdout. SGLang's engine leaves sockets and signal handlers behind, which a test process cannot bear.
+SGLang's engine leaves sockets and signal handlers behind, which a test process cannot bear.
 """
 
 from __future__ import annotations
 
-import json
-import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from sgl_prefill import Engine, demo_model
@@ -17,7 +17,7 @@ from sgl_prefill.errors import BadRequestError, SglPrefillError
 from tests.integration.prompts import CANDIDATES, LONG_LABELS, LONG_PROMPTS, PROMPTS
 
 
-def float32() -> dict[str, Any]:
+def float32(_: Path) -> dict[str, Any]:
     """Label scores of all prompts, cold and cached, and what the engine refuses."""
     folder = str(demo_model.ensure("float32"))
     result: dict[str, Any] = {"refused": {}}
@@ -64,7 +64,7 @@ def _calibrated(engine: Engine) -> dict[str, Any]:
     return {"raw": one.distribution.probabilities, "calibrated": one.calibrated, "alternatives": one.alternatives}
 
 
-def features_off() -> dict[str, Any]:
+def features_off(_: Path) -> dict[str, Any]:
     """SGLang's own scheduler and logits inside our engine: its answers to the prompts, one at a time."""
     folder = str(demo_model.ensure())
     off: dict[str, Any] = {"scheduling": "stock", "logits_dtype": "model", "hybrid_prefill": "off", "suffix_kv": "keep"}
@@ -78,5 +78,4 @@ def _candidate_ids(engine: Any) -> list[int]:
     return [engine.tokenizer_manager.tokenizer.encode(label)[0] for label in CANDIDATES]
 
 
-if __name__ == "__main__":
-    print(json.dumps({"float32": float32, "features_off": features_off}[sys.argv[1]]()))
+SCENARIOS: dict[str, Callable[[Path], Any]] = {"float32": float32, "features_off": features_off}

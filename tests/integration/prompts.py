@@ -1,12 +1,17 @@
-"""32 real prompts, and what Hugging Face transformers in float32 says to them."""
+"""32 real prompts, and the log-probabilities of labels after them by Hugging Face transformers.
+
+`python -m tests.integration.prompts` writes those anew.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from sgl_prefill import demo_model
 from sgl_prefill.examples import label_reviews, select_topics
 
 CANDIDATES = [" positive", " negative", " sports", " food", " music", " weather", " yes", " no", " Paris", " the"]
@@ -45,33 +50,43 @@ LONG_LABELS = [
 LONG_PROMPTS = [f"{prompt} It is" for prompt in PROMPTS[-8:]]
 
 
-def reference_answer_logprobs(folder: Path, prompts: list[str], answers: list[list[list[int]]]) -> list[list[float]]:
-    """Log-probabilities of answers of several tokens after each prompt, in the same way."""
+REFERENCE = Path(__file__).parent / "transformers_reference.json"
+
+
+class Reference(NamedTuple):
+    """Log-probabilities by transformers, with weights and arithmetic in float32."""
+
+    candidates: list[list[float]]  # [PROMPTS, CANDIDATES]: of each candidate's first token
+    long_labels: list[list[float]]  # [LONG_PROMPTS, LONG_LABELS]: of all tokens of a label
+
+
+def read_reference() -> Reference:
+    return Reference(**json.loads(REFERENCE.read_text()))
+
+
+def make_reference(folder: Path) -> Reference:
+    """Runs transformers on the model in `folder`; takes half a minute."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    rows = []
-    for prompt, of_prompt in zip(prompts, answers, strict=True):
-        before = tokenizer.encode(prompt)
-        row = []
-        for answer in of_prompt:
-            with torch.inference_mode():
-                logits = model(torch.tensor([[*before, *answer]])).logits[0, len(before) - 1 : -1]
-            row.append(logits.log_softmax(-1)[range(len(answer)), answer].sum().item())
-        rows.append(row)
-    return rows
 
-
-def reference_logprobs(folder: Path, prompts: list[str], token_ids: list[int]) -> list[list[float]]:
-    """Log-probabilities of `token_ids` after each prompt: transformers, float32 weights and arithmetic."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    rows: list[list[float]] = []
-    for prompt in prompts:
+    def logprobs_of(prompt: list[int], answer: list[int]) -> torch.Tensor:
+        """Log-probabilities of the token after the prompt and after each token of the answer. [tokens, vocabulary]."""
         with torch.inference_mode():
-            logits = model(torch.tensor([tokenizer.encode(prompt)])).logits[0, -1]
-        rows.append(logits.log_softmax(-1)[token_ids].tolist())
-    return rows
+            logits: torch.Tensor = model(torch.tensor([[*prompt, *answer]]), logits_to_keep=len(answer) + 1).logits[0]
+        return logits.log_softmax(-1)
+
+    first_tokens = [tokenizer.encode(label)[0] for label in CANDIDATES]
+    candidates = [logprobs_of(tokenizer.encode(prompt), [])[0, first_tokens].tolist() for prompt in PROMPTS]
+    long_labels = []
+    for prompt in map(tokenizer.encode, LONG_PROMPTS):
+        answers = [tokenizer.encode(label) for label in LONG_LABELS]
+        long_labels.append([logprobs_of(prompt, one)[range(len(one)), one].sum().item() for one in answers])
+    return Reference(candidates, long_labels)
+
+
+if __name__ == "__main__":
+    made = make_reference(demo_model.ensure("float32"))
+    rounded = {name: [[round(x, 6) for x in row] for row in rows] for name, rows in made._asdict().items()}
+    REFERENCE.write_text(json.dumps(rounded).replace("], ", "],\n") + "\n")

@@ -1,17 +1,15 @@
 """SGLang's runner of prefill graphs on a host, with our hooks: in the place of a graph's replay the same layers run over the
 runner's static inputs. All around a replay is SGLang's own: padding, static batch, plan of attention, logits behind the graph.
 
-Run by `test_replays`, which gets what it found as JSON.
+Run by `test_replays` in a process of its own (`children.run_scenario`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,7 +103,13 @@ def asked(engine: InProcessScheduler, prefix: list[int], tails: list[list[int]],
     return [[*answer.label_logprobs, *answer.input_logprobs] for answer in answers]
 
 
-def main(folder: Path) -> dict[str, Any]:
+def found(folder: Path) -> dict[str, Any]:
+    """Each step eagerly and with graphs."""
+    with on_cpu():
+        return eager_and_replayed(folder)
+
+
+def eager_and_replayed(folder: Path) -> dict[str, Any]:
     engine = start(folder, "llama")
     rng = random.Random(3)
     prefix, tails = prompt(rng, 320), [prompt(rng, n) for n in (1, 15, 40, 100)]
@@ -160,6 +164,4 @@ def in_scratch(engine: InProcessScheduler, prefix: list[int], tail: list[int]) -
     return [answer.label_logprobs]
 
 
-if __name__ == "__main__":
-    with on_cpu():
-        print(json.dumps(main(Path(sys.argv[1]))))
+SCENARIOS: dict[str, Callable[[Path], Any]] = {"replays": found}

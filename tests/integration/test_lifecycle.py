@@ -1,4 +1,4 @@
-"""Starts that fail late, and a server whose scheduler dies. One small random-weight model, no orphan process."""
+"""Starts that fail late, and servers that end. One small random-weight model, no orphan process."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -17,16 +15,13 @@ import psutil
 import pytest
 import requests
 
-from sgl_prefill.local_server import free_port
+from sgl_prefill import local_server
+from sgl_prefill.local_server import LocalServer
 from sgl_prefill.port.priority import NICENESS
 from sgl_prefill.secret import MASK
-from tests.integration.conftest import Server, running
+from tests.integration.children import begin_server
+from tests.integration.conftest import Server, healthy
 from tests.integration.rights import KEYS, assert_rights
-
-
-@pytest.fixture
-def tiny_model(tmp_path: Path, demo_folder: Path) -> Path:
-    return write_tiny_model(tmp_path / "tiny", demo_folder)
 
 
 def write_tiny_model(folder: Path, demo_folder: Path) -> Path:
@@ -41,44 +36,63 @@ def write_tiny_model(folder: Path, demo_folder: Path) -> Path:
     return folder
 
 
+TWO_KEYS = ["--api-key", "user", "--admin-api-key", "admin"]
+SERVES = {
+    "two keys": [*TWO_KEYS, "--log-level", "debug"],  # which prints SGLang's arguments, keys among them
+    "drains": ["--drain-s", "600"],
+    "detokenizer dies": [],
+    "scheduler dies": ["--allow-generation", "--admin-api-key", "admin"],
+}
+FAILS = {
+    "memory": [
+        *("--load-format", "dummy", "--memory-budget-gb", "0.1", "--max-input-length", "8000"),
+        *("--hybrid-prefill", "off", "--suffix-kv", "keep"),
+    ],
+    "weights": ["--load-format", "auto", "--memory-budget-gb", "1"],
+    "intruder": ["--load-format", "dummy"],
+}
+
+
 @pytest.fixture(scope="module")
-def in_vain(tmp_path_factory: pytest.TempPathFactory, demo_folder: Path) -> dict[str, subprocess.CompletedProcess[str]]:
-    """Starts that must fail, all at once: most of each is imports."""
-    folder = tmp_path_factory.mktemp("in_vain")
-    starts = {
-        "memory": (
-            *("--load-format", "dummy", "--memory-budget-gb", "0.1", "--max-input-length", "8000"),
-            *("--hybrid-prefill", "off", "--suffix-kv", "keep"),
-        ),
-        "weights": ("--load-format", "auto", "--memory-budget-gb", "1"),
-        "intruder": ("--load-format", "dummy"),
+def servers(tmp_path_factory: pytest.TempPathFactory, demo_folder: Path) -> Iterator[dict[str, LocalServer]]:
+    """All servers of this file, started side by side. A plugin must be installed before Python starts."""
+    folder = tmp_path_factory.mktemp("lifecycle")
+    model = write_tiny_model(folder / "tiny", demo_folder)
+    flags = ["--model-path", str(model)]
+    plugin = {
+        "PYTHONPATH": os.pathsep.join([str(write_intruder(folder)), *filter(None, [os.environ.get("PYTHONPATH")])])
     }
-    environments = {"intruder": {"PYTHONPATH": str(write_intruder(folder))}}
+    launcher = "sgl_prefill.launch_server"
+    servers = {
+        "intruder": local_server.begin(launcher, [*flags, *FAILS["intruder"]], folder / "intruder", environment=plugin)
+    }
+    served = ["--load-format", "dummy", "--memory-budget-gb", "1"]
+    all_flags = {name: [*served, *own] for name, own in SERVES.items()} | FAILS
+    servers |= {
+        name: begin_server(launcher, [*flags, *own], folder / name)
+        for name, own in all_flags.items()
+        if name != "intruder"
+    }
+    yield servers
+    for server in servers.values():
+        if server.process.poll() is None:
+            local_server.kill(server.process)
 
-    def start(name: str) -> subprocess.CompletedProcess[str]:
-        model = write_tiny_model(folder / name, demo_folder)
-        command = [
-            sys.executable,
-            "-m",
-            "sgl_prefill.launch_server",
-            "--model-path",
-            str(model),
-            "--port",
-            str(free_port()),
-        ]
-        done = subprocess.run(
-            [*command, *starts[name]],
-            env={**os.environ, **environments.get(name, {})},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert not [p for p in psutil.process_iter(["cmdline"]) if str(model) in (p.info["cmdline"] or [])]
-        return done
 
-    with ThreadPoolExecutor() as threads:
-        return dict(zip(starts, threads.map(start, starts), strict=True))
+class Ended(NamedTuple):
+    """A start that failed."""
+
+    status: int
+    output: str
+
+
+def ended(server: LocalServer) -> Ended:
+    """Waits for the end of a start that must fail. No process of its session is left."""
+    status = server.process.wait(timeout=300)
+    assert not [
+        process for process in psutil.process_iter() if is_in_session(process, server) and holds_memory(process)
+    ]
+    return Ended(status, server.log.read_text())
 
 
 def write_intruder(folder: Path) -> Path:
@@ -97,12 +111,9 @@ def write_intruder(folder: Path) -> Path:
     return intruder
 
 
-def test_with_two_keys_the_server_starts_and_its_end_by_force_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
+def test_with_two_keys_the_server_starts_and_its_end_by_force_leaves_nothing(servers: dict[str, LocalServer]) -> None:
     """The warm-up had called an administrator's route with the user's key; and `kill -9` of the launcher had left 3 GB."""
-    keys = ["--api-key", "user", "--admin-api-key", "admin"]
-    flags = ["--model-path", str(tiny_model), "--load-format", "dummy", "--memory-budget-gb", "1", *keys]
-    flags += ["--log-level", "debug"]  # which prints SGLang's arguments, keys among them
-    with running("sgl_prefill.launch_server", tmp_path / "log.txt", *flags) as server:
+    with healthy(servers["two keys"]) as server:
         body = {"model": "tiny", "prompt": "a b c", "allowed_token_ids": [5, 6]}
         assert server.post("/v1/completions", body).status_code == 401
         answered = server.post("/v1/completions", body, headers={"Authorization": "Bearer user"})
@@ -150,6 +161,12 @@ def assert_all_listen_on_loopback_alone(server: Server) -> None:
     assert addresses == {"127.0.0.1"}
 
 
+def is_in_session(process: psutil.Process, server: LocalServer) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        return os.getsid(process.pid) == server.process.pid
+    return False
+
+
 def holds_memory(process: psutil.Process) -> bool:
     """Says whether a process lives: one that has ended may wait for a parent that reads its status."""
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -157,39 +174,33 @@ def holds_memory(process: psutil.Process) -> bool:
     return False
 
 
-def test_a_scheduler_that_cannot_start_ends_with_one_message_last(
-    in_vain: dict[str, subprocess.CompletedProcess[str]],
-) -> None:
+def test_a_scheduler_that_cannot_start_ends_with_one_message_last(servers: dict[str, LocalServer]) -> None:
     """An input that does not fit the memory is found after the model is loaded; no traceback, and no process left."""
-    done = in_vain["memory"]
-    assert done.returncode == 2
-    *_, first, last = done.stderr.strip().splitlines()
+    done = ended(servers["memory"])
+    assert done.status == 2
+    *_, first, last = done.output.strip().splitlines()
     assert first == "sgl_prefill: cannot start"
     assert "the longest input that fits has" in last
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.output
 
 
-def test_weights_that_are_not_there_end_the_start_with_a_status(
-    in_vain: dict[str, subprocess.CompletedProcess[str]],
-) -> None:
+def test_weights_that_are_not_there_end_the_start_with_a_status(servers: dict[str, LocalServer]) -> None:
     """An error of SGLang's own, with its traceback; the launcher had ended by SIGKILL."""
-    done = in_vain["weights"]
-    assert done.returncode in (1, 2)
-    assert "for the reason above" in done.stderr.strip().splitlines()[-1]
+    done = ended(servers["weights"])
+    assert done.status in (1, 2)
+    assert "for the reason above" in done.output.strip().splitlines()[-1]
 
 
-def test_a_hook_that_does_not_take_ends_the_start_with_its_message(
-    in_vain: dict[str, subprocess.CompletedProcess[str]],
-) -> None:
+def test_a_hook_that_does_not_take_ends_the_start_with_its_message(servers: dict[str, LocalServer]) -> None:
     """A foreign plugin on our target: refused by name, with no process left."""
-    done = in_vain["intruder"]
-    assert done.returncode != 0
-    assert "get_new_batch_prefill is also hooked by intruder" in done.stderr
+    done = ended(servers["intruder"])
+    assert done.status != 0
+    assert "get_new_batch_prefill is also hooked by intruder" in done.output
 
 
-def test_a_server_that_is_asked_to_end_answers_who_waits_and_takes_no_more(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_server_that_is_asked_to_end_answers_who_waits_and_takes_no_more(servers: dict[str, LocalServer]) -> None:
     """It had taken new requests for as long as there were old ones, and ended by SIGKILL."""
-    with forty_waiting(tiny_model, tmp_path / "log.txt") as (server, children, waiting):
+    with forty_waiting(servers["drains"]) as (server, children, waiting):
         server.process.terminate()
         while (late := ask(server, 99)).status_code == 200:
             pass  # the signal is on its way
@@ -210,9 +221,8 @@ class Forty(NamedTuple):
 
 
 @contextlib.contextmanager
-def forty_waiting(model: Path, log: Path, *flags: str) -> Iterator[Forty]:
-    flags = ("--model-path", str(model), "--load-format", "dummy", "--memory-budget-gb", "1", *flags)
-    with running("sgl_prefill.launch_server", log, *flags) as server, ThreadPoolExecutor(60) as clients:
+def forty_waiting(begun: LocalServer) -> Iterator[Forty]:
+    with healthy(begun) as server, ThreadPoolExecutor(60) as clients:
         children = psutil.Process(server.process.pid).children(recursive=True)
         waiting = [clients.submit(ask, server, number) for number in range(40)]
         # One runs; all others have been answered, or wait in the scheduler: who is still on the way would be refused.
@@ -235,9 +245,9 @@ def ask(server: Server, number: int) -> requests.Response:
     return server.post("/v1/completions", {"model": "tiny", "prompt": prompt, "allowed_token_ids": [5, 6]})
 
 
-def test_where_the_detokenizer_dies_every_client_hears_of_it(tiny_model: Path, tmp_path: Path) -> None:
+def test_where_the_detokenizer_dies_every_client_hears_of_it(servers: dict[str, LocalServer]) -> None:
     """Most had waited for their own time-out."""
-    with forty_waiting(tiny_model, tmp_path / "log.txt") as (server, children, waiting):
+    with forty_waiting(servers["detokenizer dies"]) as (server, children, waiting):
         (detokenizer,) = [child for child in children if "detokenizer" in " ".join(child.cmdline())]
         detokenizer.kill()
         answers = [answer.result() for answer in waiting]
@@ -249,11 +259,9 @@ def test_where_the_detokenizer_dies_every_client_hears_of_it(tiny_model: Path, t
         assert not list(filter(holds_memory, psutil.wait_procs(children, timeout=2)[1]))
 
 
-def test_a_dead_scheduler_takes_the_launcher_down_with_a_failure(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_dead_scheduler_takes_the_launcher_down_with_a_failure(servers: dict[str, LocalServer]) -> None:
     """Clients see closed connections, the supervisor a non-zero exit, and nothing is left running."""
-    flags = ["--model-path", str(tiny_model), "--load-format", "dummy", "--memory-budget-gb", "1"]
-    flags += ["--allow-generation", "--admin-api-key", "admin"]
-    with running("sgl_prefill.launch_server", tmp_path / "log.txt", *flags) as server:
+    with healthy(servers["scheduler dies"]) as server:
         body = {"model": "tiny", "prompt": "a b c", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
         generated = server.post("/v1/completions", body)
         assert generated.json()["usage"]["completion_tokens"] == 3, "--allow-generation decodes"

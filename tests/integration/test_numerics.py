@@ -6,15 +6,17 @@ import math
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
+import torch
 
 from sgl_prefill import demo_model
-from tests.integration.children import run_child
+from tests.integration.children import run_scenario
 from tests.integration.conftest import Server
-from tests.integration.prompts import CANDIDATES, LONG_PROMPTS, PROMPTS, reference_answer_logprobs, reference_logprobs
+from tests.integration.prompts import CANDIDATES, LONG_LABELS, PROMPTS, make_reference, read_reference
 
 
 @pytest.fixture(scope="module")
@@ -23,17 +25,15 @@ def token_ids(tokenizer: Any) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def reference(token_ids: list[int]) -> list[list[float]]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return reference_logprobs(demo_model.ensure("float32"), PROMPTS, token_ids)
+def reference() -> list[list[float]]:
+    return read_reference().candidates
 
 
 @pytest.fixture(scope="module")
-def engine_children() -> Iterator[dict[str, Future[dict[str, Any]]]]:
-    """What `tests.integration.engine_child` prints; both at once, since most of it is starting."""
+def engine_children(folder: Path) -> Iterator[dict[str, Future[dict[str, Any]]]]:
+    """What `tests.integration.engine_child` returns; both at once, since most of it is starting."""
     with ThreadPoolExecutor() as threads:
-        yield {kind: threads.submit(run_child, "engine_child", kind) for kind in ("float32", "features_off")}
+        yield {kind: threads.submit(run_scenario, "engine_child", kind, folder) for kind in ("float32", "features_off")}
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +47,15 @@ def largest_difference(left: list[list[float]], right: list[list[float]]) -> flo
     return max(abs(math.exp(x) - math.exp(y)) for x, y in pairs)
 
 
+def test_the_reference_is_what_transformers_says() -> None:
+    """Made again by transformers, on this machine: log-probabilities differ by at most 1e-4."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = make_reference(demo_model.ensure("float32"))
+    for ours, theirs in zip(read_reference(), made, strict=True):
+        assert (torch.tensor(ours) - torch.tensor(theirs)).abs().max() <= 1e-4
+
+
 def test_float32_weights_agree_with_transformers(float32_engine: dict[str, Any], reference: list[list[float]]) -> None:
     """32 prompts, 10 candidates each, over the whole vocabulary: |difference| <= 1e-3, cold and from the cache."""
     assert largest_difference(float32_engine["cold"], reference) <= 1e-3
@@ -54,13 +63,11 @@ def test_float32_weights_agree_with_transformers(float32_engine: dict[str, Any],
     assert set(float32_engine["reused"]) == {-1}, "all but the last token of each prompt is reused"
 
 
-def test_labels_of_several_tokens_agree_with_transformers(float32_engine: dict[str, Any]) -> None:
+def test_labels_of_several_tokens_agree_with_transformers(float32_engine: dict[str, Any], tokenizer: Any) -> None:
     """8 prompts, 6 labels of up to 5 tokens: log P(label) differs by at most 1e-4, cold and behind a cached prompt."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        folder = demo_model.ensure("float32")
-        expected = reference_answer_logprobs(folder, LONG_PROMPTS, float32_engine["long_tokens"])
+    expected = read_reference().long_labels
     assert {len(answer) for of_prompt in float32_engine["long_tokens"] for answer in of_prompt} >= {1, 2, 3, 4}
+    assert all(tokens == [tokenizer.encode(label) for label in LONG_LABELS] for tokens in float32_engine["long_tokens"])
     for name in ("long_cold", "long_cached"):
         pairs = zip(expected, float32_engine[name], strict=True)
         assert max(abs(a - b) for row, other in pairs for a, b in zip(row, other, strict=True)) <= 1e-4, name

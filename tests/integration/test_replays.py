@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.children import run_child
+from tests.integration.children import run_scenario
 
 CLOSE = 1e-4
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(folder: Path) -> dict[str, Any]:
     """What the child has found."""
-    return run_child("replays_child", str(tmp_path_factory.mktemp("replays")))
+    return run_scenario("replays_child", "replays", folder)
 
 
 @pytest.mark.parametrize(

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 
-from tests.integration.conftest import Server, running
+from tests.integration.conftest import KEY, MOST_WAITING, SYSTEM, Server
 from tests.integration.rights import assert_rights
 
-SYSTEM = "You are a careful analyst of a bank. Look at the profile of a client and say whether it gets a credit.\n"
-KEY = {"Authorization": "Bearer user"}
 LABELS = {"allowed_token_ids": [5, 6]}
-MOST_WAITING = 200
 A_FEW_TOKENS = 8  # that a chat begins with, whoever it is of
 
 BODIES: dict[str, Any] = {
@@ -28,17 +23,6 @@ BODIES: dict[str, Any] = {
     "/v1/rerank": lambda text: {"query": text, "documents": ["a"]},
     "/v2/rerank": lambda text: {"query": text, "documents": ["a"], "stream": True},
 }
-
-
-@pytest.fixture(scope="module")
-def bank(tmp_path_factory: pytest.TempPathFactory, demo_folder: Path) -> Iterator[Server]:
-    """A server with an API key and tenants."""
-    folder = tmp_path_factory.mktemp("tenants")
-    (folder / "system.txt").write_text(SYSTEM)
-    flags = ["--model-path", str(demo_folder), "--memory-budget-gb", "2", "--api-key", "user", "--isolate-by", "user"]
-    flags += ["--shared-prefix", str(folder / "system.txt"), "--max-client-waiting-requests", str(MOST_WAITING)]
-    with running("sgl_prefill.launch_server", folder / "log.txt", *flags) as server:
-        yield server
 
 
 def ask(server: Server, user: str, route: str, body: dict[str, Any]) -> requests.Response:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import requests
 
-from sgl_prefill import local_server
 from sgl_prefill.port import traces
-from tests.integration.conftest import Server
-from tests.support.otlp_collector import Collector, collector
+from tests.integration.conftest import KEY, Server
+from tests.support.otlp_collector import Collector
 
 SECRET = "Mauritius"
 LONG = f"The island of {SECRET} lies in the Indian Ocean. " * 20
@@ -26,17 +23,9 @@ class Watched(NamedTuple):
     spans: Collector
 
 
-@pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory, demo_folder: Path) -> Iterator[Watched]:
-    log = tmp_path_factory.mktemp("watched") / "log.txt"
-    flags = ["--model-path", str(demo_folder), "--served-model-name", "demo", "--memory-budget-gb", "2"]
-    flags += ["--log-requests", "--log-requests-level", "0", "--log-requests-format", "json"]
-    with collector() as spans:
-        if traces.missing_packages() is None:
-            flags += ["--enable-trace", "--otlp-traces-endpoint", spans.url]
-        environment = {"OMP_NUM_THREADS": "2", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
-        with local_server.running("sgl_prefill.launch_server", flags, log, environment=environment) as running:
-            yield Watched(Server(running.url, running.process, log), spans)
+@pytest.fixture
+def watched(bank: Server, spans: Collector) -> Watched:
+    return Watched(bank, spans)
 
 
 def asked(watched: Watched, prompt: str) -> dict[str, Any]:
@@ -69,7 +58,9 @@ def test_a_requests_trace_says_when_and_with_whom_it_was_picked_and_what_was_kep
     assert event["sgl_prefill.input_tokens"] == facts["prompt_tokens"]
     assert event["sgl_prefill.step_requests"] == 1
     assert event["sgl_prefill.wait_ms"] >= 0
-    decisions = map(json.loads, requests.get(f"{watched.server.url}/scheduler/decisions", timeout=60).text.splitlines())
+    decisions = map(
+        json.loads, requests.get(f"{watched.server.url}/scheduler/decisions", headers=KEY, timeout=60).text.splitlines()
+    )
     (step,) = [one for one in decisions if one["requests"][0]["id"] == event["sgl_prefill.picked_first"]]
     assert step["step"] == event["sgl_prefill.step"]
 

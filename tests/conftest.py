@@ -1,0 +1,70 @@
+"""Leaves rare tests out where nothing that they cover changed, and fails a run in which a file exceeds its time budget."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from tests import selection
+
+_seconds: defaultdict[str, float] = defaultdict(float)
+_too_long: list[str] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the rare tests of tests/selection.py too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    named = {argument.partition("[")[0] for argument in config.args}
+    left_out = set() if config.option.all else selection.left_out(selection.changed_files())
+    config.stash[LEFT_OUT] = {test for test in left_out if not any(_names(argument, test) for argument in named)}
+
+
+LEFT_OUT = pytest.StashKey[Iterable[str]]()
+
+
+def _names(argument: str, test: str) -> bool:
+    """Says whether a command line's argument means this file or test, rather than a folder of it."""
+    path, _, name = argument.partition("::")
+    file, _, rare_name = test.partition("::")
+    return Path(path).resolve() == selection.ROOT / file and (not rare_name or name.startswith(rare_name))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    file = collection_path.relative_to(selection.ROOT) if collection_path.is_relative_to(selection.ROOT) else None
+    return True if str(file) in config.stash[LEFT_OUT] else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = config.stash[LEFT_OUT]
+    rare = [item for item in items if item.nodeid.partition("[")[0] in left_out]
+    if rare:
+        config.hook.pytest_deselected(items=rare)
+        items[:] = [item for item in items if item not in rare]
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    left_out = sorted(config.stash[LEFT_OUT])
+    return f"left out, as nothing they cover changed (--all runs them): {', '.join(left_out) or 'none'}"
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _seconds[report.nodeid.partition("::")[0]] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):
+        return  # pytest-xdist: its controller gets the reports of all workers
+    _too_long.extend(selection.over_budget(_seconds, os.getloadavg()[1] / (os.cpu_count() or 1)))
+    if _too_long and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for sentence in _too_long:
+        terminalreporter.write_line(f"TOO LONG {sentence}", red=True)
