@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +53,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_report_header(config: pytest.Config) -> str:
     left_out = sorted(config.stash[LEFT_OUT])
     return f"left out, as nothing they cover changed (--all runs them): {', '.join(left_out) or 'none'}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
+    """Servers that the session shares are charged to no file: the first one that asks would wait for their start."""
+    began_s = time.perf_counter()
+    try:
+        return (yield)
+    finally:
+        if fixturedef.scope == "session":
+            _seconds[os.environ["PYTEST_CURRENT_TEST"].partition("::")[0]] -= time.perf_counter() - began_s
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
