@@ -414,7 +414,8 @@ def _tensors(file: Path) -> Iterator[dict[str, Any]]:
 
 def _least_bytes(tensor: dict[str, Any]) -> int:
     if tensor["dtype"] in FLOATS:
-        return math.prod(tensor["shape"]) * FLOAT_BYTES
+        shape: list[int] = tensor["shape"]
+        return math.prod(shape) * FLOAT_BYTES
     start, end = tensor["data_offsets"]
     return int(end - start)
 
