@@ -190,6 +190,6 @@ def _doubled(requests: RequestFile, hashes: IntArray) -> list[BadRow]:
         if first != row:
             line = requests.line_number(first)
             bad.append(
-                BadRow(row, custom_id, f"custom_id {custom_id!r} is also the id of line {line}: ids must be unique")
+                BadRow(row, custom_id, f"custom_id {custom_id!r} is that of line {line} too: each must be another")
             )
     return bad
