@@ -25,7 +25,8 @@ import torch
 
 from benchmarks import report, shapes
 from benchmarks.cpu_attention.run import ask
-from sgl_prefill import cuda_home, local_server
+from sgl_prefill import local_server
+from sgl_prefill.startup import examine
 
 N_LAYERS = 2
 # Longer than a chunk, and hits of it: one that a graph replays, and one that it does not.
@@ -50,7 +51,7 @@ def main() -> int:
 
 def look() -> None:
     """Prints driver, card, memory and compiler; what is missing is said, and decides nothing here."""
-    print(f"PyTorch {torch.__version__}, CUDA {torch.version.cuda}, toolkit {cuda_home.found(os.environ)}")
+    print(f"PyTorch {torch.__version__}, CUDA {torch.version.cuda}, toolkit {examine.found_toolkit(os.environ)}")
     for tool in ("nvcc", "ninja", "nvidia-smi", "c++"):
         print(f"{tool}: {shutil.which(tool) or 'not on PATH'}")
     if torch.cuda.is_available():

@@ -18,5 +18,5 @@ cd "$(dirname "$0")/.."
 export PYTHONPATH=$PWD BENCH_USERS=${BENCH_USERS:-3}
 # Both engines: of DeepGEMM's kernels those of typical sizes, for which a start takes minutes instead of a quarter of an hour.
 export SGLANG_JIT_DEEPGEMM_FAST_WARMUP=${SGLANG_JIT_DEEPGEMM_FAST_WARMUP:-1}
-eval "$(python -m sgl_prefill.cuda_home)" # where there is no toolkit, the packages' own
+eval "$(python -m sgl_prefill.startup.examine)" # where there is no toolkit, the packages' own
 exec python benchmarks/gpu_steps.py "${1:-gpu-results}" --minutes "${BENCH_MINUTES:-9}" "${@:2}"

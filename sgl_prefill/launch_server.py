@@ -47,19 +47,16 @@ def parse(argv: list[str], *, listens: bool = True, is_quiet: bool = False) -> t
     config = PrefillConfig.from_namespace(namespace)
     if is_quiet:
         quiet_start.begin(for_sglang)
-    from sgl_prefill import cuda_driver, cuda_home, preflight
     from sgl_prefill.device import this_device
     from sgl_prefill.port import fingerprints, prefork
+    from sgl_prefill.startup import arguments, examine
 
     if problem := fingerprints.version_problem():
         raise SeamError(problem)
-    cuda_driver.check()
-    defaults = preflight.default_flags(config, for_sglang)
-    if problems := preflight.check_argv(config, for_sglang, listens=listens):
+    if problems := arguments.check_argv(config, for_sglang, listens=listens):
         raise ConfigurationError("\n".join(problems))
     if not this_device().is_host:
-        cuda_home.prepare()
-        cuda_home.shorten_warm_up()
+        examine.prepare_cuda()
     if listens:
         if this_device().is_host:
             # Threads that spin on after a step take the cores from this process and the detokenizer; threads that sleep between
@@ -68,9 +65,10 @@ def parse(argv: list[str], *, listens: bool = True, is_quiet: bool = False) -> t
         prefork.begin()
     from sgl_prefill.port import launch
 
-    flags = [*preflight.required_flags(config), *defaults, *_model_flags(for_sglang), *for_sglang]
+    defaults = arguments.default_flags(config, for_sglang)
+    flags = [*arguments.required_flags(config), *defaults, *_model_flags(for_sglang), *for_sglang]
     server_args = launch.server_args_of(flags)
-    preflight.check_server_args(config, server_args, listens=listens)
+    arguments.check_server_args(config, server_args, listens=listens)
     return config, server_args
 
 
@@ -82,9 +80,9 @@ def _our_parser() -> argparse.ArgumentParser:
 
 def _model_flags(argv: list[str]) -> list[str]:
     """Names the demo model where the user names none."""
-    from sgl_prefill import preflight
+    from sgl_prefill.startup import arguments
 
-    if preflight.value_of(argv, "--model-path", "--model", "--config") is not None:
+    if arguments.value_of(argv, "--model-path", "--model", "--config") is not None:
         return []
     from sgl_prefill import demo_model
 

@@ -29,8 +29,8 @@ INTERRUPTED = 130
 def main(argv: list[str] | None = None) -> int:
     """Runs a job, and returns the exit status."""
     if not sys.warnoptions:
-        warnings.simplefilter("ignore")  # of the libraries that an engine imports, for those who work on them
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # says that there is no CUDA
+        warnings.simplefilter("ignore")  # of imported libraries, for their developers
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns about a missing CUDA
     namespace, engine_flags = parser().parse_known_args(sys.argv[1:] if argv is None else argv)
     try:
         return answer(options_of(namespace), engine_flags)
@@ -44,7 +44,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def answer(options: JobOptions, engine_flags: list[str]) -> int:
     """Answers a job. Raises SglPrefillError where it cannot begin or go on."""
-    from sgl_prefill.batch.job import Job, report_plan
+    from sgl_prefill.batch.job import Job
+    from sgl_prefill.batch.planned import report_plan
 
     backend: RunningServers | OwnEngine
     backend, identity = running_servers(options, engine_flags) if options.base_urls else own_engine(engine_flags)
@@ -65,8 +66,8 @@ def answer(options: JobOptions, engine_flags: list[str]) -> int:
 
 
 def only_plan(options: JobOptions, backend: RunningServers | OwnEngine) -> int:
-    """Prints the plan of the whole job, and leaves nothing behind but the rows that cannot be answered."""
-    from sgl_prefill.batch import dry_run
+    """Prints the plan of the whole job. The only file it writes lists the rows that cannot be answered."""
+    from sgl_prefill.batch import planned as plans
     from sgl_prefill.batch.job import Job
 
     with tempfile.TemporaryDirectory() as folder:
@@ -76,20 +77,20 @@ def only_plan(options: JobOptions, backend: RunningServers | OwnEngine) -> int:
             planned = job.plan(backend)
         finally:
             job.close()
-        lines = dry_run.describe(planned, backend.unit)
+        lines = plans.describe(planned, backend.unit)
         if isinstance(backend, OwnEngine) and len(planned.order):
             backend.start()
             assert backend.state is not None
             jct_ms, step = backend.state.jct_ms, backend.state.step_size
             if jct_ms is not None and step is not None:
-                ms = dry_run.predicted_ms(planned.order, planned.prompts.tokens.lengths, jct_ms, step)
-                lines += dry_run.time_and_price(ms, options.price_per_hour)
+                ms = plans.predicted_ms(planned.order, planned.prompts.tokens.lengths, jct_ms, step)
+                lines += plans.time_and_price(ms, options.price_per_hour)
     print("\n".join(lines))
     return 2 if job.bad else 0
 
 
 def running_servers(options: JobOptions, engine_flags: list[str]) -> tuple[RunningServers, dict[str, Any]]:
-    """Returns the servers, and what tells their answers from others': nothing, since nobody knows what they serve."""
+    """Returns the servers and an empty identity: what they serve is unknown."""
     if engine_flags:
         raise BatchJobError(f"{' '.join(engine_flags)}: with --base-url the engine's flags are the servers' own")
     headers: dict[str, str] = {}
@@ -99,7 +100,7 @@ def running_servers(options: JobOptions, engine_flags: list[str]) -> tuple[Runni
 
 
 def own_engine(engine_flags: list[str]) -> tuple[OwnEngine, dict[str, Any]]:
-    """Returns an engine in this process, which is not started yet, and what tells its answers from others'."""
+    """Returns an engine in this process, not started yet, and its identity."""
     from sgl_prefill import launch_server
 
     # The last of two flags counts.
@@ -110,7 +111,7 @@ def own_engine(engine_flags: list[str]) -> tuple[OwnEngine, dict[str, Any]]:
 
 
 def identity_of(config: PrefillConfig, server_args: Any) -> dict[str, Any]:
-    """Says by which model, and by which of our options, answers are made."""
+    """The model and the options that answers depend on."""
     folder = Path(server_args.model_path)
     files = sorted(path for path in folder.glob("*") if path.suffix in (".safetensors", ".bin", ".json", ".gguf"))
     digest = hashlib.sha256()

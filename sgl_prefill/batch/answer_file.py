@@ -1,10 +1,13 @@
-"""A file of lines that survives a kill at any moment: a line counts once it is on disk, and a torn last one is taken back."""
+"""The file of answers, which survives a kill at any moment, and its lines in the format of OpenAI's batch files."""
 
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+import orjson
 
 from sgl_prefill.errors import BatchJobError
 
@@ -12,7 +15,7 @@ READ_AT_ONCE = 1 << 20
 
 
 class AnswerFile:
-    """Appends whole lines. One process at a time writes to it (`job_folder.Lock`).
+    """Appends whole lines; opening removes a last line that a kill left incomplete. One process writes at a time (`JobFolder`).
 
     Raises BatchJobError where the file cannot be written.
     """
@@ -27,7 +30,7 @@ class AnswerFile:
             raise BatchJobError(f"{path} cannot be written: {error.strerror}") from error
 
     def append(self, lines: Sequence[bytes]) -> None:
-        """Returns once all these lines, without their ends, are on disk. Where that fails, none of them is there."""
+        """Writes lines, given without line ends, to disk: all of them, or none where that fails."""
         if not lines:
             return
         text = b"".join(line + b"\n" for line in lines)
@@ -45,19 +48,19 @@ class AnswerFile:
         self._size_bytes += len(text)
 
     def rewrite(self, lines: Sequence[bytes]) -> None:
-        """Puts these lines in the place of all."""
+        """Replaces the content."""
         os.ftruncate(self._file, 0)
         self._size_bytes = 0
         self.append(lines)
 
     def lines(self) -> Iterator[bytes]:
-        """Yields the lines that are on disk, without their ends."""
+        """Yields the lines on disk, without line ends."""
         with self.path.open("rb") as file:
             for line in file:
                 yield line.rstrip(b"\n")
 
     def in_order(self, key: Callable[[bytes], int]) -> Iterator[bytes]:
-        """Yields the lines sorted by a number. Memory: some 100 bytes a line."""
+        """Yields the lines sorted by a number. Memory: about 100 bytes a line."""
         begins = []
         with self.path.open("rb") as file:
             begin = 0
@@ -73,7 +76,7 @@ class AnswerFile:
 
 
 def _end_of_last_line(file: int) -> int:
-    """Returns where the last whole line ends; what follows it was being written when its process died."""
+    """Offset after the last complete line; the rest was being written when its process died."""
     end = os.fstat(file).st_size
     while end > 0:
         start = max(end - READ_AT_ONCE, 0)
@@ -82,3 +85,45 @@ def _end_of_last_line(file: int) -> int:
             return start + place + 1
         end = start
     return 0
+
+
+def answered(custom_id: str, status: int, body: bytes) -> bytes:
+    """Makes the line of an answered row. body: JSON, which is not parsed."""
+    return (
+        b'{"id":"batch_req_%s","custom_id":%s,"response":{"status_code":%d,"request_id":"%s","body":%s},"error":null}'
+        % (
+            uuid.uuid4().hex.encode(),
+            orjson.dumps(custom_id),
+            status,
+            uuid.uuid4().hex.encode(),
+            body,
+        )
+    )
+
+
+def refused(custom_id: str | None, line_number: int, message: str, *, status: int | None = None) -> bytes:
+    """Makes the line of a row without an answer. status: the server's; None: the row was never sent."""
+    response = None if status is None else {"status_code": status, "request_id": uuid.uuid4().hex, "body": None}
+    code = "invalid_request" if status is None or status < 500 else "server_error"
+    return orjson.dumps(
+        {
+            "id": f"batch_req_{uuid.uuid4().hex}",
+            "custom_id": custom_id,
+            "line": line_number,
+            "response": response,
+            "error": {"code": code, "message": message},
+        }
+    )
+
+
+def custom_id_of(line: bytes) -> str:
+    return str(orjson.loads(line)["custom_id"])
+
+
+def message_of(body: bytes) -> str:
+    """The message of an error's body."""
+    try:
+        fields = orjson.loads(body)
+        return str(fields["message"] if "message" in fields else fields["error"]["message"])
+    except (orjson.JSONDecodeError, TypeError, KeyError):
+        return body[:200].decode(errors="replace")

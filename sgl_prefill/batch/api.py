@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 
 from sgl_prefill.answer import Answer
-from sgl_prefill.batch import answer_lines
+from sgl_prefill.batch import answer_file
 from sgl_prefill.batch.backends import Backend, OwnEngine, RunningServers, tokens_of
 from sgl_prefill.batch.options import INFLIGHT_OWN_ENGINE, SCHEDULING
 from sgl_prefill.batch.prompts import FoundPrompt, Prompts
@@ -23,26 +23,26 @@ from sgl_prefill.core.batch.token_rows import TokenRows
 class RowScore(NamedTuple):
     """The answer to one row."""
 
-    number: int  # of the row, counted from 0
-    probabilities: dict[str, float] | None  # by label, in their order; None where there is an error
-    label_mass: float | None  # what the labels hold of the whole vocabulary's probability
-    error: str | None  # what went wrong with this row
+    number: int  # of the row, from 0
+    probabilities: dict[str, float] | None  # by label, in the order of the labels; None after an error
+    label_mass: float | None  # the labels' share of the whole vocabulary's probability
+    error: str | None  # why this row has no answer
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # those of them that the prefix cache held
+    cached_tokens: int = 0  # of these, found in the prefix cache
 
 
 class RowGroup(NamedTuple):
-    """Rows that follow each other in the plan of a job, each sharing a prefix with the one before it."""
+    """Consecutive rows of a plan, each sharing a prefix with the row before it."""
 
-    rows: list[int]  # their numbers, in the order in which they run
-    saved_tokens: int  # that need not be computed
+    rows: list[int]  # row numbers, in running order
+    saved_tokens: int  # that prefix reuse avoids computing
 
 
 class Engine:
     """An engine in this process, and in this thread. At most one a process.
 
     Takes the arguments of `sglang.Engine` (names of ServerArgs) and those of PrefillConfig. Raises ConfigurationError,
-    SeamError and what else a server's start raises.
+    SeamError, and the other errors of a server's start.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -70,12 +70,12 @@ def score(
     engine: Engine | str | Sequence[str],
     max_inflight: int = INFLIGHT_OWN_ENGINE,
 ) -> Iterator[RowScore]:
-    """Yields the probabilities of the labels after each prompt, as they come: in the order that computes least.
+    """Yields the label probabilities after each prompt as they are computed, in the order that computes least.
 
     Args:
         rows: prompts, as text or as token ids.
         labels: the allowed answers, of any length.
-        engine: one of this process, or the URLs of running servers.
+        engine: an engine in this process, or URLs of running servers.
     """
     backend: Backend = engine.backend if isinstance(engine, Engine) else RunningServers(_urls(engine))
     loop = asyncio.new_event_loop()
@@ -92,7 +92,7 @@ def score(
 
 
 def plan(rows: Sequence[Sequence[int]]) -> list[RowGroup]:
-    """Returns the groups of a job, in the order in which they run. rows: the token ids of the prompts."""
+    """The groups of a job in running order. rows: token ids of the prompts."""
     order = depth_first(TokenRows.of(rows))
     return list(_groups(order))
 
@@ -104,8 +104,6 @@ def _groups(order: JobPlan) -> Iterator[RowGroup]:
 
 
 class _Bodies:
-    """The requests of `score`."""
-
     def __init__(self, rows: Sequence[Any], labels: Sequence[str]) -> None:
         self._rows, self._labels = rows, list(labels)
 
@@ -145,7 +143,7 @@ async def _next(answers: Any) -> Any:
 
 def _row_score(row: int, answer: Answer, labels: Sequence[str]) -> RowScore:
     if not answer.is_ok:
-        return RowScore(row, None, None, answer_lines.message_of(answer.body))
+        return RowScore(row, None, None, answer_file.message_of(answer.body))
     scores = orjson.loads(answer.body)["choices"][0]["label_scores"]
     probabilities = [one["probability"] for one in scores["labels"]]
     return RowScore(

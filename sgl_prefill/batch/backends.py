@@ -1,4 +1,4 @@
-"""Who answers a job: an engine in this process, or running servers."""
+"""Backends that answer a job: an engine in this process, or running servers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import orjson
 
-from sgl_prefill.batch import answer_lines, run, servers
+from sgl_prefill.batch import answer_file, run, servers
 from sgl_prefill.batch.prompts import UNLIMITED, FoundPrompt, Prompts
 from sgl_prefill.batch.run import RowAnswer
 from sgl_prefill.core.batch.plan import JobPlan
@@ -29,21 +29,21 @@ class Backend(Protocol):
 
     @property
     def unit(self) -> str:
-        """Says what prompts are made of here."""
+        """Unit of prompt lengths: "tokens" or "bytes"."""
 
     @property
     def n_prompt_tokens(self) -> int:
-        """Counts the prompt tokens of all answers so far."""
+        """Prompt tokens of all answers so far."""
 
     @property
     def n_cached_tokens(self) -> int:
-        """Counts those that the prefix cache held."""
+        """Of these, found in the prefix cache."""
 
     async def find_prompts(self, url: str, body: dict[str, Any]) -> list[FoundPrompt]:
-        """Returns what a request makes the model read, and how many tokens each prompt may write. Raises BadRequestError."""
+        """The prompts of a request, each with its output limit in tokens. Raises BadRequestError."""
 
     def start(self) -> None:
-        """Comes before `answers`."""
+        """To be called once before `answers`."""
 
     def answers(
         self, order: JobPlan, prompts: Prompts, request_of: RequestOf, max_inflight: int
@@ -61,13 +61,13 @@ class OwnEngine:
 
     def __init__(self, engine: InProcessEngine) -> None:
         self.engine = engine
-        self.state: EngineState | None = None  # what the start has found out
+        self.state: EngineState | None = None  # set by `start`
 
     async def find_prompts(self, url: str, body: dict[str, Any]) -> list[FoundPrompt]:
         found = await self.engine.prompts_of(url, body)
         if isinstance(found, list):
             return [(one.tokens, UNLIMITED if one.max_new_tokens is None else one.max_new_tokens) for one in found]
-        raise BadRequestError(answer_lines.message_of(found.body))
+        raise BadRequestError(answer_file.message_of(found.body))
 
     def start(self) -> None:
         self.state = self.engine.start()
@@ -90,16 +90,16 @@ class OwnEngine:
 
 
 class RunningServers:
-    """Servers that somebody else has started. Their tokenizer is not here: prompts are compared by their text."""
+    """Servers that are already running. Their tokenizer is unknown: prompts are compared by their bytes."""
 
     unit = "bytes"
 
     def __init__(
         self, urls: Sequence[str], headers: dict[str, str] | None = None, *, is_background: bool = False
     ) -> None:
-        """is_background: the rows take what other requests of one of our servers leave."""
+        """is_background: rows use only the capacity that other requests of an sgl_prefill server leave."""
         self._urls, self._headers = urls, dict(headers or {})
-        self._adds: dict[str, Any] = {}  # to each body
+        self._adds: dict[str, Any] = {}  # added to each body
         if is_background:
             self._headers[background.HEADER] = "1"
             self._adds[background.FIELD] = True
@@ -110,7 +110,7 @@ class RunningServers:
         return [(beginning_of(url, body), 1)]
 
     def start(self) -> None:
-        """Does nothing: they run."""
+        """They are running."""
 
     async def answers(
         self, order: JobPlan, prompts: Prompts, request_of: RequestOf, max_inflight: int
@@ -137,7 +137,7 @@ class RunningServers:
 
 
 def beginning_of(url: str, body: dict[str, Any]) -> Sequence[int] | IntArray:
-    """Returns what two requests have in common as far as their prompts do: bytes of text, or token ids."""
+    """Bytes or token ids by which requests are sorted: requests with a common prompt prefix share a prefix of these."""
     match url:
         case "/v1/completions":
             given = body.get("prompt", _as_text(body.get("prompt_parts")))
@@ -162,7 +162,7 @@ def _as_text(given: Any) -> str:
 
 
 def tokens_of(body: bytes) -> tuple[int, int]:
-    """Returns the prompt tokens of an answer, and those of them that the server had cached; zeros where it does not say."""
+    """Prompt tokens and cached tokens of an answer; zeros where the server does not report them."""
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError:

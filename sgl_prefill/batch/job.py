@@ -1,64 +1,47 @@
-"""One job from its file to its answers: everything is checked, planned, answered in order, and written as it is answered."""
+"""One job from its file to its answers: checks all rows, plans them, answers them in order, and writes answers as they come."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from sgl_prefill.batch import answer_lines
+from sgl_prefill.batch import answer_file
 from sgl_prefill.batch.answer_file import AnswerFile
 from sgl_prefill.batch.backends import Backend
 from sgl_prefill.batch.job_folder import JobFolder, hash_of
 from sgl_prefill.batch.options import JobOptions
+from sgl_prefill.batch.planned import Planned
 from sgl_prefill.batch.progress import Progress
 from sgl_prefill.batch.prompts import BadRow, Prompts, prepare
 from sgl_prefill.batch.rows import RequestFile, id_hash
 from sgl_prefill.batch.tables import write_answers, write_requests
 from sgl_prefill.core.batch import plan
-from sgl_prefill.core.batch.plan import JobPlan
 from sgl_prefill.core.batch.token_rows import IntArray
 from sgl_prefill.dashboard.jobs import LONGEST_NAME
 from sgl_prefill.errors import BatchJobError
 
 ALL_ANSWERED, SOME_NOT = 0, 2
 BAD_ROWS_SHOWN = 20
-# An answer is on disk at most so long after it came.
+# An answer is on disk at most this long after it came.
 FLUSH_EVERY_S = 0.5
 TELL_EVERY_S = 2.0  # servers, for their page
 
 
-class Planned:
-    """What is left of a job, in the order in which it runs."""
-
-    def __init__(self, prompts: Prompts, rows: IntArray, n_before: int) -> None:
-        self.prompts = prompts  # of the rows that are left
-        self.order: JobPlan = plan.depth_first(prompts.tokens)
-        if (prompts.max_new_tokens > 1).any():
-            self.order = plan.decode_first(self.order, prompts.tokens.lengths, prompts.max_new_tokens)
-        self.n_rows, self.n_before = len(rows), n_before
-        self.plan_s = 0.0  # that reading, tokenising and planning have taken
-
-    @property
-    def n_tokens(self) -> int:
-        return int(self.prompts.tokens.lengths.sum())
-
-
 class Job:
-    """A job whose input, output and folder are open. Raises BatchJobError where they cannot be.
+    """A job with open input, output and folder. Raises BatchJobError where one cannot be opened.
 
     Args:
-        engine: what tells two engines apart that answer differently.
+        engine: everything of the engine that changes its answers: a job continues only with the same.
     """
 
     def __init__(self, options: JobOptions, engine: dict[str, Any]) -> None:
         self.options = options
-        self._input = RequestFile(options.input)  # a table too is a file that must not change
+        self._input = RequestFile(options.input)  # of a table: the table, which must not change either
         self.folder = JobFolder(options.output, overwrite=options.overwrite)
         try:
             self._open(engine)
@@ -82,13 +65,13 @@ class Job:
             if not path.exists():
                 write_requests(options, path)
             self.requests = RequestFile(path)
-        # What is not written as it is answered is written when all answers are there.
+        # Such an output is written once all answers exist; any other, as answers come.
         self._is_made_at_end = options.is_table or options.output_order == "input"
         self.answers = AnswerFile(folder.answers_file if self._is_made_at_end else options.output)
         self.errors = AnswerFile(options.error_file)
 
     def plan(self, backend: Backend) -> Planned:
-        """Checks all rows, and plans those that are left. Raises BatchJobError where some cannot be answered, naming them."""
+        """Checks all rows, and plans the rows left. Raises BatchJobError naming rows that cannot be answered."""
         began_s = time.monotonic()
         prompts = prepare(self.requests, backend.find_prompts, self.folder.path)
         self.bad = prompts.bad
@@ -102,7 +85,7 @@ class Job:
         return planned
 
     def answer(self, backend: Backend, planned: Planned) -> int:
-        """Answers what is left. Returns the exit status."""
+        """Answers the rows left. Returns the exit status."""
         n_failed = len(self.bad)
         answer_s = 0.0
         if len(planned.order):
@@ -159,11 +142,11 @@ class Job:
             for row, answer in answered:
                 custom_id = self.requests.request(row).custom_id
                 if answer.is_ok:
-                    good.append(answer_lines.answered(custom_id, answer.status, answer.body))
+                    good.append(answer_file.answered(custom_id, answer.status, answer.body))
                 else:
-                    message = answer_lines.message_of(answer.body)
+                    message = answer_file.message_of(answer.body)
                     line = self.requests.line_number(row)
-                    bad.append(answer_lines.refused(custom_id, line, message, status=answer.status))
+                    bad.append(answer_file.refused(custom_id, line, message, status=answer.status))
             if time.monotonic() - flushed_s >= FLUSH_EVERY_S:
                 flush()
                 flushed_s = time.monotonic()
@@ -181,7 +164,7 @@ class Job:
             )
 
     def _rows_of_shard(self, prompts: Prompts) -> IntArray:
-        """Returns the rows that are this shard's, ascending. All shards of a job find the same cuts."""
+        """This shard's rows, ascending. All shards of a job compute the same cuts."""
         which, of = self.options.shard
         rows = np.unique(prompts.row)
         if of == 1:
@@ -194,19 +177,19 @@ class Job:
 
     def _is_answered(self, id_hashes: IntArray) -> IntArray:
         lines = self.answers.lines()
-        known = np.fromiter((id_hash(answer_lines.custom_id_of(line)) for line in lines), dtype=np.uint64)
+        known = np.fromiter((id_hash(answer_file.custom_id_of(line)) for line in lines), dtype=np.uint64)
         found: IntArray = np.isin(id_hashes, known)
         return found
 
     def _make_output(self) -> None:
-        """Writes the output of a job all of whose rows are answered."""
+        """Writes the output once all rows are answered."""
         without_id = {bad.row for bad in self.bad if bad.custom_id is None}
         place_of = {
-            answer_lines.custom_id_of(self.requests.line(row)): row
+            answer_file.custom_id_of(self.requests.line(row)): row
             for row in range(len(self.requests))
             if row not in without_id
         }
-        answers = self.answers.in_order(lambda line: place_of[answer_lines.custom_id_of(line)])
+        answers = self.answers.in_order(lambda line: place_of[answer_file.custom_id_of(line)])
         if self.options.is_table:
             write_answers(self.options, answers, self.errors.lines())
             return
@@ -216,7 +199,7 @@ class Job:
         new.replace(self.options.output)
 
     def _refusal(self, bad: BadRow) -> bytes:
-        return answer_lines.refused(bad.custom_id, self.requests.line_number(bad.row), bad.message)
+        return answer_file.refused(bad.custom_id, self.requests.line_number(bad.row), bad.message)
 
     def _all_bad(self) -> str:
         bad: Sequence[BadRow] = self.bad
@@ -238,15 +221,3 @@ class Job:
     def close(self) -> None:
         for opened in (self.answers, self.errors, self.folder):
             opened.close()
-
-
-def report_plan(planned: Planned, unit: str) -> None:
-    """Tells what lies ahead."""
-    n_saved = planned.order.saved_tokens
-    share = n_saved / planned.n_tokens if planned.n_tokens else 0.0
-    before = f", {planned.n_before:,} of them answered before" if planned.n_before else ""
-    print(
-        f"{planned.n_rows:,} rows{before}: {planned.n_tokens:,} {unit}, of which {n_saved:,} ({share:.1%}) need not be"
-        f" computed (read, tokenised and planned in {planned.plan_s:.1f} s)",
-        file=sys.stderr,
-    )

@@ -1,4 +1,4 @@
-"""What a job keeps beside its output: which job it is, and that one process at a time works on it."""
+"""The folder beside a job's output: its manifest, and a lock for one process at a time."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ HASH_AT_ONCE = 1 << 20
 
 
 class JobFolder:
-    """`OUTPUT.job`: a lock, a manifest, and scratch files of the job.
+    """`OUTPUT.job`: lock, manifest and scratch files of the job.
 
-    Raises BatchJobError where another process works on the same output, naming it, or where the folder cannot be made.
+    Raises BatchJobError where another process holds the lock (the message names it), or where the folder cannot be made.
     """
 
     def __init__(self, output: Path, *, overwrite: bool = False) -> None:
@@ -48,9 +48,9 @@ class JobFolder:
         return self.path / "manifest.json"
 
     def check_manifest(self, manifest: dict[str, Any]) -> bool:
-        """Writes the manifest of a new job, or compares it with that of the job that is to go on. Returns whether it goes on.
+        """Writes the manifest of a new job, or compares it with the existing one. Returns whether an earlier job continues.
 
-        Raises BatchJobError naming all differences.
+        Raises BatchJobError with all differences.
         """
         if not self.manifest_file.exists():
             new = self.manifest_file.with_suffix(".new")
@@ -76,20 +76,20 @@ class JobFolder:
         return True
 
     def discard(self) -> None:
-        """Takes back a new job."""
+        """Forgets a new job."""
         self.manifest_file.unlink()
 
     @property
     def answers_file(self) -> Path:
-        """Returns where answers are kept that the output does not hold yet."""
+        """Answers that are not in the output yet."""
         return self.path / "answers.jsonl"
 
     def is_finished(self) -> bool:
-        """Says whether an earlier run has answered all rows."""
+        """Whether an earlier run has answered all rows."""
         return self._summary_file.exists() and json.loads(self._summary_file.read_text())["rows_failed"] == 0
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Drops what is needed no more, and writes `summary.json`: what this run did."""
+        """Deletes scratch files, and writes `summary.json`: what this run did."""
         needed = {"lock", self.manifest_file.name, *([self.answers_file.name] if summary["rows_failed"] else [])}
         for file in self.path.iterdir():
             if file.name not in needed:
@@ -105,7 +105,7 @@ class JobFolder:
 
 
 def hash_of(file: Path) -> str:
-    """Returns the SHA-256 of a file's content."""
+    """SHA-256 of the content."""
     digest = hashlib.sha256()
     with file.open("rb") as opened:
         while part := opened.read(HASH_AT_ONCE):

@@ -1,4 +1,4 @@
-"""What a user may say of a job."""
+"""Options of a job."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any
 
 from sgl_prefill.errors import BatchJobError
 
-# Rows with an engine at a time: enough that its steps are full. More only crowd a server's HTTP process, and who comes meanwhile
-# waits there behind them.
+# Rows in flight: enough to fill the engine's steps. More would queue in a server's HTTP process, and delay other requests.
 INFLIGHT_OWN_ENGINE, INFLIGHT_SERVER, INFLIGHT_BACKGROUND = 1024, 128, 16
-SCHEDULING = "whole-job"  # of an own engine, if its flags name no other
+SCHEDULING = "whole-job"  # of the own engine, unless its flags name another
 
 
 @dataclasses.dataclass(frozen=True)
 class JobOptions:
-    """The job itself; what the engine is told comes beside it."""
+    """Options of the job; the engine's are separate."""
 
     input: Path
     output: Path
@@ -28,7 +27,7 @@ class JobOptions:
     max_inflight: int = INFLIGHT_OWN_ENGINE
     overwrite: bool = False
     skip_bad_rows: bool = False
-    shard: tuple[int, int] = (1, 1)  # which, counted from 1, of how many
+    shard: tuple[int, int] = (1, 1)  # number from 1, count
     dry_run: bool = False
     price_per_hour: float | None = None
     metrics_port: int | None = None
@@ -42,7 +41,7 @@ class JobOptions:
         return self.prompt_column is not None or self.template is not None
 
     def meaning(self) -> dict[str, Any]:
-        """Returns what the answers depend on: two runs of one job must agree in it."""
+        """Options that the answers depend on: two runs of one job must agree in them."""
         names = ("output_order", "shard", "prompt_column", "template", "labels", "id_column")
         return {name: _plain(getattr(self, name)) for name in names}
 
@@ -96,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def options_of(namespace: argparse.Namespace) -> JobOptions:
-    """Makes the options of what was given. Raises BatchJobError for what cannot be meant."""
+    """Raises BatchJobError with every contradiction."""
     given = dict(vars(namespace))
     given.setdefault("error_file", given["output"].with_name(given["output"].name + ".errors.jsonl"))
     for name in ("base_urls", "labels"):

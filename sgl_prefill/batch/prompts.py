@@ -24,7 +24,7 @@ ROWS_AT_ONCE = 256
 COPY_AT_ONCE = 1 << 24
 UNLIMITED = -1
 
-FoundPrompt = tuple[Sequence[int] | IntArray, int]  # its tokens, and how many it may write
+FoundPrompt = tuple[Sequence[int] | IntArray, int]  # tokens, and output limit in tokens
 FindPrompts = Callable[[str, dict[str, Any]], Awaitable[list[FoundPrompt]]]  # of url and body; raises BadRequestError
 
 
@@ -32,21 +32,21 @@ class BadRow(NamedTuple):
     """A row that no engine can answer."""
 
     row: int
-    custom_id: str | None  # None: it has none
+    custom_id: str | None  # None: missing
     message: str
 
 
 class Prompts(NamedTuple):
-    """The prompts of all rows, one after the other. Arrays of one length but for the last two."""
+    """The prompts of all rows in the order of the rows. Arrays of one length, except the last two fields."""
 
     tokens: TokenRows
-    row: IntArray  # whose prompt it is
+    row: IntArray  # of each prompt
     max_new_tokens: IntArray  # UNLIMITED: until the model ends
     id_hashes: IntArray  # of each row; 0 for bad ones
     bad: list[BadRow]  # in the order of the rows
 
     def subset(self, rows: IntArray) -> Prompts:
-        """Returns the prompts of these rows alone; rows keep their numbers."""
+        """The prompts of some rows; rows keep their numbers."""
         is_one = np.zeros(len(self.id_hashes), bool)
         is_one[rows] = True
         which = np.flatnonzero(is_one[self.row])
@@ -56,9 +56,9 @@ class Prompts(NamedTuple):
 
 
 def prepare(requests: RequestFile, find_prompts: FindPrompts, folder: Path) -> Prompts:
-    """Finds the prompts of all rows, in as many processes as there are cores; their tokens are written to `folder`.
+    """Finds the prompts of all rows in one process a core, and writes them to `folder`. A folder that already has them is read.
 
-    Returns them once they are on disk; a folder that holds them all is read. Raises BatchJobError where a process ended.
+    Raises BatchJobError where a process ended.
     """
     marker = folder / "prompts.npz"
     if not marker.exists():
@@ -81,8 +81,8 @@ def prepare(requests: RequestFile, find_prompts: FindPrompts, folder: Path) -> P
 
 
 def _mapped(path: Path) -> IntArray:
-    """Maps a file of tokens. Rows are read in the order of their prefixes: what the kernel would read ahead of each, megabytes
-    on some machines, would push out of memory what is needed next."""
+    """Maps a file of tokens without read-ahead. Rows are read in the order of their prefixes, and read-ahead (megabytes on some
+    machines) would evict pages that are needed next."""
     with path.open("rb") as file:
         pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if hasattr(mmap, "MADV_RANDOM"):  # not everywhere
@@ -91,7 +91,7 @@ def _mapped(path: Path) -> IntArray:
 
 
 class _Part(NamedTuple):
-    """What one process does."""
+    """The rows of one process."""
 
     requests: RequestFile
     find_prompts: FindPrompts
@@ -150,7 +150,7 @@ def _run_all(parts: Sequence[_Part]) -> None:
     if len(parts) == 1:
         parts[0].run()
         return
-    context = multiprocessing.get_context("fork")  # what is imported and loaded need not be once more
+    context = multiprocessing.get_context("fork")  # shares imported modules and the loaded tokenizer
     processes = [context.Process(target=part.run) for part in parts]
     for process in processes:
         process.start()
@@ -176,7 +176,7 @@ def _join(parts: Sequence[_Part], tokens_file: Path, marker: Path) -> None:
 
 
 def _doubled(requests: RequestFile, hashes: IntArray) -> list[BadRow]:
-    """Lists the rows whose id an earlier row has."""
+    """Rows whose id an earlier row has."""
     places = np.argsort(hashes, kind="stable")
     is_again = np.concatenate([[False], hashes[places][1:] == hashes[places][:-1]]) & (hashes[places] != 0)
     if not is_again.any():

@@ -1,4 +1,4 @@
-"""The requests of a job: lines of a file, read one by one wherever they stand."""
+"""The requests of a job: lines of a memory-mapped file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_ID_CHARACTERS = 512
 
 
 class Request(NamedTuple):
-    """One line of a batch file, as OpenAI and vLLM have it."""
+    """One line of a batch file, in the format of OpenAI and vLLM."""
 
     custom_id: str
     url: str
@@ -30,9 +30,9 @@ class Request(NamedTuple):
 
 
 class RequestFile:
-    """A file of JSON lines, without the empty ones. Memory: 16 bytes a line.
+    """A file of JSON lines; empty lines are skipped. Memory: 16 bytes a line.
 
-    Raises BatchJobError where it cannot be read, or holds no line.
+    Raises BatchJobError where it cannot be read, or is empty.
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,18 +56,18 @@ class RequestFile:
         return len(self._begins)
 
     def line_number(self, row: int) -> int:
-        """Returns which line of the file a row is, counted from 1."""
+        """Line number of a row, from 1."""
         return int(self._line_numbers[row]) + 1
 
     def line(self, row: int) -> bytes:
         return self._map[self._begins[row] : self._ends[row]]
 
     def request(self, row: int) -> Request:
-        """Reads one line. Raises BadRequestError for what no server can answer."""
+        """Raises BadRequestError for a request that no server can answer."""
         return parse(self.line(row))
 
     def has_changed(self) -> bool:
-        """Says whether somebody has written to the file since it was opened."""
+        """Whether the file was written to since it was opened."""
         try:
             return _stamp(self.path) != self.stamp
         except OSError:
@@ -75,7 +75,7 @@ class RequestFile:
 
 
 def parse(line: bytes) -> Request:
-    """Reads a line of a batch file. Raises BadRequestError."""
+    """Raises BadRequestError."""
     try:
         fields = orjson.loads(line)
     except orjson.JSONDecodeError as error:
@@ -85,7 +85,7 @@ def parse(line: bytes) -> Request:
     custom_id = fields.get("custom_id")
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MOST_ID_CHARACTERS:
         raise BadRequestError(
-            f"custom_id is {_shown(custom_id)}: it must be a text of 1 to {MOST_ID_CHARACTERS} characters"
+            f"custom_id is {_shown(custom_id)}: it must be a string of 1 to {MOST_ID_CHARACTERS} characters"
         )
     method, url, body = fields.get("method", "POST"), fields.get("url"), fields.get("body")
     if method != "POST":
@@ -100,7 +100,7 @@ def parse(line: bytes) -> Request:
 
 
 def id_hash(custom_id: str) -> int:
-    """Returns 64 bits by which a row is known: a million ids of any length take 8 MB."""
+    """64-bit hash of an id: a million ids of any length take 8 MB."""
     return int.from_bytes(hashlib.blake2b(custom_id.encode(), digest_size=8).digest(), "little")
 
 
@@ -115,7 +115,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _line_ends(text: mmap.mmap) -> IntArray:
-    """Returns where each line ends, at its newline or at the end of the file."""
+    """Offset of each line's newline, or the end of the file."""
     found = []
     for start in range(0, len(text), SCAN_AT_ONCE):
         part = np.frombuffer(text[start : start + SCAN_AT_ONCE], np.uint8)

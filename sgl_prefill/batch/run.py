@@ -1,4 +1,4 @@
-"""The rows of a job through an engine in this process, in the order of a plan."""
+"""Runs the rows of a job through an engine in this process, in the order of a plan."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from sgl_prefill.core.batch.token_rows import IntArray
 if TYPE_CHECKING:
     from sgl_prefill.port.in_process import InProcessEngine
 
-# While nothing can run, answers are being made elsewhere: labels are looked up in a thread.
+# Pause while no step can run: a thread is looking labels up.
 IDLE_S = 0.005
 
 
 class RowAnswer(NamedTuple):
-    """One row is done."""
-
     row: int
     answer: Answer
 
@@ -37,9 +35,9 @@ async def answers(
 
     Args:
         plan: of all prompts.
-        row_of_prompt: ascending: the prompts of a row follow each other, in the order in which the request sends them.
+        row_of_prompt: ascending; the prompts of a row are consecutive, in the order of the request.
         request_of: returns url and body of a row.
-        max_inflight: so many rows are with the engine at a time.
+        max_inflight: rows with the engine at a time.
     """
     places = plan.places()
     rows_in_order = _first_mentions(row_of_prompt[plan.rows])
@@ -68,16 +66,16 @@ async def answers(
                 running.add(task)
                 task.add_done_callback(ended)
                 n_begun += 1
-            await asyncio.sleep(0)  # those that have begun are sent
+            await asyncio.sleep(0)  # lets new tasks send their requests
             if not await engine.step() and running:
                 await asyncio.sleep(IDLE_S)
-            await asyncio.sleep(0)  # those that have been answered end
+            await asyncio.sleep(0)  # lets answered tasks end
             if failed:
                 raise failed[0]
             if done:
                 answered, done[:] = list(done), []
                 yield answered
-        # The last ones may have ended while the caller looked at those before them.
+        # The last tasks may have ended while the caller processed earlier answers.
         if failed:
             raise failed[0]
         if done:
@@ -88,7 +86,7 @@ async def answers(
 
 
 def _first_mentions(rows: IntArray) -> IntArray:
-    """Returns each row once, in the order in which they come first."""
+    """Each row once, in the order of its first occurrence."""
     found, places = np.unique(rows, return_index=True)
     in_order: IntArray = found[np.argsort(places)]
     return in_order

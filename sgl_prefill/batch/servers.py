@@ -1,4 +1,4 @@
-"""Running servers that answer a job: asked group by group, each by as many requests at a time as it is told."""
+"""Sends the rows of a job to running servers, group by group, with a limit of rows in flight for each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sgl_prefill.core.batch.token_rows import IntArray
 from sgl_prefill.dashboard.jobs import PATH as JOBS_PATH
 from sgl_prefill.dashboard.jobs import JobReport
 
-# What a server says that may serve the same request later.
+# Statuses of servers that may answer the same request later.
 BUSY = {
     HTTPStatus.REQUEST_TIMEOUT,
     HTTPStatus.TOO_MANY_REQUESTS,
@@ -30,7 +30,7 @@ BUSY = {
     HTTPStatus.GATEWAY_TIMEOUT,
 }
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-# A server that answers a row so often with an error of its own will not answer it: the row fails, the job goes on.
+# After so many such statuses a row fails, and the job goes on.
 MOST_TRIES = 6
 TIMEOUT_S = 3600.0
 ANSWERS_EVERY_S = 0.25
@@ -38,11 +38,11 @@ TELL_TIMEOUT_S = 2.0
 
 
 class NonsenseError(Exception):
-    """An answer that is none: not JSON, or cut off."""
+    """A body that is not JSON, or cut off."""
 
 
 class Server:
-    """One of the servers. It pauses where it does not answer, each time twice as long; nobody else waits for it."""
+    """One server. Each failure doubles its pause; other servers do not wait for it."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -59,14 +59,14 @@ class Server:
         await self._open.wait()
 
     def room(self, n_asked: int, most: int) -> bool:
-        """Says whether it may be asked for one more row: one that was gone is tried with one."""
+        """Whether it may be sent one more row. A server that failed last is tried with a single row."""
         return self.is_open and n_asked < (1 if self.is_gone else most)
 
     def answered(self) -> None:
         self.is_gone, self._pause_s = False, FIRST_PAUSE_S
 
     def pause(self, reason: str, tell: Callable[[str], None]) -> None:
-        """Lets nobody ask it for a while."""
+        """Stops sending to it for a while."""
         if not self._open.is_set():
             return
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
@@ -85,15 +85,15 @@ async def answers(
     headers: Mapping[str, str] | None = None,
     tell: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
 ) -> AsyncIterator[list[RowAnswer]]:
-    """Yields answers as they come. A row that failed on one server is asked for again, of whichever has time first.
+    """Yields answers as they come. A row that failed on one server is sent again to the first server with room.
 
     Args:
-        rows_in_order: of the whole job, rows of a group following each other.
-        group_begins: where in that order a group begins; a server takes one group after the other.
+        rows_in_order: of the whole job, the rows of a group consecutive.
+        group_begins: indices into that order; a server takes whole groups.
         max_inflight: rows with each server at a time.
     """
     done: list[RowAnswer] = []
-    again: deque[int] = deque()  # rows that no server has answered yet
+    again: deque[int] = deque()  # rows to send once more
     tries: dict[int, int] = {}
     groups = deque(_groups(len(rows_in_order), group_begins, max_inflight))
     n_left = len(rows_in_order)
@@ -114,7 +114,7 @@ async def answers(
         except (aiohttp.ClientError, TimeoutError, OSError, NonsenseError) as error:
             server.is_gone = True
             server.pause(f"{type(error).__name__} {error}".strip(), tell)
-            tries[row] -= not isinstance(error, NonsenseError)  # nobody has looked at the row
+            tries[row] -= not isinstance(error, NonsenseError)  # the server did not process the row
             status, text = HTTPStatus.BAD_GATEWAY, str(error).encode()
         else:
             server.answered()
@@ -139,13 +139,13 @@ async def answers(
                     break
                 asking.add(asyncio.create_task(ask(session, server, mine.popleft() if mine else again.popleft())))
             if not asking:
-                await asyncio.sleep(ANSWERS_EVERY_S)  # others are at the last rows: one of them may fail
+                await asyncio.sleep(ANSWERS_EVERY_S)  # other servers have the last rows, and may fail
                 continue
             ended, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
             for task in ended:
                 task.result()
             if server.is_gone:
-                again.extend(mine)  # for whoever lives
+                again.extend(mine)  # for the other servers
                 mine.clear()
 
     async with aiohttp.ClientSession(
@@ -174,7 +174,7 @@ async def answers(
 
 
 def _groups(n_rows: int, begins: IntArray, most_rows: int) -> list[tuple[int, int]]:
-    """Returns where the rows that a server takes at once begin and end: small groups together, up to `most_rows`."""
+    """Begin and end of the rows that a server takes at once: several small groups, up to `most_rows`."""
     found = []
     first = 0
     bounds = [*begins.tolist(), n_rows]

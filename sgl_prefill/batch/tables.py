@@ -1,6 +1,6 @@
 """Tables: one prompt a row, answered with one column per label.
 
-A table becomes a file of requests, so that all else is the same; its answers become a table again when all are there.
+A table becomes a file of requests; once all are answered, the answers become a table again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from sgl_prefill.batch.answer_lines import custom_id_of
+from sgl_prefill.batch.answer_file import custom_id_of
 from sgl_prefill.batch.options import JobOptions
 from sgl_prefill.errors import BatchJobError
 
@@ -46,7 +46,7 @@ def _places_of(template: str) -> list[str]:
 
 
 def columns_of(template: str, called: str = "--template") -> list[str]:
-    """Returns the columns that a template names. Raises BatchJobError where it is malformed or names none."""
+    """The columns that a template names. Raises BatchJobError where it is malformed or names none."""
     try:
         found = _places_of(template)
     except ValueError as error:

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import requests
 
-from sgl_prefill import preflight
 from sgl_prefill.cluster.gateway import headers_of
 from sgl_prefill.cluster.options import ClusterOptions
 from sgl_prefill.engine_state import RECORD_KEY
 from sgl_prefill.errors import ConfigurationError
+from sgl_prefill.startup import arguments, examine
 
 MODULE = "sgl_prefill.launch_server"
 LEAST_BUDGET_GB = 0.25  # of an engine for which nobody has said how much
@@ -35,7 +35,7 @@ def shares(options: ClusterOptions) -> list[Share]:
     from sgl_prefill.device import this_device
 
     n, flags = options.n_engines, list(options.engine_flags)
-    n_ranks = int(preflight.value_of(flags, "--tp-size", "--tp", "--tensor-parallel-size") or 1)
+    n_ranks = int(arguments.value_of(flags, "--tp-size", "--tp", "--tensor-parallel-size") or 1)
     ports = range(options.engine_port, options.engine_port + n)
     flags += ["--cluster-engines", ",".join(options.urls)]
     if this_device().is_host:
@@ -46,7 +46,7 @@ def shares(options: ClusterOptions) -> list[Share]:
             )
         budget_gb = _budget_gb(n, flags)
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // max(n, 1)))
-        given = () if preflight.value_of(flags, "--memory-budget-gb") else ("--memory-budget-gb", f"{budget_gb:.3f}")
+        given = () if arguments.value_of(flags, "--memory-budget-gb") else ("--memory-budget-gb", f"{budget_gb:.3f}")
         return [Share(port, (*flags, *given), {"OMP_NUM_THREADS": threads}) for port in ports]
     import torch
 
@@ -60,8 +60,8 @@ def shares(options: ClusterOptions) -> list[Share]:
 
 def _budget_gb(n_engines: int, flags: list[str]) -> float:
     """Returns how much memory each engine gets, before the first has taken its own."""
-    for_us_gb, _ = preflight.free_memory_gb()
-    given = preflight.value_of(flags, "--memory-budget-gb")
+    for_us_gb, _ = examine.free_memory_gb()
+    given = arguments.value_of(flags, "--memory-budget-gb")
     budget_gb = for_us_gb / 2 / n_engines if given is None else float(given)
     if budget_gb * n_engines > for_us_gb:
         raise ConfigurationError(

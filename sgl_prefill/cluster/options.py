@@ -6,9 +6,9 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from sgl_prefill import preflight
 from sgl_prefill.cluster.gateway import ROUTINGS
 from sgl_prefill.errors import ConfigurationError
+from sgl_prefill.startup import arguments, examine
 
 LOCAL = "127.0.0.1"
 ROUTER_PORT, METRICS_PORT = 30_000, 29_000
@@ -96,13 +96,13 @@ def options_of(namespace: argparse.Namespace, engine_flags: list[str]) -> Cluste
     if len(set(urls)) < len(urls):
         problems.append("--engine-urls names an engine twice")
     for flag, remedy in OURS.items():
-        if (value := preflight.value_of(engine_flags, flag)) is not None:
+        if (value := arguments.value_of(engine_flags, flag)) is not None:
             problems.append(f"{flag} {value} is decided by the cluster: {remedy}")
     if not problems:
         listening = [("--router-port", namespace.router_host, namespace.router_port)]
         listening.append(("--metrics-port", namespace.router_host, namespace.metrics_port))
         listening += [("--engine-port", LOCAL, first + index) for index in range(n_engines or 0)]
-        problems += preflight.port_problems(listening)
+        problems += examine.port_problems(listening)
     if problems:
         raise ConfigurationError("\n".join(problems))
     return ClusterOptions(

@@ -6,11 +6,19 @@ import dataclasses
 import math
 from array import array
 from collections.abc import Hashable
-
-from sgl_prefill.core.batch.planned_row import PlannedRow
+from typing import NamedTuple
 
 # Rank of background jobs: they use the capacity that live requests leave. Clients cannot set it.
 BACKGROUND = math.inf
+
+
+class PlannedRow(NamedTuple):
+    """Place of a batch row in its job's plan. Token counts are from the beginning of its prompt."""
+
+    place: int  # in the order of the plan
+    n_reused_tokens: int  # computed by an earlier row
+    n_shared_tokens: int  # reused by a later row
+    end: int  # rows from place + 1 to before this one reuse more than this row does: they wait for it
 
 
 @dataclasses.dataclass(eq=False, slots=True)

@@ -11,7 +11,6 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 
-from sgl_prefill import preflight
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.calibration import Calibration
 from sgl_prefill.core.jct import FittedJct
@@ -22,6 +21,7 @@ from sgl_prefill.core.policy import PolicySettings
 from sgl_prefill.planner.summary import Served as Served
 from sgl_prefill.planner.workloads import Arrival
 from sgl_prefill.port.simulated_cache import SimulatedCache
+from sgl_prefill.startup import arguments
 
 
 def name_of(config: PrefillConfig) -> str:
@@ -136,7 +136,7 @@ def replay(
 
 def settings_of(config: PrefillConfig, jct_ms: FittedJct, page_tokens: int) -> PolicySettings:
     """Makes the settings of a policy whose jobs count pages."""
-    max_requests = preflight.most_requests_of_step(config) or sys.maxsize
+    max_requests = arguments.most_requests_of_step(config) or sys.maxsize
     pack_tokens = jct_ms.full_price_tokens() if config.pack_step_tokens is None else config.pack_step_tokens
     most = pack_tokens if pack_tokens is not None else max_requests * page_tokens  # a token costs nothing
     step = StepSize(max(most // page_tokens, 1), max_requests) if most else StepSize()

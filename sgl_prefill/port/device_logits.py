@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sgl_prefill.cpu.lm_head import is_plain
-from sgl_prefill.preflight import DEVICE_MAX_REQUESTS
+from sgl_prefill.startup.arguments import DEVICE_MAX_REQUESTS
 
 
 def around_compute_lm_head(

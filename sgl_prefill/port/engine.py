@@ -10,7 +10,7 @@ from typing import Any
 from sglang.srt.entrypoints.engine import Engine as StockEngine
 from sglang.srt.plugins import load_plugins
 
-from sgl_prefill import calibrations, cuda_driver, cuda_home, preflight
+from sgl_prefill import calibrations
 from sgl_prefill.api.cut_requests import CutRequests
 from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer
 from sgl_prefill.api.prompt_parts import note
@@ -20,8 +20,9 @@ from sgl_prefill.api.reply_options import ReplyOptions, check_alternatives
 from sgl_prefill.api.scored_prompt import ScoredPrompt
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.device import this_device
-from sgl_prefill.errors import BadRequestError, SeamError
+from sgl_prefill.errors import BadRequestError, ConfigurationError, SeamError
 from sgl_prefill.port import activation, fingerprints, prefork, processes
+from sgl_prefill.startup import arguments, examine
 
 
 class Engine(StockEngine):  # type: ignore[misc]
@@ -109,21 +110,19 @@ def arguments_of(options: dict[str, Any]) -> tuple[PrefillConfig, Any]:
         raise SeamError(problem)
     names = {field.name for field in dataclasses.fields(PrefillConfig)}
     config = PrefillConfig(**{name: value for name, value in options.items() if name in names})
-    cuda_driver.check()
     asked = {name: value for name, value in options.items() if name not in names}
+    if problems := arguments.early_problems(config, asked.get("model_path")):
+        raise ConfigurationError("\n".join(problems))
     for_sglang = {**sglang_defaults(config, asked.get("prefill_max_requests")), **asked}
-    if "model_path" in for_sglang:
-        preflight.check_model_path(for_sglang["model_path"])
     if not this_device().is_host:
-        cuda_home.prepare()
-        cuda_home.shorten_warm_up()
+        examine.prepare_cuda()
     load_plugins()
     server_args = StockEngine.server_args_class(**for_sglang)
-    preflight.check_server_args(config, server_args, listens=False)
+    arguments.check_server_args(config, server_args, listens=False)
     return config, server_args
 
 
 def sglang_defaults(config: PrefillConfig, asked_max_requests: int | None = None) -> dict[str, Any]:
     """Returns SGLang's arguments that this configuration needs, and those that suit this machine (`default_settings`)."""
-    needs = {need.field: need.value for need in preflight.required_for(config)}
-    return {**needs, **preflight.default_settings(config, asked_max_requests)}
+    needs = {need.field: need.value for need in arguments.required_for(config)}
+    return {**needs, **arguments.default_settings(config, asked_max_requests)}

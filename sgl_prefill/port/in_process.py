@@ -49,7 +49,7 @@ from sgl_prefill.api.routes import PrefillRoutes, answer_bad_request
 from sgl_prefill.api.scores import LabelScoringRequest
 from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.core.batch.planned_row import PlannedRow
+from sgl_prefill.core.job import PlannedRow
 from sgl_prefill.engine_state import PACKS_WEIGHTS_KEY, EngineState
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.port import activation, scheduler_alone, silent_metrics

@@ -19,7 +19,7 @@ from sgl_prefill.port import background, reply_facts, request_state
 from sgl_prefill.port.kv_allocator import SuffixKVAllocator
 from sgl_prefill.port.kv_pool import SuffixKVPool
 from sgl_prefill.port.ranks import these_ranks
-from sgl_prefill.preflight import DEVICE_MEMORY_FRACTION
+from sgl_prefill.startup.arguments import DEVICE_MEMORY_FRACTION
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +73,7 @@ def around_build_pool(
 
 def _most_durable_tokens(configurator: KVCacheConfigurator, sglangs_tokens: int) -> int:
     """Returns SGLang's number where the user has set it; on a device else all that is free now, since only as much gets memory
-    as the profile run leaves (see `preflight.DEVICE_MEMORY_FRACTION`).
+    as the profile run leaves (see `arguments.DEVICE_MEMORY_FRACTION`).
     """
     from sglang.srt.runtime_context import get_parallel, get_schedule
 

@@ -26,7 +26,7 @@ from sgl_prefill.port.hybrid import ExpertContext, body_of, gathers_kv, prefill_
 from sgl_prefill.port.kv_allocator import SuffixKVAllocator
 from sgl_prefill.port.ranks import tensor_exchange, these_ranks
 from sgl_prefill.port.stable_answers import make_stable
-from sgl_prefill.preflight import DEVICE_MEMORY_FRACTION
+from sgl_prefill.startup.arguments import DEVICE_MEMORY_FRACTION
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import psutil
 import requests
 
-from sgl_prefill import preflight, quiet_start
+from sgl_prefill import quiet_start
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.device import device_of, is_out_of_memory
 from sgl_prefill.engine_state import EngineState
 from sgl_prefill.errors import ConfigurationError, MemoryPlanError, SglPrefillError
 from sgl_prefill.port import prefork, priority
 from sgl_prefill.port.prefork import Launcher, ParentEnvironment
-from sgl_prefill.startup import card_check
+from sgl_prefill.startup import examine
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -116,13 +116,13 @@ def _named_out_of_memory(server_args: ServerArgs, gpu_id: int) -> Iterator[None]
         return
     is_changed = server_args.quantization is not None or server_args.cpu_offload_gb > 0
     free_bytes = device.free_bytes()
-    card_check.check(device, server_args.model_path, server_args.tp_size, loads_all_as_it_is=not is_changed)
+    examine.check_card(device, server_args.model_path, server_args.tp_size, loads_all_as_it_is=not is_changed)
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        raise MemoryPlanError(card_check.out_of_memory(device, server_args.model_path, free_bytes, error)) from error
+        raise MemoryPlanError(examine.out_of_memory(device, server_args.model_path, free_bytes, error)) from error
 
 
 def end_with_launcher(error: SglPrefillError, launcher: Launcher) -> None:
@@ -238,7 +238,7 @@ def _wait_until_listening(session: requests.Session, server_args: ServerArgs) ->
             if is_late or not threading.main_thread().is_alive():
                 listening = [("--port", server_args.host, server_args.port)]
                 reason = (
-                    "\n".join(preflight.port_problems(listening)) or "the HTTP server has ended, as its log above says"
+                    "\n".join(examine.port_problems(listening)) or "the HTTP server has ended, as its log above says"
                 )
                 raise ConfigurationError(reason) from None
             if time.monotonic() > deadline:

@@ -26,7 +26,7 @@ from sgl_prefill.core.kv_advisor import KVAdvisor
 from sgl_prefill.core.prefix_tree import Match, TreeListener
 from sgl_prefill.port import background, namespaces, request_state
 from sgl_prefill.port.namespaces import Namespace
-from sgl_prefill.preflight import PREFIX_CACHE_NAME
+from sgl_prefill.startup.arguments import PREFIX_CACHE_NAME
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sgl_prefill.core import policies
-from sgl_prefill.core.batch.planned_row import PlannedRow
 from sgl_prefill.core.deadlines import Refusal
-from sgl_prefill.core.job import BACKGROUND, Job
+from sgl_prefill.core.job import BACKGROUND, Job, PlannedRow
 from sgl_prefill.core.packing import StepSize
 from sgl_prefill.core.policies.follower import Broadcast, Follower
 from sgl_prefill.core.policy import Decision, Policy, PolicySettings, Writing

@@ -13,7 +13,7 @@ from sgl_prefill.errors import MemoryPlanError
 from sgl_prefill.port import answer_trees
 from sgl_prefill.port.loaded_model import SglangModel, weights_bytes
 from sgl_prefill.port.ranks import these_ranks
-from sgl_prefill.startup import card_check
+from sgl_prefill.startup import examine
 from sgl_prefill.startup.prepare import ANSWER_MARGIN_TOKENS, prepare
 
 if TYPE_CHECKING:
@@ -60,9 +60,7 @@ def _sglangs_bytes(
             raise
         name = model_name(configurator.model_config.model_path)
         weights, fraction = weights_bytes(configurator.model), get_schedule().mem_fraction_static
-        raise MemoryPlanError(
-            card_check.no_room_for_kv(device, name, weights, device.free_bytes(), fraction)
-        ) from error
+        raise MemoryPlanError(examine.no_room_for_kv(device, name, weights, device.free_bytes(), fraction)) from error
 
 
 def _for_each(ranks: Ranks) -> str:

@@ -5,7 +5,6 @@ SGLang opens, ends and exports the spans. Where it traces nothing, a request cos
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,11 +16,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 EVENT = "sgl_prefill.picked"
-NEEDED = (
-    "opentelemetry.sdk.trace.export",
-    "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
-    "opentelemetry.exporter.otlp.proto.http.trace_exporter",  # SGLang imports both, whichever it uses
-)
 FACTS = ("kept_tokens", "evicted_tokens", "predicted_jct_ms")  # of the reply's meta_info
 LEVEL = 1  # of SGLANG_TRACE_LEVEL, as the span that the event is in
 
@@ -65,21 +59,3 @@ def of_answered(time_stats: Any) -> dict[str, Any]:
     """Returns what a request's root span says of it once it is answered, in the HTTP process."""
     facts = reply_facts.read(time_stats)
     return {f"sgl_prefill.{name}": facts[name] for name in FACTS if name in facts}
-
-
-def missing_packages() -> str | None:
-    """Says what `--enable-trace` needs and is not installed, or None."""
-    missing = [name for name in NEEDED if not _is_there(name)]
-    if not missing:
-        return None
-    return (
-        f"--enable-trace needs OpenTelemetry's SDK and its OTLP exporters, and there is no module {missing[0]}:"
-        " run `pip install 'sgl-prefill[trace]'`, or leave --enable-trace out"
-    )
-
-
-def _is_there(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # of a package that it would be in
-        return False

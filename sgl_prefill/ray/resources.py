@@ -24,12 +24,12 @@ class Share(NamedTuple):
         """Gives this process its threads, and returns an engine's arguments with its memory. Comes before torch is imported."""
         os.environ["OMP_NUM_THREADS"] = str(self.threads or max(1, len(os.sched_getaffinity(0)) // self.n_on_node))
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
-        from sgl_prefill import preflight
         from sgl_prefill.device import this_device
+        from sgl_prefill.startup import examine
 
         if not this_device().is_host or "memory_budget_gb" in engine:
             return dict(engine)
-        for_us_gb, _ = preflight.free_memory_gb()
+        for_us_gb, _ = examine.free_memory_gb()
         return {**engine, "memory_budget_gb": round(for_us_gb / 2 / self.n_on_node, 3)}
 
 

@@ -19,12 +19,16 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
-from sgl_prefill import disk_cache, tensor_memory
+from torch.autograd.profiler import profile
+
+from sgl_prefill import disk_cache
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.memory_plan import MemoryUse
 from sgl_prefill.core.ranks import smallest
@@ -224,10 +228,21 @@ def _run(model: LoadedModel, n_tokens: int) -> None:
         step.release()
 
 
+def peak_tensor_bytes(run: Callable[[], None]) -> int:
+    """Highest sum of host tensors that `run` has allocated and not yet freed: exact, unlike resident memory."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it reports a machine without a GPU as an error
+    with profile(profile_memory=True) as profiled:
+        run()
+    events = [event for event in profiled.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    alive_bytes: list[int] = list(accumulate((event.nbytes() for event in events), initial=0))
+    return max(alive_bytes)
+
+
 def _tensor_bytes(model: LoadedModel, n_tokens: int) -> int:
     """Measures, on a host, the peak of the tensors that one input allocates."""
     with model.only_last_block():
-        return tensor_memory.peak_bytes(lambda: _run(model, n_tokens))
+        return peak_tensor_bytes(lambda: _run(model, n_tokens))
 
 
 def _peak_bytes(model: LoadedModel, n_tokens: int) -> int:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from benchmarks.batch_plan.single_level import Group, single_level_groups
 from sgl_prefill.core.batch import plan, prefix_order, prefix_tree
-from sgl_prefill.core.batch.output_length import OutputLength
 from sgl_prefill.core.batch.prefix_tree import ROOT, PrefixNode
 from sgl_prefill.core.batch.token_rows import TokenRows
+from sgl_prefill.core.policies.whole_job import OutputLength
 
 ROWS = st.lists(st.lists(st.integers(0, 2), max_size=8), max_size=12)
 

@@ -15,7 +15,7 @@ import numpy as np
 import orjson
 import pytest
 
-from sgl_prefill.batch import answer_lines, prompts, tables
+from sgl_prefill.batch import answer_file, prompts, tables
 from sgl_prefill.batch.answer_file import AnswerFile
 from sgl_prefill.batch.job_folder import JobFolder
 from sgl_prefill.batch.options import JobOptions, options_of, parser
@@ -230,8 +230,8 @@ def test_a_table_becomes_requests_and_its_answers_a_table(tmp_path: Path, suffix
     assert bodies[0]["allowed_answers"] == [" +", " -"]
 
     scores = {"labels": [{"label": " +", "probability": 0.75}, {"label": " -", "probability": 0.25}], "label_mass": 0.5}
-    answered = answer_lines.answered("p", 200, orjson.dumps({"choices": [{"label_scores": scores}]}))
-    failed = answer_lines.refused("q", 2, "too long", status=400)
+    answered = answer_file.answered("p", 200, orjson.dumps({"choices": [{"label_scores": scores}]}))
+    failed = answer_file.refused("q", 2, "too long", status=400)
     tables.write_answers(given, iter([answered]), iter([failed]))
     found = [orjson.loads(text) for text in given.output.read_bytes().splitlines()]
     assert found == [

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from sgl_prefill import preflight
 from sgl_prefill.cluster import __main__ as cluster
 from sgl_prefill.cluster import engines, gateway
 from sgl_prefill.cluster.options import ClusterOptions, options_of, parser
 from sgl_prefill.errors import ConfigurationError
 from sgl_prefill.local_server import free_port
+from sgl_prefill.startup import examine
 
 README = (Path(cluster.__file__).parent / "README.md").read_text()
 
@@ -43,8 +43,8 @@ def parsed(*argv: str) -> ClusterOptions:
 
 @pytest.fixture
 def _much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "free_memory_gb", lambda: (8.0, 16.0))
-    monkeypatch.setattr(preflight, "_port_problems", lambda *_: [])  # whoever listens on this machine
+    monkeypatch.setattr(examine, "free_memory_gb", lambda: (8.0, 16.0))
+    monkeypatch.setattr(examine, "_port_problems", lambda *_: [])  # whoever listens on this machine
     monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from sgl_prefill import container_memory, preflight
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.cpu import lm_head
 from sgl_prefill.errors import ConfigurationError
 from sgl_prefill.local_server import free_port
+from sgl_prefill.startup import arguments, examine
 
 FREE_PORT = str(free_port())
 
@@ -43,10 +43,10 @@ def test_the_command_line_defaults_are_the_dataclass_defaults() -> None:
 
 
 def test_a_start_without_any_flag_has_nothing_wrong() -> None:
-    assert preflight.check_argv(PrefillConfig(), [], listens=False) == []
-    assert preflight.value_of([], "--port") is None
-    assert preflight.value_of(["--port", "1", "--port=2", "--enable-x"], "--port") == "2"
-    assert preflight.value_of(["--enable-x"], "--enable-x") == ""
+    assert arguments.check_argv(PrefillConfig(), [], listens=False) == []
+    assert arguments.value_of([], "--port") is None
+    assert arguments.value_of(["--port", "1", "--port=2", "--enable-x"], "--port") == "2"
+    assert arguments.value_of(["--enable-x"], "--enable-x") == ""
 
 
 def test_the_config_survives_the_way_to_the_scheduler_process() -> None:
@@ -87,12 +87,12 @@ def test_steps_are_packed_unless_one_request_a_step_is_asked_for() -> None:
     """None is `auto`. Only one request a step needs the flag of SGLang that holds a step to one."""
     assert parsed().pack_step_tokens is None
     argv = ["--prefill-max-requests", "8", "--port", FREE_PORT]
-    assert preflight.check_argv(PrefillConfig(), argv) == []
-    assert "--prefill-max-requests" not in preflight.required_flags(PrefillConfig())
-    (problem,) = preflight.check_argv(PrefillConfig(pack_step_tokens=0), argv)
+    assert arguments.check_argv(PrefillConfig(), argv) == []
+    assert "--prefill-max-requests" not in arguments.required_flags(PrefillConfig())
+    (problem,) = arguments.check_argv(PrefillConfig(pack_step_tokens=0), argv)
     assert "--pack-step-tokens auto" in problem
-    one_a_step = preflight.required_flags(PrefillConfig(pack_step_tokens=0))
-    assert preflight.value_of(one_a_step, "--prefill-max-requests") == "1"
+    one_a_step = arguments.required_flags(PrefillConfig(pack_step_tokens=0))
+    assert arguments.value_of(one_a_step, "--prefill-max-requests") == "1"
 
 
 def test_stock_scheduling_is_not_packed_by_us_and_refuses_to_be_told_so() -> None:
@@ -105,16 +105,16 @@ def test_stock_scheduling_is_not_packed_by_us_and_refuses_to_be_told_so() -> Non
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "expected"), [(False, lm_head.MAX_ROWS), (True, preflight.DEVICE_MAX_REQUESTS)]
+    ("accelerator", "expected"), [(False, lm_head.MAX_ROWS), (True, arguments.DEVICE_MAX_REQUESTS)]
 )
 def test_the_requests_of_a_packed_step_are_bounded(
     monkeypatch: pytest.MonkeyPatch, accelerator: bool, expected: int
 ) -> None:
     """On a host by the rows that get float32 logits, on a device by the memory that their logits take."""
     monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: accelerator)
-    assert preflight.default_settings(PrefillConfig())["prefill_max_requests"] == expected
+    assert arguments.default_settings(PrefillConfig())["prefill_max_requests"] == expected
     for other in (PrefillConfig(pack_step_tokens=0), PrefillConfig(scheduling="stock")):
-        assert "prefill_max_requests" not in preflight.default_settings(other)
+        assert "prefill_max_requests" not in arguments.default_settings(other)
 
 
 PAPER = {
@@ -162,7 +162,7 @@ def test_each_contradiction_of_the_papers_engine_is_named() -> None:
 
 def test_a_flag_of_sglangs_against_the_papers_engine_is_refused_with_a_remedy_that_works() -> None:
     """`--pack-step-tokens auto` alone would be refused beside --paper."""
-    (problem,) = preflight.check_argv(PrefillConfig(paper=True), ["--prefill-max-requests", "8", "--port", FREE_PORT])
+    (problem,) = arguments.check_argv(PrefillConfig(paper=True), ["--prefill-max-requests", "8", "--port", FREE_PORT])
     assert problem.endswith("or start with --pack-step-tokens auto and without --paper")
 
 
@@ -190,15 +190,15 @@ def test_the_help_shows_every_default_and_what_the_paper_means() -> None:
 def test_contradicting_flags_are_all_named_with_the_remedy() -> None:
     """Seen in the bare command line, before SGLang's slow import."""
     argv = ["--chunked-prefill-size", "512", "--schedule-policy=lpm", "--enable-mixed-chunk", "--port", FREE_PORT]
-    problems = preflight.check_argv(PrefillConfig(), argv)
+    problems = arguments.check_argv(PrefillConfig(), argv)
     assert [problem.split()[0] for problem in problems] == [
         "--chunked-prefill-size",
         "--schedule-policy",
         "--enable-mixed-chunk",
     ]
     assert all("--scheduling stock" in problem for problem in problems)
-    assert preflight.check_argv(PrefillConfig(scheduling="stock", suffix_kv="keep"), argv) == []
-    with_scratch = preflight.check_argv(PrefillConfig(scheduling="stock"), argv)
+    assert arguments.check_argv(PrefillConfig(scheduling="stock", suffix_kv="keep"), argv) == []
+    with_scratch = arguments.check_argv(PrefillConfig(scheduling="stock"), argv)
     assert [problem.split()[0] for problem in with_scratch] == ["--chunked-prefill-size", "--enable-mixed-chunk"]
 
 
@@ -213,12 +213,12 @@ def test_flags_that_agree_are_no_contradiction() -> None:
         "--port",
         FREE_PORT,
     ]
-    assert preflight.check_argv(PrefillConfig(pack_step_tokens=0), argv) == []
+    assert arguments.check_argv(PrefillConfig(pack_step_tokens=0), argv) == []
 
 
 def test_data_parallelism_is_refused_and_points_to_the_cluster() -> None:
     """SGLang's would send a user's requests to every copy in turn."""
-    (problem,) = preflight.check_argv(PrefillConfig(), ["--dp-size", "2", "--port", FREE_PORT])
+    (problem,) = arguments.check_argv(PrefillConfig(), ["--dp-size", "2", "--port", FREE_PORT])
     assert problem.startswith("--dp-size is 2 and must be 1")
     assert "python -m sgl_prefill.cluster --engines N" in problem
 
@@ -240,7 +240,7 @@ def test_ranks_need_equal_shares_of_heads_and_cores(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
     model = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     (tmp_path / "config.json").write_text(json.dumps(model))
-    problems = preflight.rank_problems(n_ranks, str(tmp_path))
+    problems = arguments.rank_problems(n_ranks, str(tmp_path))
     assert [told is not None and told in problem for problem in problems] == ([] if told is None else [True])
 
 
@@ -250,20 +250,20 @@ def test_a_taken_port_is_named() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        (problem,) = preflight.check_argv(PrefillConfig(), ["--port", str(port)])
+        (problem,) = arguments.check_argv(PrefillConfig(), ["--port", str(port)])
     assert problem.startswith(f"--port {port} on 127.0.0.1 cannot be used (Address already in use)")
 
 
 def test_a_model_path_that_holds_no_model_is_named(tmp_path: Path) -> None:
     """A missing folder, and a folder without a model; a hub name is left to SGLang."""
     assert (
-        "does not exist" in preflight.check_argv(PrefillConfig(), ["--model-path", "/no/such", "--port", FREE_PORT])[0]
+        "does not exist" in arguments.check_argv(PrefillConfig(), ["--model-path", "/no/such", "--port", FREE_PORT])[0]
     )
     assert (
         "without config.json"
-        in preflight.check_argv(PrefillConfig(), [f"--model-path={tmp_path}", "--port", FREE_PORT])[0]
+        in arguments.check_argv(PrefillConfig(), [f"--model-path={tmp_path}", "--port", FREE_PORT])[0]
     )
-    assert preflight.check_argv(PrefillConfig(), ["--model", "org/name", "--port", FREE_PORT]) == []
+    assert arguments.check_argv(PrefillConfig(), ["--model", "org/name", "--port", FREE_PORT]) == []
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_a_model_path_that_holds_no_model_is_named(tmp_path: Path) -> None:
 )
 def test_value_of_reads_a_command_line_as_argparse_would(argv: list[str], value: str | None) -> None:
     """Separate, joined, switch, absent, and the last of several."""
-    assert preflight.value_of(argv, "--a") == value
+    assert arguments.value_of(argv, "--a") == value
 
 
 def test_the_memory_budget_becomes_a_fraction_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,19 +287,19 @@ def test_the_memory_budget_becomes_a_fraction_of_what_is_free(monkeypatch: pytes
     free = type("Memory", (), {"available": 10 << 30})
     monkeypatch.setattr("psutil.virtual_memory", lambda: free)
     monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: False)
-    monkeypatch.setattr(container_memory, "free_bytes", lambda: math.inf)
-    assert preflight.memory_fraction(PrefillConfig()) == 0.5
-    assert preflight.memory_fraction(PrefillConfig(memory_budget_gb=4)) == 0.4
+    monkeypatch.setattr(examine, "container_free_bytes", lambda: math.inf)
+    assert arguments.memory_fraction(PrefillConfig()) == 0.5
+    assert arguments.memory_fraction(PrefillConfig(memory_budget_gb=4)) == 0.4
     with pytest.raises(ConfigurationError, match=r"10\.0 GiB free"):
-        preflight.memory_fraction(PrefillConfig(memory_budget_gb=11))
-    monkeypatch.setattr(container_memory, "free_bytes", lambda: 4 << 30)
-    assert preflight.memory_fraction(PrefillConfig()) == 0.2
+        arguments.memory_fraction(PrefillConfig(memory_budget_gb=11))
+    monkeypatch.setattr(examine, "container_free_bytes", lambda: 4 << 30)
+    assert arguments.memory_fraction(PrefillConfig()) == 0.2
     with pytest.raises(ConfigurationError, match=r"container .* has 4\.0 GiB free"):
-        preflight.memory_fraction(PrefillConfig(memory_budget_gb=5))
+        arguments.memory_fraction(PrefillConfig(memory_budget_gb=5))
     monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: True)
-    assert preflight.memory_fraction(PrefillConfig()) is None
+    assert arguments.memory_fraction(PrefillConfig()) is None
     with pytest.raises(ConfigurationError, match="--mem-fraction-static"):
-        preflight.memory_fraction(PrefillConfig(memory_budget_gb=4))
+        arguments.memory_fraction(PrefillConfig(memory_budget_gb=4))
 
 
 @pytest.mark.parametrize(
@@ -313,8 +313,8 @@ def test_a_processor_that_is_slow_in_bfloat16_serves_in_float32(
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
     monkeypatch.setattr("sgl_prefill.cpu.detect.has_accelerator", lambda: accelerator)
     monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: accelerator)
-    assert preflight.default_settings(PrefillConfig()).get("dtype") == dtype
-    assert ("--dtype" in preflight.default_flags(PrefillConfig())) == (dtype is not None)
+    assert arguments.default_settings(PrefillConfig()).get("dtype") == dtype
+    assert ("--dtype" in arguments.default_flags(PrefillConfig())) == (dtype is not None)
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from sgl_prefill.kv.cuda import AliasedCudaMemory
 from sgl_prefill.port.kv_allocator import SuffixKVAllocator
 from sgl_prefill.port.kv_pool import SuffixKVPool
 from sgl_prefill.port.loaded_model import SglangModel
-from sgl_prefill.preflight import DEVICE_MEMORY_FRACTION
 from sgl_prefill.startup import memory_profile
+from sgl_prefill.startup.arguments import DEVICE_MEMORY_FRACTION
 from sgl_prefill.startup.prepare import prepare
 from tests.support.fake_cuda_driver import GRANULE_BYTES, FakeCard, FakeDevice, installed
 

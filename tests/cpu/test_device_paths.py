@@ -19,12 +19,12 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import get_tc_piecewise_forward_context
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sgl_prefill import preflight
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import UntraceableModelError
 from sgl_prefill.port import device_logits, hybrid
 from sgl_prefill.port.hooks import hooks_for
-from sgl_prefill.preflight import DEVICE_MAX_REQUESTS
+from sgl_prefill.startup import arguments
+from sgl_prefill.startup.arguments import DEVICE_MAX_REQUESTS
 
 HIDDEN, VOCABULARY = 8, 32
 
@@ -154,5 +154,5 @@ def test_the_option_decides_on_a_gpu_too(monkeypatch: pytest.MonkeyPatch, logits
 
 def test_prefills_that_pass_by_the_policy_are_refused_by_name() -> None:
     """--enable-pdmux wants what our launcher sets, and starts a loop of its own."""
-    (problem,) = preflight.check_argv(PrefillConfig(), ["--enable-pdmux"], listens=False)
+    (problem,) = arguments.check_argv(PrefillConfig(), ["--enable-pdmux"], listens=False)
     assert problem.startswith("--enable-pdmux is True and must be False")

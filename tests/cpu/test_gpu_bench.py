@@ -122,7 +122,7 @@ def test_a_step_that_is_cut_off_leaves_no_process_behind(tmp_path: Path) -> None
 def test_the_script_runs_the_steps_and_says_what_is_left(tmp_path: Path) -> None:
     """It hands on folder, minutes and names, and makes a toolkit known."""
     does = (
-        'case "$*" in *cuda_home*) echo export CUDA_HOME=/some/toolkit;;'
+        'case "$*" in *startup.examine*) echo export CUDA_HOME=/some/toolkit;;'
         ' *) echo "CUDA_HOME=$CUDA_HOME $BENCH_USERS $PYTHONPATH";; esac'
     )
     python = Path(python_that(tmp_path, does))

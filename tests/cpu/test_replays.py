@@ -19,13 +19,13 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.model_executor.runner import PrefillCudaGraphRunner
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import enable_breakable_cuda_graph
 
-from sgl_prefill import preflight
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.engine_state import EngineState
 from sgl_prefill.port import answer_trees, hybrid, replays
 from sgl_prefill.port.engine import sglang_defaults
 from sgl_prefill.port.hooks import hooks_for
-from sgl_prefill.preflight import DEVICE_MAX_REQUESTS, DEVICE_REPLAYED_TOKENS
+from sgl_prefill.startup import arguments
+from sgl_prefill.startup.arguments import DEVICE_MAX_REQUESTS, DEVICE_REPLAYED_TOKENS
 from tests.support import tiny_models
 
 GRAPH_FLAGS = {"cuda_graph_max_bs_prefill", "disable_decode_cuda_graph", "max_running_requests"}
@@ -100,8 +100,8 @@ def test_nothing_is_recorded_for_decoding_where_nothing_is_decoded(made: Callabl
 def test_the_request_table_has_as_many_rows_as_a_step(config: PrefillConfig, asked: str | None, rows: int) -> None:
     """2,048 rows of a context of 131,072 tokens are 1 GiB; the profile of completion times wants 16."""
     argv = [] if asked is None else ["--prefill-max-requests", asked]
-    flags = preflight.default_flags(config, argv)
-    assert preflight.value_of(flags, "--max-running-requests") == str(rows)
+    flags = arguments.default_flags(config, argv)
+    assert arguments.value_of(flags, "--max-running-requests") == str(rows)
 
 
 @pytest.mark.usefixtures("on_device")
@@ -117,7 +117,7 @@ def test_a_flag_of_the_users_counts(made: Callable[..., Any]) -> None:
     ]
     parser = sglang_arguments.argparse.ArgumentParser()
     sglang_arguments.ServerArgs.add_cli_args(parser)
-    flags = [*preflight.default_flags(PrefillConfig(), asked), *asked]
+    flags = [*arguments.default_flags(PrefillConfig(), asked), *asked]
     parsed = parser.parse_args(["--model-path", "x", *flags])
     assert (parsed.cuda_graph_max_bs_prefill, parsed.max_running_requests) == (512, 77)
     found = made(
@@ -129,7 +129,7 @@ def test_a_flag_of_the_users_counts(made: Callable[..., Any]) -> None:
 
 def test_stock_scheduling_with_whole_kv_keeps_sglangs_graphs_and_rows(on_device: None) -> None:
     """Its steps are SGLang's, in chunks; only what is never decoded is not recorded."""
-    settings = preflight.default_settings(PrefillConfig(scheduling="stock", suffix_kv="keep"))
+    settings = arguments.default_settings(PrefillConfig(scheduling="stock", suffix_kv="keep"))
     assert settings == {"disable_decode_cuda_graph": True}
 
 
@@ -137,7 +137,7 @@ def test_a_host_stays_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """There are no graphs, and memory for the table comes as it is written."""
     monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: False)
     for config in (PrefillConfig(), PrefillConfig(paper=True), PrefillConfig(allow_generation=True)):
-        assert not GRAPH_FLAGS & set(preflight.default_settings(config))
+        assert not GRAPH_FLAGS & set(arguments.default_settings(config))
     assert replays.around_can_run_graph not in [hook.function for hook in hooks_for(PrefillConfig(), "scheduler")]
 
 

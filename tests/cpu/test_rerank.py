@@ -14,7 +14,6 @@ from fastapi.responses import StreamingResponse
 from sglang.srt.entrypoints.openai.protocol import RerankResponse
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sgl_prefill import preflight
 from sgl_prefill.api.reply_options import ReplyOptions
 from sgl_prefill.api.rerank import Reranker, _reply, format_of_v1
 from sgl_prefill.api.rerank_replies import Result, Serialiser, to_cohere, to_jina, to_sglang
@@ -25,6 +24,7 @@ from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.label_calibration import Calibration
 from sgl_prefill.core.labels import Label, restrict
 from sgl_prefill.errors import BadRequestError, ConfigurationError
+from sgl_prefill.startup import arguments
 
 GOOD: dict[str, Any] = {"query": "q", "documents": ["a", "b", "c"]}
 OBJECTS = [{"title": "t", "text": "a", "year": 5}, {"title": "u"}]
@@ -396,8 +396,8 @@ def test_the_template_of_the_flag_is_what_the_model_is_asked(tmp_path: Any) -> N
 
 
 def test_a_template_that_cannot_be_used_is_refused_before_anything_starts(tmp_path: Any) -> None:
-    (problem,) = preflight.check_argv(PrefillConfig(rerank_template="qwen"), [], listens=False)
+    (problem,) = arguments.check_argv(PrefillConfig(rerank_template="qwen"), [], listens=False)
     assert "--rerank-template qwen is none of yes-no, qwen3-reranker" in problem
-    assert preflight.check_argv(PrefillConfig(rerank_template="qwen3-reranker"), [], listens=False) == []
+    assert arguments.check_argv(PrefillConfig(rerank_template="qwen3-reranker"), [], listens=False) == []
     with pytest.raises(ConfigurationError):
         Reranker(PrefillConfig(rerank_template=str(tmp_path)), lambda: None, None, None)  # type: ignore[arg-type,return-value]

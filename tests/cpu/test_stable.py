@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from sgl_prefill import preflight
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.shared_groups import Group
 from sgl_prefill.cpu import stable
@@ -21,6 +20,7 @@ from sgl_prefill.cpu.fused import Linear, pack
 from sgl_prefill.cpu.native.calls import Kernels, StepRequests
 from sgl_prefill.cpu.native.library import Native
 from sgl_prefill.errors import ConfigurationError, UnsupportedModelError
+from sgl_prefill.startup import arguments
 from tests.cpu.test_native import DTYPES, _two_threads, kernels, random_tensor
 
 __all__ = ["_two_threads", "kernels"]  # fixtures
@@ -189,17 +189,17 @@ def test_what_cannot_be_stable_is_refused_before_a_process_starts() -> None:
         prefill_attention_backend: str | None = "cpu_flash"
         decode_attention_backend: str | None = "cpu_flash_decode"
 
-    with mock.patch.object(preflight, "native", return_value=Native(SimpleNamespace(), None)):  # type: ignore[arg-type]
-        assert preflight.stable_answer_problems(Arguments()) == []
-        (ranks,) = preflight.stable_answer_problems(Arguments(tp_size=2))
-        (backend,) = preflight.stable_answer_problems(
+    with mock.patch.object(arguments, "native", return_value=Native(SimpleNamespace(), None)):  # type: ignore[arg-type]
+        assert arguments.stable_answer_problems(Arguments()) == []
+        (ranks,) = arguments.stable_answer_problems(Arguments(tp_size=2))
+        (backend,) = arguments.stable_answer_problems(
             Arguments(prefill_attention_backend=None, decode_attention_backend=None)
         )
     assert "--tp-size is 2" in ranks
     assert "torch_native is asked for" in backend
-    with mock.patch.object(preflight, "native", return_value=Native(None, "PREFILL_CPU_KERNEL is off")):
-        (missing,) = preflight.stable_answer_problems(Arguments())
+    with mock.patch.object(arguments, "native", return_value=Native(None, "PREFILL_CPU_KERNEL is off")):
+        (missing,) = arguments.stable_answer_problems(Arguments())
     assert "PREFILL_CPU_KERNEL is off" in missing
-    with mock.patch.object(preflight, "this_device", return_value=SimpleNamespace(is_host=False)):
-        (device,) = preflight.stable_answer_problems(Arguments())
+    with mock.patch.object(arguments, "this_device", return_value=SimpleNamespace(is_host=False)):
+        (device,) = arguments.stable_answer_problems(Arguments())
     assert "machines without an accelerator" in device

@@ -11,11 +11,11 @@ import pytest
 import requests
 from sglang.srt.observability.trace import TraceNullContext
 
-from sgl_prefill import preflight
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.job import Job
 from sgl_prefill.errors import ConfigurationError
 from sgl_prefill.port import processes, reply_facts, traces
+from sgl_prefill.startup import arguments, examine
 
 
 class Context:
@@ -82,10 +82,10 @@ def test_a_root_span_gets_numbers_and_nothing_else_of_the_facts() -> None:
 
 def test_tracing_without_its_packages_is_refused_before_anything_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang would end its scheduler with a RuntimeError, once the model is about to be loaded."""
-    monkeypatch.setattr(traces, "NEEDED", ("no_such_package.of_traces",))
-    (problem,) = preflight.check_argv(PrefillConfig(), ["--enable-trace"], listens=False)
+    monkeypatch.setattr(examine, "TRACE_MODULES", ("no_such_package.of_traces",))
+    (problem,) = arguments.check_argv(PrefillConfig(), ["--enable-trace"], listens=False)
     assert "pip install 'sgl-prefill[trace]'" in problem
-    assert preflight.check_argv(PrefillConfig(), [], listens=False) == []
+    assert arguments.check_argv(PrefillConfig(), [], listens=False) == []
 
 
 def test_a_port_that_was_taken_during_the_start_ends_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_a_port_that_was_taken_during_the_start_ends_it_at_once(monkeypatch: pyt
             raise requests.ConnectionError
 
     monkeypatch.setattr(threading, "main_thread", lambda: SimpleNamespace(is_alive=lambda: False))
-    monkeypatch.setattr(preflight, "port_problems", lambda listening: [f"{listening[0][2]} is taken"])
+    monkeypatch.setattr(examine, "port_problems", lambda listening: [f"{listening[0][2]} is taken"])
     server_args: Any = SimpleNamespace(url=lambda: "http://here", host="127.0.0.1", port=1234)
     with pytest.raises(ConfigurationError, match="1234 is taken"):
         processes._wait_until_listening(Nobody(), server_args)

@@ -177,7 +177,7 @@ def spans() -> Iterator[Collector]:
 @pytest.fixture(scope="session")
 def bank(tmp_path_factory: pytest.TempPathFactory, demo_folder: Path, spans: Collector) -> Iterator[Server]:
     """A server with an API key, tenants, traces and a request log."""
-    from sgl_prefill.port import traces
+    from sgl_prefill.startup import examine
 
     folder = tmp_path_factory.mktemp("tenants")
     (folder / "system.txt").write_text(SYSTEM)
@@ -185,7 +185,7 @@ def bank(tmp_path_factory: pytest.TempPathFactory, demo_folder: Path, spans: Col
     flags += ["--api-key", "user", "--isolate-by", "user"]
     flags += ["--shared-prefix", str(folder / "system.txt"), "--max-client-waiting-requests", str(MOST_WAITING)]
     flags += ["--log-requests", "--log-requests-level", "0", "--log-requests-format", "json"]
-    if traces.missing_packages() is None:
+    if not examine.trace_problems():
         flags += ["--enable-trace", "--otlp-traces-endpoint", spans.url]
     environment = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
     with running("sgl_prefill.launch_server", folder / "log.txt", *flags, environment=environment) as server:

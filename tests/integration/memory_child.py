@@ -15,7 +15,6 @@ from unittest import mock
 
 import torch
 
-from sgl_prefill import tensor_memory
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.answer_tree import AnswerTree
 from sgl_prefill.core.jct import FittedJct
@@ -433,7 +432,7 @@ def profile(folder: Path) -> dict[str, Any]:
     config = PrefillConfig(hybrid_prefill="on", hybrid_chunk_tokens=256, memory_budget_gb=2, max_input_length=24000)
     engine = InProcessScheduler(config, model, dtype="bfloat16", max_total_tokens=100)
     engine.allocator.resize_durable(0)
-    whole = tensor_memory.peak_bytes(lambda: memory_profile._run(engine.model, 12001))
+    whole = memory_profile.peak_tensor_bytes(lambda: memory_profile._run(engine.model, 12001))
     with memory_profile._memory_decides_only(engine.model):
         short = memory_profile._tensor_bytes(engine.model, 12001)
     rows = {row["what"].split(" of ")[0]: row for row in engine.state.record()["memory"]["rows"]}

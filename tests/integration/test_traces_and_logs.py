@@ -9,6 +9,7 @@ import pytest
 import requests
 
 from sgl_prefill.port import traces
+from sgl_prefill.startup import examine
 from tests.integration.conftest import KEY, Server
 from tests.support.otlp_collector import Collector
 
@@ -43,7 +44,7 @@ def finished(watched: Watched) -> list[dict[str, Any]]:
     return [json.loads(line[line.index("{") :]) for line in lines if '"event": "request.finished"' in line]
 
 
-@pytest.mark.skipif(traces.missing_packages() is not None, reason="OpenTelemetry's exporters are not installed")
+@pytest.mark.skipif(bool(examine.trace_problems()), reason="OpenTelemetry's exporters are not installed")
 def test_a_requests_trace_says_when_and_with_whom_it_was_picked_and_what_was_kept(watched: Watched) -> None:
     """The step's number is the one of /scheduler/decisions; all spans of a request are one trace, from HTTP to the scheduler."""
     facts = asked(watched, f"Once more. {LONG}")

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from sgl_prefill.core.batch import prefix_order, prefix_tree
-from sgl_prefill.core.batch.planned_row import PlannedRow
 from sgl_prefill.core.batch.token_rows import IntArray, TokenRows
+from sgl_prefill.core.job import PlannedRow
 
 
 class JobPlan(NamedTuple):

@@ -16,13 +16,33 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from sgl_prefill.core.batch.output_length import OutputLength
-from sgl_prefill.core.batch.planned_row import PlannedRow
-from sgl_prefill.core.job import Job
+from sgl_prefill.core.job import Job, PlannedRow
 from sgl_prefill.core.policy import Policy, PolicySettings
 
 # While rows write, others are read in steps that are full to this part at least, or that bring this part of those who write.
 FULL_ENOUGH, MANY_ENOUGH = 0.5, 0.25
+# A row is first expected to write all that it may. So many rows outweigh that.
+BELIEVED_ROWS = 4
+
+
+class OutputLength:
+    """Share of their output limits that rows use, learned from rows that have ended: outputs of one task have similar lengths
+    (section 4.3.2)."""
+
+    def __init__(self) -> None:
+        self._n_written = self._n_allowed = self._n_believed = 0.0
+
+    def observe(self, n_written: int, n_allowed: int) -> None:
+        if not self._n_allowed:
+            self._n_believed = float(BELIEVED_ROWS * n_allowed)
+        self._n_written += n_written
+        self._n_allowed += n_allowed
+
+    @property
+    def share(self) -> float:
+        """Expected share; 1 before any row has ended."""
+        n_allowed = self._n_allowed + self._n_believed
+        return (self._n_written + self._n_believed) / n_allowed if n_allowed else 1.0
 
 
 class _PrefixInUse:

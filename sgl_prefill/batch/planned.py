@@ -1,18 +1,48 @@
-"""What `--dry-run` tells of a job before it runs."""
+"""What is left of a job in the order of its plan, and what is printed about it before it runs."""
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 
-from sgl_prefill.batch.job import Planned
+from sgl_prefill.batch.prompts import Prompts
+from sgl_prefill.core.batch import plan
 from sgl_prefill.core.batch.plan import JobPlan
 from sgl_prefill.core.batch.token_rows import IntArray
 from sgl_prefill.core.jct import FittedJct
 from sgl_prefill.core.packing import StepSize, fill_steps
 
 
+class Planned:
+    """The rows left of a job, in the order in which they run."""
+
+    def __init__(self, prompts: Prompts, rows: IntArray, n_before: int) -> None:
+        self.prompts = prompts  # of the rows left
+        self.order: JobPlan = plan.depth_first(prompts.tokens)
+        if (prompts.max_new_tokens > 1).any():
+            self.order = plan.decode_first(self.order, prompts.tokens.lengths, prompts.max_new_tokens)
+        self.n_rows, self.n_before = len(rows), n_before
+        self.plan_s = 0.0  # of reading, tokenising and planning
+
+    @property
+    def n_tokens(self) -> int:
+        return int(self.prompts.tokens.lengths.sum())
+
+
+def report_plan(planned: Planned, unit: str) -> None:
+    n_saved = planned.order.saved_tokens
+    share = n_saved / planned.n_tokens if planned.n_tokens else 0.0
+    before = f", {planned.n_before:,} of them answered before" if planned.n_before else ""
+    print(
+        f"{planned.n_rows:,} rows{before}: {planned.n_tokens:,} {unit}, of which {n_saved:,} ({share:.1%}) need not be"
+        f" computed (read, tokenised and planned in {planned.plan_s:.1f} s)",
+        file=sys.stderr,
+    )
+
+
 def describe(planned: Planned, unit: str) -> list[str]:
-    """Returns lines that say what the job holds, and what its plan saves."""
+    """The size of the job and what its plan saves, in lines."""
     order, n_tokens = planned.order, planned.n_tokens
     lengths = planned.prompts.tokens.lengths
     begins = order.group_begins()
@@ -28,7 +58,7 @@ def describe(planned: Planned, unit: str) -> list[str]:
 
 
 def predicted_ms(order: JobPlan, lengths: IntArray, model: FittedJct, step: StepSize) -> float:
-    """Predicts how long an engine computes, if each step is filled and the cache holds what the plan reuses."""
+    """Predicted computing time if each step is filled and the cache holds what the plan reuses."""
     in_order = lengths[order.rows]
     computed = in_order - order.reused_tokens
     n_steps = fill_steps(int(np.minimum(computed, step.max_tokens or computed).sum()), len(order), step).n_steps
@@ -37,7 +67,7 @@ def predicted_ms(order: JobPlan, lengths: IntArray, model: FittedJct, step: Step
 
 
 def time_and_price(ms: float, price_per_hour: float | None) -> list[str]:
-    """Returns lines that say how long the job will take, and what that costs."""
+    """Predicted time and price of the job, in lines."""
     hours = ms / 3_600_000
     lines = [f"predicted time of computing: {ms / 1000:,.1f} s"]
     if price_per_hour is not None:

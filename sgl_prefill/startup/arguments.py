@@ -1,4 +1,7 @@
-"""Everything that can be refused before a process is spawned, with all complaints in one message."""
+"""SGLang's arguments: what this engine requires of them, what suits this machine, and every complaint in one message.
+
+Imports no SGLang. `examine` looks at the machine.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,13 @@ import json
 import logging
 import os
 import re
-import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
+import torch
 
-from sgl_prefill import calibrations, container_memory, flashinfer_version
+from sgl_prefill import calibrations
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core import rerank_template
 from sgl_prefill.cpu import lm_head
@@ -23,19 +25,19 @@ from sgl_prefill.cpu.native.library import native
 from sgl_prefill.dashboard.cluster import urls_of
 from sgl_prefill.device import this_device
 from sgl_prefill.errors import ConfigurationError
-from sgl_prefill.port import traces
+from sgl_prefill.startup import examine
 
-# Under this name SGLang's registry of radix caches knows ours (`--radix-cache-backend`).
+# Name of this engine's prefix cache in SGLang's registry (`--radix-cache-backend`).
 PREFIX_CACHE_NAME = "sgl_prefill_suffix_kv"
 
 logger = logging.getLogger(__name__)
 
 
 class Feature(NamedTuple):
-    """A part of ours that can be left out."""
+    """A part of this engine that can be switched off."""
 
     is_on: Callable[[PrefillConfig], bool]
-    without: str  # the flags that leave it out
+    without: str  # the flags that switch it off
 
 
 POLICY = Feature(lambda config: config.has_policy, "--scheduling stock")
@@ -44,31 +46,31 @@ EVICT = Feature(lambda config: config.evicts_suffix_kv, "--suffix-kv keep")
 
 
 class Required(NamedTuple):
-    """A value of SGLang's that our engine needs."""
+    """An argument of SGLang's that this engine needs."""
 
     field: str  # of ServerArgs
     value: Any
     flag: str  # as the user would write it
     why: str
-    needed_by: tuple[Feature, ...] = ()  # any of these; where there is none, every server of ours does
-    instead: str = ""  # what serves those who want the other value
+    needed_by: tuple[Feature, ...] = ()  # any of these; empty: every server needs it
+    instead: str = ""  # an alternative for users who want another value
 
 
-# On an accelerator. The memory plan has measured one row of logits; 128 of 150,000 words take 0.2 GB with their
+# On an accelerator. The memory plan measures one row of logits; 128 rows of 150,000 words take 0.2 GB with their
 # log-probabilities.
 DEVICE_MAX_REQUESTS = 128
 
-# On an accelerator too. SGLang's own default for requests in one piece keeps activations of 16,384 tokens free, which is 25 GB.
-# A smaller fraction is what SGLang makes of it: weights and KV take no more. From this one on it sets no limit: KV takes
-# what the measured activations and a margin leave.
+# On an accelerator. For requests in one piece SGLang's default keeps 25 GB free, the activations of 16,384 tokens. A user's
+# smaller fraction limits weights and KV together. From this value on there is no limit: KV takes what the measured activations
+# and a margin leave.
 DEVICE_MEMORY_FRACTION = 0.9
 
-# On an accelerator too. Steps of up to so many tokens, which are hits, are replayed from CUDA graphs. SGLang takes the size of
-# its chunks, and requests run in one piece here: -1 tokens, and no graph at all. To launch the kernels of a step takes a
-# processor some 10 ms, whatever its size (an estimate). An H100 computes 2,048 tokens of 1.5 billion weights in that time (6e12
-# operations at 6e14 a second), of a larger model fewer: longer steps keep it busy, and graphs cost start and memory.
+# On an accelerator. Steps of up to so many tokens (prefix hits) are replayed from CUDA graphs. SGLang's default is the chunk
+# size, here -1: no graph. Launching the kernels of a step takes the processor about 10 ms (an estimate). In that time an H100
+# computes 2,048 tokens of 1.5 billion weights (6e12 operations at 6e14 a second), fewer of a larger model. Longer steps keep it
+# busy, and each graph costs start time and memory.
 DEVICE_REPLAYED_TOKENS = 2048
-# The profile of job completion times wants steps of so many requests, however few a step of the policy has.
+# The JCT profile runs steps of so many requests, even if the policy's steps have fewer.
 FEWEST_ROWS = 16
 
 REQUIRED: tuple[Required, ...] = (
@@ -87,7 +89,7 @@ REQUIRED: tuple[Required, ...] = (
         "radix_cache_backend",
         PREFIX_CACHE_NAME,
         "--radix-cache-backend",
-        "the policy hears of every change of the prefix cache, and scratch slots must not reach it",
+        "the policy follows every change of the prefix cache, and scratch slots must not reach it",
         (POLICY, EVICT),
     ),
     Required("schedule_policy", "fcfs", "--schedule-policy", "our policy orders the queue", (POLICY,)),
@@ -96,7 +98,7 @@ REQUIRED: tuple[Required, ...] = (
         "dp_size",
         1,
         "--dp-size",
-        "SGLang gives a request to any of the copies, wherever its user's prefix is",
+        "SGLang sends a request to any of the copies, wherever its user's prefix is",
         instead="start `python -m sgl_prefill.cluster --engines N`, which keeps a user's requests at one engine",
     ),
     Required(
@@ -122,16 +124,15 @@ REQUIRED: tuple[Required, ...] = (
 
 
 def required_for(config: PrefillConfig) -> tuple[Required, ...]:
-    """Lists what this configuration needs of SGLang."""
-    return tuple(need for need in REQUIRED if not need.needed_by or _those_on(config, need))
+    return tuple(need for need in REQUIRED if not need.needed_by or _features_on(config, need))
 
 
-def _those_on(config: PrefillConfig, need: Required) -> list[Feature]:
+def _features_on(config: PrefillConfig, need: Required) -> list[Feature]:
     return [feature for feature in need.needed_by if feature.is_on(config)]
 
 
 def required_flags(config: PrefillConfig) -> list[str]:
-    """Returns the needs that differ from SGLang's defaults, as command line; put first, so that a user's own flag shows up."""
+    """The needs that differ from SGLang's defaults, as command line. Put them first, so that a user's own flag counts."""
     flags = []
     for need in required_for(config):
         if need.value is True:
@@ -142,9 +143,8 @@ def required_flags(config: PrefillConfig) -> list[str]:
 
 
 def default_settings(config: PrefillConfig, asked_max_requests: int | None = None) -> dict[str, Any]:
-    """Returns what suits this machine where the user says nothing, by names of ServerArgs. asked_max_requests: what the user
-    says of `--prefill-max-requests`.
-    """
+    """Arguments that suit this machine where the user gives none, by names of ServerArgs. asked_max_requests: the user's
+    `--prefill-max-requests`."""
     fraction = memory_fraction(config)
     packs = config.has_policy and config.pack_step_tokens != 0
     most_requests = most_requests_of_step(config) if packs else None
@@ -162,7 +162,7 @@ def default_settings(config: PrefillConfig, asked_max_requests: int | None = Non
 
 
 def _device_settings(config: PrefillConfig, most_requests: int | None) -> dict[str, Any]:
-    """Returns what an accelerator wants. most_requests: of a step of the policy."""
+    """Arguments that suit an accelerator. most_requests: of a step of the policy."""
     settings: dict[str, Any] = {}
     if POLICY.is_on(config) or EVICT.is_on(config):  # else SGLang's defaults suit its chunks
         settings["mem_fraction_static"] = DEVICE_MEMORY_FRACTION
@@ -171,24 +171,22 @@ def _device_settings(config: PrefillConfig, most_requests: int | None) -> dict[s
         return settings
     settings["disable_decode_cuda_graph"] = True  # nothing is decoded
     if POLICY.is_on(config) and most_requests is not None:
-        # A row of SGLang's table of KV slots is as wide as the context, and a request that waits needs none: 2,048 rows, SGLang's
-        # own number, are 1 GiB for a context of 131,072 tokens.
+        # A row of SGLang's table of KV slots is as wide as the context, and a waiting request needs none: SGLang's default of
+        # 2,048 rows takes 1 GiB for a context of 131,072 tokens.
         settings["max_running_requests"] = max(most_requests, FEWEST_ROWS)
     return settings
 
 
 def most_requests_of_step(config: PrefillConfig) -> int | None:
-    """Returns how many requests share a step at most where the user says nothing; None: as SGLang limits them.
-
-    On a host all rows of a packed step get the same logits as a lone one: a label must not depend on its company.
-    """
+    """Default limit on the requests of a step; None: SGLang's. On a host every row of a packed step must get the logits of a lone
+    request."""
     if not this_device().is_host:
         return DEVICE_MAX_REQUESTS
     return lm_head.MAX_ROWS if config.logits_dtype == "float32" else None
 
 
 def default_flags(config: PrefillConfig, argv: Sequence[str] = ()) -> list[str]:
-    """Returns the same as command line; put first too, so that a flag of the user's command line `argv` counts."""
+    """`default_settings` as command line. Put them first, so that a flag of the user's command line `argv` counts."""
     asked = value_of(list(argv), "--prefill-max-requests")
     flags = []
     for name, value in default_settings(config, int(asked) if asked and asked.isdigit() else None).items():
@@ -196,16 +194,10 @@ def default_flags(config: PrefillConfig, argv: Sequence[str] = ()) -> list[str]:
     return flags
 
 
-def free_memory_gb() -> tuple[float, float]:
-    """Returns how much memory we may take, and how much of the machine's is free, in GiB."""
-    free_gb: float = psutil.virtual_memory().available / (1 << 30)  # as SGLang counts it
-    return min(free_gb, container_memory.free_bytes() / (1 << 30)), free_gb
-
-
 def memory_fraction(config: PrefillConfig) -> float | None:
     """`--mem-fraction-static` for the memory budget on a machine without an accelerator; None where SGLang decides.
 
-    SGLang's KV pool gets `fraction * free memory - weights`, so this budget covers weights and KV pool together.
+    SGLang's KV pool gets `fraction * free memory - weights`: the budget covers weights and KV pool. Raises ConfigurationError.
     """
     if not this_device().is_host:
         if config.memory_budget_gb is not None:
@@ -214,7 +206,7 @@ def memory_fraction(config: PrefillConfig) -> float | None:
                 " and this one has one: use --mem-fraction-static"
             )
         return None
-    for_us_gb, free_gb = free_memory_gb()
+    for_us_gb, free_gb = examine.free_memory_gb()
     budget_gb = for_us_gb / 2 if config.memory_budget_gb is None else config.memory_budget_gb
     if budget_gb > for_us_gb:
         whose = "this machine has" if for_us_gb == free_gb else "this container (cgroup) has"
@@ -225,14 +217,27 @@ def memory_fraction(config: PrefillConfig) -> float | None:
 
 
 def check_argv(config: PrefillConfig, argv: list[str], *, listens: bool = True) -> list[str]:
-    """Lists what the bare command line already shows to be wrong, before SGLang's import takes its 20 seconds."""
+    """Every complaint about the machine and the bare command line, before SGLang's import takes its 20 seconds."""
     problems = []
     for need in required_for(config):
         raw = value_of(argv, need.flag)
         given = "True" if raw == "" else raw  # a switch
         if given is not None and given != str(need.value):
             problems.append(_contradiction(config, need, given))
-    if (model_path := value_of(argv, "--model-path", "--model")) is not None:
+    problems += early_problems(config, value_of(argv, "--model-path", "--model"))
+    if value_of(argv, "--enable-trace") is not None:
+        problems += examine.trace_problems()
+    host, port = value_of(argv, "--host") or "127.0.0.1", value_of(argv, "--port") or "30000"
+    if listens and port.isdigit():
+        problems += examine.port_problems([("--port", host, int(port))])
+    return problems
+
+
+def early_problems(config: PrefillConfig, model_path: str | None) -> list[str]:
+    """Every complaint about the machine, the model's path, and this engine's options that name a file."""
+    problems = examine.driver_problems(torch.version.cuda)
+    problems += _error_of(lambda: memory_fraction(config))
+    if model_path is not None:
         problems += _model_path_problems(model_path)
     if config.shared_prefix is not None:
         problems += _text_file_problems("--shared-prefix", config.shared_prefix)
@@ -242,18 +247,21 @@ def check_argv(config: PrefillConfig, argv: list[str], *, listens: bool = True) 
         urls_of(config.cluster_engines)
     except ValueError as error:
         problems.append(f"--cluster-engines: {error}")
-    if config.rerank_template is not None:
-        problems += _rerank_template_problems(config.rerank_template)
-    if value_of(argv, "--enable-trace") is not None and (missing := traces.missing_packages()):
-        problems.append(missing)
-    host, port = value_of(argv, "--host") or "127.0.0.1", value_of(argv, "--port") or "30000"
-    if listens and port.isdigit():
-        problems += port_problems([("--port", host, int(port))])
+    if (template := config.rerank_template) is not None:
+        problems += _error_of(lambda: rerank_template.load(template))
     return problems
 
 
+def _error_of(check: Callable[[], object]) -> list[str]:
+    try:
+        check()
+    except ConfigurationError as error:
+        return [str(error)]
+    return []
+
+
 def value_of(argv: list[str], *flags: str) -> str | None:
-    """Returns the last value given to one of these flags: "" for a switch, None where it is not given."""
+    """The last value given to one of these flags: "" for a switch, None where it is not given."""
     found = None
     for word, following in itertools.pairwise([*argv, "--"]):
         name, equals, value = word.partition("=")
@@ -263,8 +271,7 @@ def value_of(argv: list[str], *flags: str) -> str | None:
 
 
 def check_server_args(config: PrefillConfig, server_args: Any, *, listens: bool) -> None:
-    """Raise ConfigurationError naming every flag of SGLang's ServerArgs that contradicts the engine, and, if it listens, a taken
-    port."""
+    """Raises ConfigurationError with every complaint about SGLang's resolved ServerArgs and the port to listen on."""
     problems = [
         _contradiction(config, need, value)
         for need in required_for(config)
@@ -280,28 +287,23 @@ def check_server_args(config: PrefillConfig, server_args: Any, *, listens: bool)
             f"--rerank-template {config.rerank_template} is a prompt for a causal language model, and --is-embedding serves"
             " none: leave one of the two out"
         )
-    if server_args.enable_trace and (missing := traces.missing_packages()):
-        problems.append(missing)
+    if server_args.enable_trace:
+        problems += examine.trace_problems()
     problems += rank_problems(server_args.tp_size, server_args.model_path)
     kinds = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-    if not this_device().is_host and (
-        problem := flashinfer_version.problem([getattr(server_args, kind) for kind in kinds])
-    ):
-        problems.append(problem)
+    if not this_device().is_host:
+        problems += examine.flashinfer_problems([getattr(server_args, kind) for kind in kinds])
     if config.stable_answers:
         problems += stable_answer_problems(server_args)
-    try:
-        calibrations.load(config.calibrations, server_args)
-    except ConfigurationError as error:
-        problems.append(str(error))
+    problems += _error_of(lambda: calibrations.load(config.calibrations, server_args))
     if listens:
-        problems += port_problems([("--port", server_args.host, server_args.port)])
+        problems += examine.port_problems([("--port", server_args.host, server_args.port)])
     if problems:
         raise ConfigurationError("\n".join(problems))
 
 
 def stable_answer_problems(server_args: Any) -> list[str]:
-    """Says what of the machine and of SGLang's options keeps --stable-answers from holding."""
+    """What of the machine and of SGLang's arguments rules out --stable-answers."""
     if not this_device().is_host:
         return [
             "--stable-answers is for machines without an accelerator: attention and matrix products on a GPU cut their sums by"
@@ -310,8 +312,8 @@ def stable_answer_problems(server_args: Any) -> list[str]:
     problems = []
     if server_args.tp_size > 1:
         problems.append(
-            f"--stable-answers is for one rank, and --tp-size is {server_args.tp_size}: nobody has shown that sums over ranks"
-            " keep their order. Leave one of the two out"
+            f"--stable-answers is for one rank, and --tp-size is {server_args.tp_size}: sums over ranks are not known to keep"
+            " their order. Leave one of the two out"
         )
     backends = server_args.prefill_attention_backend, server_args.decode_attention_backend
     if foreign := [name for name in backends if not str(name).startswith(ATTENTION_BACKEND_NAME)]:
@@ -327,17 +329,17 @@ def stable_answer_problems(server_args: Any) -> list[str]:
 
 
 def _contradiction(config: PrefillConfig, need: Required, value: Any) -> str:
-    those_on = _those_on(config, need)
+    features = _features_on(config, need)
     remedy = "leave it out" if not need.instead else f"leave it out, and {need.instead}"
-    if those_on:
-        remedy += f", or start with {' '.join(feature.without for feature in those_on)}"
-        if config.paper and {POLICY, ONE_A_STEP} & set(those_on):
+    if features:
+        remedy += f", or start with {' '.join(feature.without for feature in features)}"
+        if config.paper and {POLICY, ONE_A_STEP} & set(features):
             remedy += " and without --paper"
     return f"{need.flag} is {value} and must be {need.value} ({need.why}): {remedy}"
 
 
 def rank_problems(tp_size: int, model_path: str) -> list[str]:
-    """Says why this model or this machine cannot be shared by so many ranks."""
+    """Why this model or this machine cannot be shared by so many ranks."""
     if tp_size == 1:
         return []
     problems = []
@@ -361,8 +363,7 @@ def rank_problems(tp_size: int, model_path: str) -> list[str]:
 
 
 def _model_path_problems(model_path: str) -> list[str]:
-    """Says what is wrong with a path that is neither a model folder, nor a file or remote store of SGLang's, nor the name of
-    a model on a hub."""
+    """Complains about a path that is neither a model folder, nor a file or remote store of SGLang's, nor a hub's model name."""
     if os.path.isdir(model_path):
         if os.path.exists(os.path.join(model_path, "config.json")):
             return []
@@ -384,47 +385,13 @@ def _text_file_problems(flag: str, path: str) -> list[str]:
 
 
 def _log_file_problems(flag: str, path: str) -> list[str]:
-    """Tries to open a file to which lines are appended; one that was not there is there afterwards."""
+    """Opens a file to which lines are appended, and creates it."""
     if Path(path).exists() and not Path(path).is_file():
-        return [f"{flag} {path} is no file: name one, or a new one"]
+        return [f"{flag} {path} is not a file: name a file, or a new one"]
     try:
         with open(path, "ab"):
             return []
     except OSError as error:
         return [
-            f"{flag} {path} cannot be written ({error.strerror}): give a file in a folder that is there and is yours"
+            f"{flag} {path} cannot be written ({error.strerror}): give a file in an existing folder that you may write to"
         ]
-
-
-def _rerank_template_problems(name_or_path: str) -> list[str]:
-    try:
-        rerank_template.load(name_or_path)
-    except ConfigurationError as error:
-        return [str(error)]
-    return []
-
-
-def check_model_path(model_path: str) -> None:
-    """Raise ConfigurationError where no model can be at this path."""
-    if problems := _model_path_problems(model_path):
-        raise ConfigurationError(problems[0])
-
-
-def port_problems(listening: Sequence[tuple[str, str, int]]) -> list[str]:
-    """Lists what keeps a server from listening; listening: flag, host and port of each."""
-    ports = [port for _, _, port in listening]
-    problems = [f"{flag} {port} is asked for twice" for flag, _, port in listening if ports.count(port) > 1]
-    return problems or [problem for one in listening for problem in _port_problems(*one)]
-
-
-def _port_problems(flag: str, host: str, port: int) -> list[str]:
-    if not 0 < port < 65536:
-        return [f"{flag} is {port}: it must be from 1 to 65535"]
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return [f"{flag} {port} on {host} cannot be used ({error.strerror or error}): choose another"]
-    return []
