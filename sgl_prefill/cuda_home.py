@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 
-from sgl_prefill import demo_model
+from sgl_prefill.disk_cache import cache_root
 
 USUAL_HOME = Path("/usr/local/cuda")
 REMEDY = (
@@ -56,7 +56,7 @@ def prepare(environment: MutableMapping[str, str] = os.environ, usual: Path = US
         if (packaged := packaged_toolkit()) is None:
             logger.warning("no CUDA toolkit is in CUDA_HOME, on PATH or in %s: %s", usual, REMEDY)
         else:
-            environment["CUDA_HOME"] = str(made_of(packaged, demo_model.cache_root() / "cuda-home"))
+            environment["CUDA_HOME"] = str(made_of(packaged, cache_root() / "cuda-home"))
             flags = environment.get("NVCC_PREPEND_FLAGS", "")
             if _minor_version(COMPILER) != _minor_version(HEADERS) and MIXED_VERSIONS not in flags:
                 environment["NVCC_PREPEND_FLAGS"] = f"{flags} {MIXED_VERSIONS}".strip()

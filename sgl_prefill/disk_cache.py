@@ -12,12 +12,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sgl_prefill import demo_model
 from sgl_prefill.core.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 8
+
+
+def cache_root() -> Path:
+    """The folder in which this package keeps files between starts: in XDG_CACHE_HOME, or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sgl_prefill"
 
 
 def load_for_all(
@@ -86,4 +90,4 @@ def _problem_of(found: Any, fields: Mapping[str, type]) -> str | None:
 def _path(kind: str, depends_on: Mapping[str, Any]) -> Path:
     key = {"format": FORMAT, **depends_on}
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:24]
-    return demo_model.cache_root() / "profiles" / f"{kind.replace(' ', '-')}-{digest}.json"
+    return cache_root() / "profiles" / f"{kind.replace(' ', '-')}-{digest}.json"

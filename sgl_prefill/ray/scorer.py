@@ -60,7 +60,7 @@ class Scorer:
             self._engine = ray.get(register.url_of.remote(ray.get_runtime_context().get_actor_id()))
         else:
             options = arguments.share.apply(arguments.engine)
-            from sgl_prefill import demo_model
+            from sgl_prefill.examples import demo_model
 
             self._engine = Engine(**{"model_path": options.get("model_path") or str(demo_model.ensure()), **options})
 
