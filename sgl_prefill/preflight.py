@@ -20,7 +20,6 @@ from sgl_prefill.core import rerank_template
 from sgl_prefill.cpu import lm_head
 from sgl_prefill.cpu.detect import ATTENTION_BACKEND_NAME, fast_dtype
 from sgl_prefill.cpu.native.library import native
-from sgl_prefill.dashboard.cluster import urls_of
 from sgl_prefill.device import this_device
 from sgl_prefill.errors import ConfigurationError
 from sgl_prefill.port import traces
@@ -238,10 +237,6 @@ def check_argv(config: PrefillConfig, argv: list[str], *, listens: bool = True) 
         problems += _text_file_problems("--shared-prefix", config.shared_prefix)
     if config.request_log is not None:
         problems += _log_file_problems("--request-log", config.request_log)
-    try:
-        urls_of(config.cluster_engines)
-    except ValueError as error:
-        problems.append(f"--cluster-engines: {error}")
     if config.rerank_template is not None:
         problems += _rerank_template_problems(config.rerank_template)
     if value_of(argv, "--enable-trace") is not None and (missing := traces.missing_packages()):

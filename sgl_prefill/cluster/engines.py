@@ -37,7 +37,6 @@ def shares(options: ClusterOptions) -> list[Share]:
     n, flags = options.n_engines, list(options.engine_flags)
     n_ranks = int(preflight.value_of(flags, "--tp-size", "--tp", "--tensor-parallel-size") or 1)
     ports = range(options.engine_port, options.engine_port + n)
-    flags += ["--cluster-engines", ",".join(options.urls)]
     if this_device().is_host:
         if n > 1 and n_ranks > 1:
             raise ConfigurationError(

@@ -87,7 +87,7 @@ def test_engines_share_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engines.shares(options) == [
         (
             port,
-            ("--dtype", "float32", "--cluster-engines", ",".join(options.urls), "--memory-budget-gb", "2.000"),
+            ("--dtype", "float32", "--memory-budget-gb", "2.000"),
             {"OMP_NUM_THREADS": "3"},
         )
         for port in (7100, 7101)
