@@ -127,7 +127,7 @@ def _watch(children: list[_Child], options: ClusterOptions) -> int:
                 return 1
 
 
-def _end(children: list[_Child]) -> int:
+def _end(children: list[_Child], drain_s: float = DRAIN_S) -> int:
     """Ends the gateway, which answers what is under way, and then the engines. Returns 1 where one did not end well."""
     statuses = []
     for name in (GATEWAY, ENGINE):
@@ -136,9 +136,9 @@ def _end(children: list[_Child]) -> int:
             child.process.terminate()
         for child in group:
             try:
-                statuses.append(child.process.wait(timeout=DRAIN_S + END_S))
+                statuses.append(child.process.wait(timeout=drain_s + END_S))
             except subprocess.TimeoutExpired:
-                _say(f"{child.name} does not end within {DRAIN_S + END_S:g} s, and is killed")
+                _say(f"{child.name} does not end within {drain_s + END_S:g} s, and is killed")
                 local_server.kill(child.process)
                 statuses.append(1)
     return int(any(statuses))

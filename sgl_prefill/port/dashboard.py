@@ -19,7 +19,7 @@ from sgl_prefill.engine_state import EngineState
 from sgl_prefill.port import client, reply_facts
 from sgl_prefill.port.arrival import arrival_s
 from sgl_prefill.port.radix_cache import RadixTree, WatchedRadixCache
-from sgl_prefill.scheduling.recent import Answered
+from sgl_prefill.scheduling.recent import Answered, text
 from sgl_prefill.scheduling.request_log import prefix_hashes
 
 if TYPE_CHECKING:
@@ -154,9 +154,9 @@ def write_down(port: SchedulerPort, done: Sequence[Req]) -> None:
 def _answered(req: Req, begin_s: float, end_s: float) -> Answered:
     came_s = arrival_s(req)
     return Answered(
-        req.rid,
+        text(req.rid),
         end_s,
-        client.of(req),
+        text(client.of(req)),
         len(req.origin_input_ids),
         req.cached_tokens,
         max(begin_s - came_s, 0.0),

@@ -12,6 +12,11 @@ N_STEPS = 1000
 N_REQUESTS = 2000
 
 
+def text(name: str) -> str:
+    """A client's text as JSON can hold it: at most 200 characters, lone surrogates escaped."""
+    return name[:200].encode("utf-8", "backslashreplace").decode()
+
+
 class Answered(NamedTuple):
     """One request that has run."""
 

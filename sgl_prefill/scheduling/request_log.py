@@ -6,14 +6,14 @@ A line holds no tokens of a prompt, only a hash of the prompt up to the end of e
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import logging
 import os
-import zlib
+import secrets
 from array import array
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import orjson
 
 from sgl_prefill.errors import ConfigurationError
@@ -21,25 +21,19 @@ from sgl_prefill.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 PAGE_TOKENS = 64
-HASH_BITS = 52  # readers of JSON keep numbers up to 2^53 exact
 
-_WEIGHTS = np.random.default_rng(0).integers(1, 2**63, PAGE_TOKENS, dtype=np.uint64) | np.uint64(1)
-_MIX = np.uint64(0x9E3779B97F4A7C15)
+# One key per process: a reader of the file cannot test guesses of a prompt, and hashes of two starts are not comparable.
+_KEY = secrets.token_bytes(16)
 
 
 def prefix_hashes(tokens: array[int], namespace: str | None) -> list[int]:
-    """Hashes the prompt up to the end of each whole page, without the last token, which is always computed."""
-    n_pages = (len(tokens) - 1) // PAGE_TOKENS
-    if n_pages < 1:
-        return []
-    ids = np.frombuffer(tokens, tokens.typecode)[: n_pages * PAGE_TOKENS].astype(np.uint64)
-    with np.errstate(over="ignore"):  # arithmetic modulo 2^64
-        of_page = (ids.reshape(n_pages, PAGE_TOKENS) + np.uint64(1)) @ _WEIGHTS
-        of_page = (of_page ^ (of_page >> np.uint64(29))) * _MIX
-        places = np.arange(1, n_pages + 1, dtype=np.uint64) * _MIX | np.uint64(1)
-        found = np.cumsum(of_page * places) + np.uint64(zlib.crc32((namespace or "").encode()))
-    hashes: list[int] = (found * _MIX >> np.uint64(64 - HASH_BITS)).tolist()
-    return hashes
+    """Hashes the prompt up to the end of each whole page, without the last token, which is always computed. 48 bits each."""
+    digest = hashlib.blake2b((namespace or "").encode("utf-8", "surrogatepass"), key=_KEY, digest_size=16).digest()
+    found = []
+    for end in range(PAGE_TOKENS, len(tokens), PAGE_TOKENS):
+        digest = hashlib.blake2b(tokens[end - PAGE_TOKENS : end].tobytes(), key=digest, digest_size=16).digest()
+        found.append(int.from_bytes(digest[:6], "big"))
+    return found
 
 
 class RequestLog:

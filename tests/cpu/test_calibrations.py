@@ -75,7 +75,7 @@ def test_all_files_that_cannot_be_applied_are_named_at_once(tmp_path: Path) -> N
     ],
 )
 def test_a_file_that_is_none_is_refused(tmp_path: Path, change: Any) -> None:
-    found = STORED.to_json()
+    found = json.loads(json.dumps(STORED.to_json()))
     change(found)
     (tmp_path / "reviews.json").write_text(json.dumps(found))
     with pytest.raises(ConfigurationError, match="is no calibration"):

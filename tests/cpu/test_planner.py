@@ -214,6 +214,7 @@ def test_a_request_log_shares_in_the_replay_what_its_requests_shared(tmp_path: P
     hashes = [prefix_hashes(prompts[n], "tenant" if n == 2 else None) for n in range(3)]
     assert hashes[0] == hashes[1]
     assert not set(hashes[0]) & set(hashes[2])
+    assert len(prefix_hashes(prompts[0], "\ud800")) == 2, "a lone surrogate is a namespace like any other"
     log.write(
         {
             "arrival_s": 100.0 + n,

@@ -52,7 +52,7 @@ def shared_prefixes(n_groups: int, n_rows: int) -> list[dict[str, Any]]:
 def of_all_urls() -> list[dict[str, Any]]:
     question = "Is the sky blue?"
     parts = [{"text": text(7, 200), "keep": "end"}, {"text": f" {question} Answer:"}]
-    marked = [{"type": "text", **part} for part in parts]
+    marked = [{"role": "user", "content": text(7, 200), "keep": False}, {"role": "user", "content": question}]
     cut = {"on_overflow": "cut", "max_prompt_tokens": 100}
     return [
         request(
@@ -66,7 +66,7 @@ def of_all_urls() -> list[dict[str, Any]]:
         request("one-token", "/v1/completions", prompt="The sky is", max_tokens=1, temperature=0),
         request("generate", "/generate", text=question, allowed_tokens=LABELS),
         request("parts", "/v1/completions", prompt_parts=parts, **cut, allowed_tokens=LABELS),
-        request("marked", "/v1/chat/completions", messages=[{"role": "user", "content": marked}], **cut),
+        request("marked", "/v1/chat/completions", messages=marked, **cut),
         request(
             "score",
             "/v1/score",

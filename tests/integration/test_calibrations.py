@@ -30,7 +30,7 @@ def test_what_a_server_scores_is_fitted_for_this_server(server: Server, demo_fol
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     made, plot = tmp_path / "made.json", tmp_path / "plot.png"
     files = [str(tmp_path / "rows.jsonl"), "--output", str(made), "--plot", str(plot)]
-    calibrate.main([*files, "--method", "reviews", "--model-path", str(demo_folder)])
+    calibrate.main([*files, "--method", "vector", "--model-path", str(demo_folder)])
     fitted, read = (
         StoredCalibration.from_json(path.stem, json.loads(path.read_text()))
         for path in (made, server.calibrations / "reviews.json")

@@ -39,7 +39,7 @@ def write_tiny_model(folder: Path, demo_folder: Path) -> Path:
 TWO_KEYS = ["--api-key", "user", "--admin-api-key", "admin"]
 SERVES = {
     "two keys": [*TWO_KEYS, "--log-level", "debug"],  # which prints SGLang's arguments, keys among them
-    "drains": ["--drain-s", "600"],
+    "drains": [],
     "detokenizer dies": [],
     "scheduler dies": ["--allow-generation", "--admin-api-key", "admin"],
 }
