@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from sgl_prefill import demo_model
 from sgl_prefill.cpu import detect
+from sgl_prefill.examples import demo_model
 
 MODELS = Path(__file__).with_name("models")
 INITIALIZER_RANGE = 0.1

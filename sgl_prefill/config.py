@@ -191,15 +191,6 @@ class PrefillConfig:
         none="none",
     )
     max_body_mb: float = _option(32.0, "largest HTTP request body, in MiB; a larger one is answered with 413")
-    show_prompts: bool = _option(
-        False, "show the first words of prompts and cached prefixes to who may look at /dashboard; without, hashes"
-    )
-    cluster_engines: str | None = _option(
-        None,
-        "addresses of the engines behind one gateway, with commas between them, for /dashboard; sgl_prefill.cluster sets it",
-        type=str,
-        none="none",
-    )
 
     def __post_init__(self) -> None:
         given = {field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not NOT_GIVEN}

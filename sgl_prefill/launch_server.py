@@ -84,7 +84,7 @@ def _model_flags(argv: list[str]) -> list[str]:
 
     if arguments.value_of(argv, "--model-path", "--model", "--config") is not None:
         return []
-    from sgl_prefill import demo_model
+    from sgl_prefill.examples import demo_model
 
     print("sgl_prefill: no --model-path given, serving the demo model SmolLM2-135M-Instruct", file=sys.stderr)
     return ["--model-path", str(demo_model.ensure()), "--served-model-name", demo_model.SERVED_NAME]

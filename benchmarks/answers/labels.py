@@ -30,7 +30,7 @@ import torch
 
 from benchmarks import report, shapes
 from benchmarks.harness import engines, traffic
-from sgl_prefill import demo_model
+from sgl_prefill.examples import demo_model
 
 SHORT = [" sports", " music", " food", " weather", " politics", " science", " history", " art"]
 # Two of each length from 1 to 4 tokens.

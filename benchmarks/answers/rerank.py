@@ -29,8 +29,8 @@ from transformers import AutoTokenizer
 from benchmarks import report, shapes
 from benchmarks.harness import engines, traffic
 from benchmarks.harness.turns import MANY, Served, Servers
-from sgl_prefill import demo_model
 from sgl_prefill.core.rerank_template import load
+from sgl_prefill.examples import demo_model
 
 N_DOCUMENTS, QUICK_DOCUMENTS = 200, 10
 N_TURNS, QUICK_TURNS = 3, 1

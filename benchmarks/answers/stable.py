@@ -32,9 +32,9 @@ from benchmarks.guard import run as guard
 from benchmarks.harness import traffic
 from benchmarks.harness.client import Due
 from benchmarks.post_recommendation import run as wl1
-from sgl_prefill import demo_model
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.jct import FittedJct
+from sgl_prefill.examples import demo_model
 from tests.support import tiny_models
 from tests.support.in_process import InProcessScheduler
 

@@ -26,7 +26,7 @@ from benchmarks.harness.engines import OURS, QUIET
 from benchmarks.post_recommendation.run import POSTS, SCALE
 from benchmarks.post_recommendation.run import SERVED as WL1
 from sgl_prefill import local_server
-from sgl_prefill.cluster import gateway
+from sgl_prefill.cluster import __main__ as cluster
 from sgl_prefill.plan import percentile
 from sgl_prefill.planner.workloads import Arrival, ceiling_of_saving
 
@@ -102,7 +102,7 @@ class Engines:
         self.flush()
         port, metrics_port = local_server.free_port(), local_server.free_port()
         urls = [server.url for server in self.running[:n_engines]]
-        command = gateway.command(urls, routing, "127.0.0.1", port, metrics_port, 5, None)
+        command = cluster.gateway_command(urls, routing, "127.0.0.1", port, metrics_port, 5, None)
         self.commands[f"gateway, {routing}"] = report.portable(command)
         process = local_server.spawn(command, self._folder / "gateway.log")
         url = f"http://127.0.0.1:{port}"
@@ -116,7 +116,7 @@ class Engines:
 
 def await_ready(url: str, n_engines: int) -> None:
     deadline_s = time.monotonic() + READY_S
-    while gateway.n_ready(url) < n_engines:
+    while cluster.n_ready(url) < n_engines:
         if time.monotonic() > deadline_s:
             raise report.InvalidRunError(f"{url} does not see {n_engines} engines")
         time.sleep(0.2)

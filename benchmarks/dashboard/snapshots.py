@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 from benchmarks import report
-from sgl_prefill.config import PrefillConfig
 from sgl_prefill.port import dashboard
 from tests.support.filled_engine import filled_engine
 
@@ -19,8 +18,7 @@ N_SNAPSHOTS, MOST_MS, MOST_BYTES = 200, 20.0, 100_000
 def measure(quick: bool = False) -> dict[str, Any]:
     """Makes snapshots of an engine with no model, ten thousand waiting requests and as many cached prefixes."""
     n_prefixes = QUICK_PREFIXES if quick else PREFIXES
-    config = PrefillConfig(show_prompts=True)
-    engine = filled_engine(WAITING, n_prefixes, now_s=time.perf_counter(), n_clients=N_CLIENTS, config=config)
+    engine = filled_engine(WAITING, n_prefixes, now_s=time.perf_counter(), n_clients=N_CLIENTS)
     assert engine.state.scheduling is not None
     engine.state.scheduling.live.decide(time.perf_counter())  # who has come is put in order by the next step anyway
     gc.collect()

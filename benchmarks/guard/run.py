@@ -23,7 +23,7 @@ from benchmarks.harness import engines, traffic
 from benchmarks.harness.client import Due, Figures
 from benchmarks.harness.compare import SATURATION, Comparison, Rate
 from benchmarks.harness.turns import FIRST_TURN, MANY, Contest, Served, of_reference
-from sgl_prefill import demo_model
+from sgl_prefill.examples import demo_model
 
 POLICY_TOKENS, MESSAGE_TOKENS = 1_500, (10, 80)
 QUESTION, LABELS = "\n\nIs this about the same subject? Answer yes or no:", (" yes", " no")

@@ -18,8 +18,8 @@ import psutil
 
 from benchmarks import report, shapes
 from benchmarks.harness import engines
-from sgl_prefill import demo_model
 from sgl_prefill.errors import ServerStartError
+from sgl_prefill.examples import demo_model
 
 # A server of a small model has two to three GiB in its processes; one is not started where that would fill the machine.
 SERVER_BYTES = 4 << 30

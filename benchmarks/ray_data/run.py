@@ -29,7 +29,7 @@ from ray.data import ActorPoolStrategy
 from benchmarks import report, shapes
 from benchmarks.batch_job.workloads import Micro
 from sgl_prefill.batch.options import INFLIGHT_OWN_ENGINE
-from sgl_prefill.ray import api, planned, prompts, register, resources, scorer
+from sgl_prefill.ray import scorer
 
 MODEL = "llama-small"
 KV_TOKENS = 4000
@@ -124,10 +124,10 @@ class Jobs:
     def planned(self, n_actors: int, n_kills: int = 0) -> Ran:
         """As `sgl_prefill.ray.score` does it."""
         began_s = time.monotonic()
-        units = planned.units(self._dataset(3), prompts.Prompt(column="prompt"), n_actors)
+        units = scorer.units_of(self._dataset(3), scorer.Prompt(column="prompt"), n_actors)
         plan_s = time.monotonic() - began_s
         gate = ray.remote(num_cpus=0)(Gate).remote(n_actors)
-        known = ray.remote(num_cpus=0)(register.Register).remote()
+        known = ray.remote(num_cpus=0)(scorer.Register).remote()
         scored = self._answered(units, n_actors, None, (gate, known))
         found: Rows = []
         kills = 0
@@ -141,10 +141,10 @@ class Jobs:
     def plain(self, n_actors: int, n_rows: int | None) -> Ran:
         """As a user of Ray Data would write it: batches of shuffled rows; None: all rows at once."""
         with_prompts = self._dataset(1 if n_rows is None else 20).map_batches(
-            prompts.Prompt(column="prompt"), batch_format="pyarrow"
+            scorer.Prompt(column="prompt"), batch_format="pyarrow"
         )
         gate = ray.remote(num_cpus=0)(Gate).remote(n_actors)
-        known = ray.remote(num_cpus=0)(register.Register).remote()
+        known = ray.remote(num_cpus=0)(scorer.Register).remote()
         scored = self._answered(with_prompts, n_actors, n_rows, (gate, known))
         return self._checked(scored.take_all(), 0.0, f"plain, {n_actors} actors, batches of {n_rows}", 0)
 
@@ -153,8 +153,7 @@ class Jobs:
 
     def _answered(self, dataset: Any, n_actors: int, n_rows: int | None, actors: tuple[Any, Any]) -> Any:
         gate, known = actors
-        share = resources.Share(n_actors, 1)
-        told = scorer.Arguments(LABELS, self._engine, (), INFLIGHT_OWN_ENGINE, share, True)
+        told = scorer.Arguments(LABELS, self._engine, (), INFLIGHT_OWN_ENGINE, True, n_actors, 1)
         return dataset.map_batches(
             Timed,
             fn_constructor_args=(told, known, gate),
@@ -175,7 +174,7 @@ class Jobs:
                     f"{name}: row {row['id']} differs by {difference:.3f} from its first answer"
                 )
         answer_s = max(row["ended_s"] for row in found) - min(row["began_s"] for row in found)
-        cached = sum(row[api.USAGE[1]] for row in found) / sum(row[api.USAGE[0]] for row in found)
+        cached = sum(row[scorer.USAGE[1]] for row in found) / sum(row[scorer.USAGE[0]] for row in found)
         print(f"{name}: {answer_s:.1f} s, cached {cached:.4f}", file=sys.stderr)
         return Ran(plan_s, answer_s, cached, found, kills)
 

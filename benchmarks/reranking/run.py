@@ -27,8 +27,8 @@ from benchmarks import report, shapes
 from benchmarks.harness import client, engines, traffic
 from benchmarks.harness.turns import MANY, Contest, Served, Servers, of_reference, take_turns
 from benchmarks.outsiders.server import common_prefix
-from sgl_prefill import demo_model
 from sgl_prefill.errors import ServerStartError
+from sgl_prefill.examples import demo_model
 
 N_PASSAGES, QUICK_PASSAGES = 200, 10
 QUERIES, QUICK_QUERIES = 3, 1

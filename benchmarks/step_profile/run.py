@@ -149,7 +149,7 @@ def works(is_quick: bool) -> list[Work]:
     )
     from transformers import AutoTokenizer
 
-    from sgl_prefill import demo_model
+    from sgl_prefill.examples import demo_model
 
     tokenizer: Any = AutoTokenizer.from_pretrained(demo_model.ensure())
     body = reranking.body(tokenizer, 0, n_passages)

@@ -25,8 +25,8 @@ import torch
 from benchmarks import ceiling as machine
 from benchmarks import shapes
 from benchmarks.harness import profile
-from sgl_prefill import demo_model
 from sgl_prefill.config import PrefillConfig
+from sgl_prefill.examples import demo_model
 from tests.support.in_process import InProcessScheduler
 
 N_STEPS, QUICK_STEPS, N_WARM_UP = 20, 3, 2

@@ -27,7 +27,7 @@ import aiohttp
 import orjson
 from tokenizers import Tokenizer
 
-from sgl_prefill import demo_model
+from sgl_prefill.examples import demo_model
 
 N_LABELS, N_ENDS, N_PROMPTS, N_DEADLINES = 1873, 16, 10_000, 3_000
 TEXT_BYTES, FITTING_CHARACTERS = 30_000_000, 60_000

@@ -92,7 +92,7 @@ def guard(quick: bool, folder: Path) -> Workload:
     """Ten users behind one policy, whose text is the shared prefix."""
     from transformers import AutoTokenizer
 
-    from sgl_prefill import demo_model
+    from sgl_prefill.examples import demo_model
 
     prompts = guard_prompts(20 if quick else N_MESSAGES)
     dues = [due._replace(user=f"user {number % N_GUARD_USERS}") for number, due in enumerate(prompts)]

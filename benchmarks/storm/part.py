@@ -12,7 +12,7 @@ import psutil
 
 from benchmarks import report, shapes
 from benchmarks.harness import engines
-from sgl_prefill import demo_model
+from sgl_prefill.examples import demo_model
 
 SAME = 1e-3  # float32, log-probabilities near -11: in steps of other requests sums differ in their last bits
 KV_TOKENS = 20_000

@@ -20,7 +20,7 @@ from benchmarks import report, shapes
 from benchmarks.harness import engines
 from benchmarks.harness.turns import Served, Servers
 from benchmarks.storm.part import Part
-from sgl_prefill import demo_model
+from sgl_prefill.examples import demo_model
 
 N_TRIALS = 400
 PROMPT_TOKENS, N_LABELS = 300, 300

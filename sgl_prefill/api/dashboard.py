@@ -1,26 +1,28 @@
-"""/dashboard: the page, and the stream of snapshots that it shows.
+"""Routes of `/dashboard`: the page, and the stream of snapshots that it shows.
 
-The schedulers are asked one question at a time, however many look, and none while nobody does."""
+All open pages share one request to the schedulers at a time; while no page is open none is sent.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import functools
+import hashlib
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import orjson
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from fastapi.responses import Response, StreamingResponse
 from sglang.srt.managers.io_struct import GetInternalStateReq
 
+from sgl_prefill import dashboard as dashboard_files
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.dashboard.cluster import Cluster, urls_of
-from sgl_prefill.dashboard.jobs import PATH as JOBS_PATH
-from sgl_prefill.dashboard.jobs import Jobs, report_of
-from sgl_prefill.dashboard.page import page
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.port.dashboard import NAME
 from sgl_prefill.port.ending import Ending
@@ -32,14 +34,43 @@ if TYPE_CHECKING:
 
 PATH, EVENTS_PATH = "/dashboard", "/dashboard/events"
 MOST_PER_S = 5
-PART_OF_TIME = 0.005  # that snapshots may take of the scheduler: half of what a look may cost
-LONGEST_PAUSE_S = 5.0  # between two, whatever one takes
-LOOK_S = 1.0  # whether the server ends
-WORDS_CHARACTERS = 60
+PART_OF_TIME = 0.005  # largest share of the scheduler's time for snapshots
+LONGEST_PAUSE_S = 5.0  # between two snapshots, however long one takes
+LOOK_S = 1.0  # between two looks whether the server is shutting down
+FILES = Path(dashboard_files.__file__).parent
+SCRIPTS = ("vendor/uPlot.iife.min.js", "vendor/d3-hierarchy.min.js", "page.js")
+STYLES = ("vendor/uPlot.min.css", "page.css")
+
+
+class Page(NamedTuple):
+    """The page with its styles and scripts in one file."""
+
+    html: bytes
+    policy: str  # Content-Security-Policy: these scripts and styles run, no other, and no other host is asked
+
+
+@functools.cache
+def page() -> Page:
+    scripts, styles = "\n".join(map(_text, SCRIPTS)), "\n".join(map(_text, STYLES))
+    assert "</script" not in scripts, "a script would end there"
+    html = _text("page.html").replace("/*STYLES*/", styles).replace("/*SCRIPTS*/", scripts)
+    policy = (
+        f"default-src 'none'; script-src {_hash(scripts)}; style-src {_hash(styles)}; connect-src 'self'; img-src data:;"
+        " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return Page(html.encode(), policy)
+
+
+def _text(name: str) -> str:
+    return (FILES / name).read_text(encoding="utf-8")
+
+
+def _hash(content: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
 class Feed:
-    """Snapshots for all who look. manager: SGLang makes it late."""
+    """Snapshots for all open pages. manager: returns SGLang's tokenizer manager, which is made after this."""
 
     def __init__(
         self,
@@ -49,9 +80,7 @@ class Feed:
         refused: Counter[str],
     ) -> None:
         self._manager, self._config, self._ending, self._refused = manager, config, ending, refused
-        self._periods_s: list[float] = []  # of those who look
-        self.jobs = Jobs(time.monotonic)
-        self._cluster = Cluster(urls_of(config.cluster_engines))
+        self._periods_s: list[float] = []  # of each open page
         self._latest = b""
         self._new = asyncio.Event()  # replaced with each snapshot
         self._is_asking = False  # an answer is awaited; else nothing until the next question
@@ -88,7 +117,7 @@ class Feed:
         return True
 
     async def _ask_on(self) -> None:
-        """Asks while somebody looks. Never to be cancelled: SGLang would take the answer for that to its next question."""
+        """Asks while a page is open. Must not be cancelled: SGLang would give its next request the answer of this one."""
         while self._periods_s and self._ending.reason is None:
             began_s = time.monotonic()
             self._is_asking = True
@@ -99,40 +128,23 @@ class Feed:
             await asyncio.sleep(pause_s - (time.monotonic() - began_s))
 
     async def _ask(self) -> float:
-        """Makes one snapshot. Returns the milliseconds that it has taken of the slowest scheduler."""
+        """Makes one snapshot. Returns the milliseconds that the slowest scheduler spent on it."""
         manager = self._manager()
         manager.auto_create_handle_loop()
         answers = await manager.get_internal_state_communicator(GetInternalStateReq(rid=NAME))
         engines = [orjson.loads(one.internal_state[NAME]) for one in answers]
-        for engine in engines:
-            self._put_words(engine)
         of_http = {
             "refused": dict(self._refused),
             "in_flight": self._ending.n_in_flight,
-            "shows_prompts": self._config.show_prompts,
             "named_by": self._config.fair_by,
-            "jobs": self.jobs.shown(),
-            "cluster": self._cluster.shown(),
         }
         self._latest = orjson.dumps({"http": of_http, "engines": engines})
         before, self._new = self._new, asyncio.Event()
         before.set()
         return max((float(engine["took_ms"]) for engine in engines), default=0.0)
 
-    def _put_words(self, engine: dict[str, Any]) -> None:
-        """Turns the first tokens of prefixes into text."""
-        prefixes = (engine["cache"] or {}).get("prefixes") or {}
-        tokenizer = self._manager().tokenizer
-        for one in [*prefixes.get("largest", ()), *prefixes.get("most_hit", ())]:
-            if "first" in one:
-                first = one.pop("first")
-                if tokenizer is not None:
-                    one["words"] = tokenizer.decode(first)[:WORDS_CHARACTERS]
-
 
 def add_routes(app: FastAPI, feed: Feed) -> None:
-    """Adds the page and its stream; SGLang has neither."""
-
     @app.get(PATH, include_in_schema=False)
     async def show_page() -> Response:
         return _page_response(HTTPStatus.OK)
@@ -143,15 +155,6 @@ def add_routes(app: FastAPI, feed: Feed) -> None:
             raise BadRequestError(f"per_second is {per_second}: it must be from 1 to {MOST_PER_S}")
         headers = {"cache-control": "no-store"}
         return StreamingResponse(feed.events(per_second), media_type="text/event-stream", headers=headers)
-
-    @app.post(JOBS_PATH, include_in_schema=False)
-    async def take_report(request: Request) -> Response:
-        try:
-            body = orjson.loads(await request.body())
-        except orjson.JSONDecodeError as error:
-            raise BadRequestError(f"a job's report is a JSON object, and this is none: {error}") from error
-        feed.jobs.tell(*report_of(body))
-        return Response(status_code=HTTPStatus.NO_CONTENT)
 
 
 def _page_response(status: HTTPStatus) -> Response:
@@ -166,8 +169,10 @@ def _page_response(status: HTTPStatus) -> Response:
 
 
 class AskForKey:
-    """ASGI middleware around SGLang's check of keys: a browser cannot send a key with an address, so the 401 for the page has the
-    page as its body, which knows nothing of this server and asks for the key. All other requests pass."""
+    """ASGI middleware around SGLang's check of API keys: a 401 for the page gets the page as its body, which asks for the key.
+
+    A browser cannot send a key with an address. The page holds nothing about this server. All other requests pass.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

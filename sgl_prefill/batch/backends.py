@@ -13,7 +13,6 @@ from sgl_prefill.batch.prompts import UNLIMITED, FoundPrompt, Prompts
 from sgl_prefill.batch.run import RowAnswer
 from sgl_prefill.core.batch.plan import JobPlan
 from sgl_prefill.core.batch.token_rows import IntArray
-from sgl_prefill.dashboard.jobs import JobReport
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.port import background
 
@@ -50,9 +49,6 @@ class Backend(Protocol):
     ) -> AsyncIterator[list[RowAnswer]]:
         """Yields the answers to all rows."""
 
-    async def tell(self, run: str, report: JobReport) -> None:
-        """Lets who serves the job show how far it is. run: tells this run of it from others."""
-
 
 class OwnEngine:
     """An engine in this process."""
@@ -85,9 +81,6 @@ class OwnEngine:
     ) -> AsyncIterator[list[RowAnswer]]:
         return run.answers(self.engine, order, prompts.row, request_of, max_inflight)
 
-    async def tell(self, run: str, report: JobReport) -> None:
-        """Does nothing: this engine has no page."""
-
 
 class RunningServers:
     """Servers that are already running. Their tokenizer is unknown: prompts are compared by their bytes."""
@@ -103,7 +96,6 @@ class RunningServers:
         if is_background:
             self._headers[background.HEADER] = "1"
             self._adds[background.FIELD] = True
-        self._deaf: set[str] = set()  # those that show no jobs
         self.n_prompt_tokens = self.n_cached_tokens = 0
 
     async def find_prompts(self, url: str, body: dict[str, Any]) -> list[FoundPrompt]:
@@ -129,11 +121,6 @@ class RunningServers:
                 self.n_prompt_tokens += n_prompt
                 self.n_cached_tokens += n_cached
             yield answered
-
-    async def tell(self, run: str, report: JobReport) -> None:
-        self._deaf |= await servers.tell(
-            [url for url in self._urls if url not in self._deaf], run, report, headers=self._headers
-        )
 
 
 def beginning_of(url: str, body: dict[str, Any]) -> Sequence[int] | IntArray:

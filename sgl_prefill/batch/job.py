@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -22,14 +21,12 @@ from sgl_prefill.batch.rows import RequestFile, id_hash
 from sgl_prefill.batch.tables import write_answers, write_requests
 from sgl_prefill.core.batch import plan
 from sgl_prefill.core.batch.token_rows import IntArray
-from sgl_prefill.dashboard.jobs import LONGEST_NAME
 from sgl_prefill.errors import BatchJobError
 
 ALL_ANSWERED, SOME_NOT = 0, 2
 BAD_ROWS_SHOWN = 20
 # An answer is on disk at most this long after it came.
 FLUSH_EVERY_S = 0.5
-TELL_EVERY_S = 2.0  # servers, for their page
 
 
 class Job:
@@ -95,7 +92,6 @@ class Job:
                 planned.n_tokens,
                 planned.order.saved_tokens,
                 backend.unit,
-                n_groups=len(planned.order.group_begins()),
             )
             if self.options.metrics_port is not None:
                 progress.serve_metrics(self.options.metrics_port)
@@ -136,8 +132,7 @@ class Job:
             good.clear()
             bad.clear()
 
-        run, name = secrets.token_hex(8), self.options.output.name[:LONGEST_NAME]
-        flushed_s = told_s = time.monotonic()
+        flushed_s = time.monotonic()
         async for answered in backend.answers(planned.order, planned.prompts, request_of, self.options.max_inflight):
             for row, answer in answered:
                 custom_id = self.requests.request(row).custom_id
@@ -150,11 +145,7 @@ class Job:
             if time.monotonic() - flushed_s >= FLUSH_EVERY_S:
                 flush()
                 flushed_s = time.monotonic()
-            if time.monotonic() - told_s >= TELL_EVERY_S:
-                await backend.tell(run, progress.report(name))
-                told_s = time.monotonic()
         flush()
-        await backend.tell(run, progress.report(name))
 
     def _check_input(self) -> None:
         if self._input.has_changed():

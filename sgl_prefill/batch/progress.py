@@ -8,7 +8,6 @@ from typing import TextIO
 
 import prometheus_client
 
-from sgl_prefill.dashboard.jobs import JobReport
 from sgl_prefill.errors import BatchJobError
 
 TERMINAL_EVERY_S = 0.5
@@ -22,7 +21,6 @@ class Progress:
         n_rows: of the job; n_before: of these, answered by earlier runs.
         n_tokens: of all prompts that this run answers; most_saved_tokens: of these, what the plan need not compute; unit: "bytes"
             where the plan has counted these, while answers tell of tokens.
-        n_groups: of rows that share a prefix.
     """
 
     def __init__(
@@ -33,13 +31,12 @@ class Progress:
         most_saved_tokens: int,
         unit: str = "tokens",
         *,
-        n_groups: int = 0,
         out: TextIO = sys.stderr,
     ) -> None:
         self.n_rows, self.n_done, self.n_failed = n_rows, n_before, 0
         self.n_tokens, self.most_saved_tokens = n_tokens, most_saved_tokens
         self.n_tokens_done = self.n_tokens_saved = 0
-        self._n_before, self._n_groups, self._has_tokens = n_before, n_groups, unit == "tokens"
+        self._n_before, self._has_tokens = n_before, unit == "tokens"
         self._out = out
         self._began_s = time.monotonic()
         self._shown_s = self._began_s
@@ -60,36 +57,30 @@ class Progress:
             self._write(self.line())
 
     def line(self) -> str:
-        """Says how far the job is."""
-        elapsed_s, report = max(self.elapsed_s, 1e-9), self.report("")
+        """How far the job is, in one line."""
+        elapsed_s = max(self.elapsed_s, 1e-9)
         of_all = f" of {self.n_tokens:,}" if self._has_tokens else ""
         parts = [
             f"{self.n_done:,} of {self.n_rows:,} rows",
             f"{self.n_tokens_done:,}{of_all} tokens, {self.n_tokens_done / elapsed_s:,.0f} a second",
         ]
         if self.n_tokens_done and self.n_tokens:
-            parts.append(f"{report.saved_share:.1%} saved (most: {report.most_saved_share:.1%})")
-        if report.left_s is not None:
-            parts.append(f"{_duration(report.left_s)} left")
+            saved, most = self.n_tokens_saved / self.n_tokens_done, self.most_saved_tokens / self.n_tokens
+            parts.append(f"{saved:.1%} saved (most: {most:.1%})")
+        if (left_s := self.left_s) is not None:
+            parts.append(f"{_duration(left_s)} left")
         if self.n_failed:
             parts.append(f"{self.n_failed:,} failed")
         return ", ".join(parts)
 
-    def report(self, name: str) -> JobReport:
-        """Returns the same for a server's page."""
-        n_done, n_tokens = self.n_tokens_done, self.n_tokens
-        past, whole = (n_done, n_tokens) if self._has_tokens else (self.n_done, self.n_rows)
-        past_before = 0 if self._has_tokens else self._n_before
-        return JobReport(
-            name=name,
-            rows=self.n_rows,
-            done=self.n_done,
-            failed=self.n_failed,
-            groups=self._n_groups,
-            saved_share=self.n_tokens_saved / n_done if n_done else 0.0,
-            most_saved_share=self.most_saved_tokens / n_tokens if n_tokens else 0.0,
-            left_s=self.elapsed_s * (whole - past) / (past - past_before) if past > past_before and n_tokens else None,
-        )
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the end at the speed so far, in tokens, or in rows where the plan has counted bytes."""
+        if self._has_tokens:
+            past, past_before, whole = self.n_tokens_done, 0, self.n_tokens
+        else:
+            past, past_before, whole = self.n_done, self._n_before, self.n_rows
+        return self.elapsed_s * (whole - past) / (past - past_before) if past > past_before and self.n_tokens else None
 
     def end(self) -> None:
         """Says how the job ended."""

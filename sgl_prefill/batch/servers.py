@@ -17,8 +17,6 @@ import orjson
 from sgl_prefill.answer import Answer
 from sgl_prefill.batch.run import RowAnswer
 from sgl_prefill.core.batch.token_rows import IntArray
-from sgl_prefill.dashboard.jobs import PATH as JOBS_PATH
-from sgl_prefill.dashboard.jobs import JobReport
 
 # Statuses of servers that may answer the same request later.
 BUSY = {
@@ -34,7 +32,6 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 MOST_TRIES = 6
 TIMEOUT_S = 3600.0
 ANSWERS_EVERY_S = 0.25
-TELL_TIMEOUT_S = 2.0
 
 
 class NonsenseError(Exception):
@@ -192,21 +189,3 @@ def _check_json(text: bytes) -> None:
         orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise NonsenseError("answers 200 with what is not JSON") from error
-
-
-async def tell(
-    urls: Sequence[str], run: str, report: JobReport, *, headers: Mapping[str, str] | None = None
-) -> set[str]:
-    """Tells servers how far a job is. Returns those that do not take it, as stock SGLang does not: no job needs that."""
-
-    async def one(session: aiohttp.ClientSession, url: str) -> bool:
-        try:
-            async with session.post(url.rstrip("/") + JOBS_PATH, json={"run": run, **report._asdict()}) as response:
-                return response.status < 400
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return True  # it may come back; whoever asks it for rows says so
-
-    timeout = aiohttp.ClientTimeout(total=TELL_TIMEOUT_S)
-    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
-        taken = await asyncio.gather(*(one(session, url) for url in urls))
-    return {url for url, is_taken in zip(urls, taken, strict=True) if not is_taken}

@@ -1,147 +1,277 @@
-"""`python -m sgl_prefill.cluster`: engines on this machine, or elsewhere, and SGLang's gateway before them.
+"""`python -m sgl_prefill.cluster`: starts engines on this machine, and SGLang's gateway in front of them.
 
-Exit status: 0 if it was asked to end and all ended well, 1 if the gateway or the last engine has died, 2 if it could not start.
+Exit status: 0 after a graceful shutdown; 1 if the gateway or the last engine died, or a process did not end well; 2 if the
+cluster could not start.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import requests
+
 from sgl_prefill import local_server
-from sgl_prefill.cluster import engines, gateway
-from sgl_prefill.cluster.options import ClusterOptions, options_of, parser
-from sgl_prefill.errors import ServerStartError, SglPrefillError
+from sgl_prefill.errors import ConfigurationError, ServerStartError, SglPrefillError
+from sgl_prefill.port import client
 from sgl_prefill.port.ending import DRAIN_S
+from sgl_prefill.startup import arguments, examine
 
-GATEWAY, ENGINE = "the gateway", "engine"
-POLL_S = 0.2
-GATEWAY_START_S = 120
-END_S = 20  # beyond what is given to requests under way
+GATEWAY, LOCAL = "the gateway", "127.0.0.1"
+LEAST_BUDGET_GB = 0.25  # of an engine without --memory-budget-gb
+POLL_S, GATEWAY_START_S = 0.2, 120
+END_S = 20  # for a process to end, after DRAIN_S for its requests
+NEVER_S = str(365 * 24 * 3600)
+ROUTINGS: dict[str, tuple[str, ...]] = {
+    # A user that comes back finds its prefixes; a new one goes to the engine with the fewest users.
+    "user": ("manual", "--assignment-mode", "min_group", "--routing-key-headers", client.HEADER),
+    **{name: (name,) for name in ("cache_aware", "prefix_hash", "power_of_two", "round_robin")},
+}
+# Each with what the gateway's default does to engines that answer 429 and 504 by design, and run steps of many seconds.
+SETTINGS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("--disable-retries",), "a deadline that cannot be met is asked five times; bodies lose what the gateway does not know"),
+    (("--disable-worker-overload-protection",), "from eight waiting requests on, an engine's users go elsewhere"),
+    (("--worker-wedge-secs", NEVER_S), "an engine in a step of more than 3 s loses its users"),
+    (("--disable-circuit-breaker",), "ten answers of 504, for deadlines that passed, count an engine as broken"),
+    (("--health-check-endpoint", "/ping"), "a probe that waits for the scheduler fails within a long step; where a process of an"
+     " engine ends, all of them do, and `/ping` fails"),
+    (("--health-check-interval-secs", "1"), "a dead engine is found dead after minutes"),
+    (("--health-failure-threshold", "2"), "the same"),
+    (("--health-success-threshold", "1"), "an engine that is back waits for its users"),
+    (("--health-check-timeout-secs", "20"), "an HTTP process that is busy for 5 s counts as dead"),
+    (("--worker-startup-check-interval", "1"), "an engine that is ready is used half a minute later"),
+    (("--disable-tokenizer-autoload",), "the gateway loads a tokenizer, which only some policies read"),
+    (("--max-concurrent-requests", "0"), "requests beyond 1,024 a core get a 429, which the engines decide"),
+    (("--log-level", "warn"), "each request is a line"),
+)  # fmt: skip
 
 
-class _Child(NamedTuple):
+class Child(NamedTuple):
     name: str
-    url: str
-    process: subprocess.Popen[bytes]
-    log: Path
-    command: Sequence[str]
+    server: local_server.LocalServer
 
 
-class _Asked(Exception):  # noqa: N818 -- no error: somebody wants us to end
+class _Terminated(Exception):  # noqa: N818 -- a signal, not an error
     pass
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a cluster until it is stopped, and returns the exit status."""
-    namespace, engine_flags = parser().parse_known_args(sys.argv[1:] if argv is None else argv)
-    children: list[_Child] = []
+    """Runs a cluster until a signal or a death ends it, and returns the exit status."""
+    options, flags = parsed(sys.argv[1:] if argv is None else argv)
+    children: list[Child] = []
     try:
-        options = options_of(namespace, engine_flags)
-        gateway.check_installed()
-        shares = engines.shares(options) if options.n_engines else []
+        check(options, flags)
+        engines = shares(options.engines, flags)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, _ask)
-        log_dir = options.log_dir or Path(tempfile.mkdtemp(prefix="sgl_prefill_cluster_"))
-        log_dir.mkdir(parents=True, exist_ok=True)
-        _start(options, shares, log_dir, children)
-        return _watch(children, options)
-    except _Asked:
+            signal.signal(number, _terminate)
+        _start(options, engines, children)
+        return _watch(children)
+    except _Terminated:
         return _end(children)
     except SglPrefillError as error:
-        _end(children, 0)
+        _end(children, drain_s=0)
         print(f"sgl_prefill.cluster: cannot start\n{error}", file=sys.stderr)
         return 2
 
 
-def _ask(number: int, frame: object) -> None:
+def parsed(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The cluster's options, and the flags of its engines."""
+    made = argparse.ArgumentParser(
+        prog="python -m sgl_prefill.cluster",
+        description="Starts engines and SGLang's gateway in front of them. All other flags are passed to each engine.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = made.add_argument
+    add("--engines", type=int, required=True, help="how many; each gets a share of the CPU, or devices of its own")
+    add("--routing", choices=list(ROUTINGS), default="user", help="by the header x-user-id, or a policy of the gateway")
+    add("--router-host", default=LOCAL, help="where the gateway listens")
+    add("--router-port", type=int, default=30_000, help="where the gateway listens")
+    add(
+        "--engine-port",
+        type=int,
+        help="of the first engine, the others follow; without it, the ports after the gateway's",
+    )
+    add("--metrics-port", type=int, default=29_000, help="of the gateway's own metrics")
+    add("--api-key", help="what clients send as `Authorization: Bearer KEY`; the engines ask for it too")
+    add("--log-dir", type=Path, help="one file a process; without it a new temporary folder")
+    options, flags = made.parse_known_args(argv)
+    if options.engine_port is None:
+        options.engine_port = options.router_port + 1
+    return options, [*flags, *(("--api-key", options.api_key) if options.api_key else ())]
+
+
+def check(options: argparse.Namespace, flags: list[str]) -> None:
+    """Raises ConfigurationError, with all that is wrong, before anything starts."""
+    problems = []
+    if importlib.util.find_spec("smg") is None:
+        problems.append("the gateway's package smg is not installed: pip install 'sgl-prefill[router]' brings it")
+    if options.engines < 1:
+        problems.append(f"--engines is {options.engines}: it must be at least 1")
+    for flag, remedy in (("--port", "--router-port or --engine-port"), ("--host", "--router-host")):
+        if (value := arguments.value_of(flags, flag)) is not None:
+            problems.append(f"{flag} {value} is decided by the cluster: give {remedy}")
+    listening = [("--router-port", options.router_host, options.router_port)]
+    listening.append(("--metrics-port", options.router_host, options.metrics_port))
+    listening += [("--engine-port", LOCAL, options.engine_port + index) for index in range(options.engines)]
+    if problems := problems or examine.port_problems(listening):
+        raise ConfigurationError("\n".join(problems))
+
+
+def shares(n_engines: int, flags: list[str]) -> list[tuple[list[str], Mapping[str, str]]]:
+    """Flags and environment variables of each engine. Raises ConfigurationError where the machine is too small."""
+    from sgl_prefill.device import this_device
+
+    n_ranks = int(arguments.value_of(flags, "--tp-size", "--tp", "--tensor-parallel-size") or 1)
+    if this_device().is_host:
+        if n_engines > 1 and n_ranks > 1:
+            raise ConfigurationError(
+                f"--engines {n_engines} of {n_ranks} ranks each (--tp-size): ranks are bound to cores here, those of all"
+                " engines to the same: start one such engine, or engines of one rank"
+            )
+        budget_gb = _budget_gb(n_engines, flags)
+        is_given = arguments.value_of(flags, "--memory-budget-gb") is not None
+        budget = [] if is_given else ["--memory-budget-gb", f"{budget_gb:.3f}"]
+        n_threads = max(1, len(os.sched_getaffinity(0)) // n_engines)
+        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(n_threads)}
+        return [([*flags, *budget], threads)] * n_engines
+    import torch
+
+    n_devices = torch.cuda.device_count()
+    if n_engines * n_ranks > n_devices:
+        raise ConfigurationError(
+            f"--engines {n_engines} of {n_ranks} devices each need {n_engines * n_ranks}, and this machine has {n_devices}:"
+            " start fewer"
+        )
+    return [([*flags, "--base-gpu-id", str(index * n_ranks)], {}) for index in range(n_engines)]
+
+
+def _budget_gb(n_engines: int, flags: list[str]) -> float:
+    """Memory of each engine: as given, or half of what is free, divided, before the first engine has taken its part."""
+    free_gb, _ = examine.free_memory_gb()
+    given = arguments.value_of(flags, "--memory-budget-gb")
+    budget_gb = free_gb / 2 / n_engines if given is None else float(given)
+    if budget_gb * n_engines > free_gb:
+        raise ConfigurationError(
+            f"--engines {n_engines} of --memory-budget-gb {budget_gb:g} need {n_engines * budget_gb:g} GiB, and"
+            f" {free_gb:.1f} GiB are free: start at most {int(free_gb / budget_gb)}, or give each less"
+        )
+    if budget_gb < LEAST_BUDGET_GB:
+        raise ConfigurationError(
+            f"--engines {n_engines} would get {budget_gb:.2f} GiB each of {free_gb:.1f} GiB that are free: start fewer"
+        )
+    return budget_gb
+
+
+def gateway_command(
+    urls: Sequence[str], routing: str, host: str, port: int, metrics_port: int, grace_s: float, api_key: str | None
+) -> list[str]:
+    """The gateway's command line. grace_s: how long it waits for requests in flight at its shutdown."""
+    return [
+        *(sys.executable, "-m", "smg", "launch", "--host", host, "--port", str(port)),
+        *("--worker-urls", *urls, "--policy", *ROUTINGS[routing]),
+        *(word for words, _ in SETTINGS for word in words),
+        *("--shutdown-grace-period-secs", str(max(1, round(grace_s)))),
+        *("--prometheus-host", host, "--prometheus-port", str(metrics_port)),
+        *(() if api_key is None else ("--api-key", api_key)),
+    ]
+
+
+def n_ready(url: str, api_key: str | None = None) -> int:
+    """How many engines the gateway at this address sends requests to; 0 while it does not answer."""
+    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+    try:
+        workers = requests.get(f"{url}/workers", headers=headers, timeout=5).json()["workers"]
+    except (requests.RequestException, ValueError, KeyError):
+        return 0
+    return sum(bool(worker.get("is_healthy", worker.get("status") == "ready")) for worker in workers)
+
+
+def _start(
+    options: argparse.Namespace, engines: Sequence[tuple[list[str], Mapping[str, str]]], to: list[Child]
+) -> None:
+    """Starts all processes, adds them to `to`, and waits until the gateway sends requests to each engine."""
+    logs = options.log_dir or Path(tempfile.mkdtemp(prefix="sgl_prefill_cluster_"))
+    logs.mkdir(parents=True, exist_ok=True)
+    _say(f"logs are in {logs}")
+    key, host, port = options.api_key, options.router_host, options.router_port
+    for index, (flags, environment) in enumerate(engines):
+        log = logs / f"engine_{index}.log"
+        engine = local_server.begin(
+            "sgl_prefill.launch_server",
+            flags,
+            log,
+            port=options.engine_port + index,
+            environment=environment,
+            ends_with_us=True,
+        )
+        to.append(Child(f"engine {index}", engine))
+        if index == 0:  # the other engines read what it measures
+            local_server.await_health(engine)
+    for child in to:
+        local_server.await_health(child.server)
+    urls = [child.server.url for child in to]
+    command = gateway_command(urls, options.routing, host, port, options.metrics_port, DRAIN_S, key)
+    url, log = f"http://{host}:{port}", logs / "gateway.log"
+    process = local_server.spawn(command, log, ends_with_us=True)
+    to.append(Child(GATEWAY, local_server.LocalServer(url, command, process, log)))
+    deadline = time.monotonic() + GATEWAY_START_S
+    while (n := n_ready(url, key)) < len(urls):
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise ServerStartError(
+                f"the gateway sees {n} of {len(urls)} engines:\n{log.read_text(errors='replace')[-4000:]}"
+            )
+        time.sleep(POLL_S)
+    _say(f"ready: {url}, before {', '.join(urls)}; the gateway's metrics: port {options.metrics_port}")
+
+
+def _watch(children: list[Child]) -> int:
+    """Reports each process that dies, and returns when the gateway or the last engine has died."""
+    while True:
+        time.sleep(POLL_S)
+        for child in [one for one in children if one.server.process.poll() is not None]:
+            children.remove(child)
+            url, command, process, log = child.server
+            _say(f"{child.name} ({url}) has ended with status {process.returncode}; its log: {log}")
+            if child.name == GATEWAY or len(children) == 1:
+                _end(children)
+                return 1
+            _say(f"its users go to the other engines. To start it again: {' '.join(command)}")
+
+
+def _end(children: list[Child], drain_s: float = DRAIN_S) -> int:
+    """Ends the gateway, which answers the requests in flight, then the engines. Returns 1 if one did not end well."""
+    statuses = []
+    for is_gateway in (True, False):
+        group = [child for child in children if (child.name == GATEWAY) == is_gateway]
+        for child in group:
+            child.server.process.terminate()
+        for name, server in group:
+            try:
+                statuses.append(server.process.wait(timeout=drain_s + END_S))
+            except subprocess.TimeoutExpired:
+                _say(f"{name} does not end within {drain_s + END_S:g} s, and is killed")
+                local_server.kill(server.process)
+                statuses.append(1)
+    return int(any(statuses))
+
+
+def _terminate(number: int, frame: object) -> None:
     signal.signal(number, signal.SIG_IGN)
-    raise _Asked
+    raise _Terminated
 
 
 def _say(text: str) -> None:
     print(f"sgl_prefill.cluster: {text}", file=sys.stderr, flush=True)
-
-
-def _start(options: ClusterOptions, shares: Sequence[engines.Share], log_dir: Path, children: list[_Child]) -> None:
-    """Starts all, and waits until the gateway sends requests to each engine; children: gets what runs."""
-    _say(f"logs are in {log_dir}")
-    begun = []
-    for index, share in enumerate(shares):
-        server = local_server.begin(
-            engines.MODULE,
-            share.flags,
-            log_dir / f"engine_{index}.log",
-            port=share.port,
-            environment=share.environment,
-            ends_with_us=True,
-        )
-        children.append(_Child(f"{ENGINE} {index}", server.url, server.process, server.log, server.command))
-        begun.append(server)
-        if index == 0:  # the others take over what it measures
-            local_server.await_health(server)
-    for server in begun[1:]:
-        local_server.await_health(server)
-    for difference in engines.differences(options.urls, options.api_key):
-        _say(f"engines differ: {difference}")
-    url = f"http://{options.router_host}:{options.router_port}"
-    command = gateway.command(
-        options.urls,
-        options.routing,
-        options.router_host,
-        options.router_port,
-        options.metrics_port,
-        DRAIN_S,
-        options.api_key,
-    )
-    log = log_dir / "gateway.log"
-    process = local_server.spawn(command, log, ends_with_us=True)
-    children.append(_Child(GATEWAY, url, process, log, command))
-    deadline = time.monotonic() + GATEWAY_START_S
-    while (n := gateway.n_ready(url, options.api_key)) < len(options.urls):
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise ServerStartError(
-                f"the gateway sees {n} of {len(options.urls)} engines:\n{log.read_text(errors='replace')[-4000:]}"
-            )
-        time.sleep(POLL_S)
-    _say(f"ready: {url}, before {', '.join(options.urls)}; the gateway's metrics: port {options.metrics_port}")
-
-
-def _watch(children: list[_Child], options: ClusterOptions) -> int:
-    """Returns when the gateway or the last engine has died; says so of each process."""
-    while True:
-        time.sleep(POLL_S)
-        for child in [one for one in children if one.process.poll() is not None]:
-            children.remove(child)
-            _say(f"{child.name} ({child.url}) has ended with status {child.process.returncode}; its log: {child.log}")
-            if child.name != GATEWAY and len(children) > 1:
-                _say(f"its users go to the other engines. To start it again: {' '.join(child.command)}")
-            else:
-                _end(children)
-                return 1
-
-
-def _end(children: list[_Child], drain_s: float = DRAIN_S) -> int:
-    """Ends the gateway, which answers what is under way, and then the engines. Returns 1 where one did not end well."""
-    statuses = []
-    for name in (GATEWAY, ENGINE):
-        group = [child for child in children if child.name.startswith(name)]
-        for child in group:
-            child.process.terminate()
-        for child in group:
-            try:
-                statuses.append(child.process.wait(timeout=drain_s + END_S))
-            except subprocess.TimeoutExpired:
-                _say(f"{child.name} does not end within {drain_s + END_S:g} s, and is killed")
-                local_server.kill(child.process)
-                statuses.append(1)
-    return int(any(statuses))
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ function bar(id, parts, unit) {
     cells(id, root, d3.treemapDice, text);
   });
 }
-const nameOf = (prefix) => prefix.words ?? `#${prefix.name}`;
+const nameOf = (prefix) => `#${prefix.name}`;
 function tree(prefixes) {
   const by = $("tree-by").value, nodes = prefixes.largest.map((prefix) => ({ ...prefix, children: [] }));
   const size = (one) => by === "hits" ? one.hits : one.tokens + one.below;
@@ -143,36 +143,20 @@ function tree(prefixes) {
 let last = null, history = [[], [], []], before = null;
 function show(message) {
   last = message;
-  const { http, engines } = message;
-  if ($("engine").options.length !== engines.length) {
-    $("engine").replaceChildren(...engines.map((_, place) => element("option", String(place))));
-    $("engine-choice").hidden = engines.length < 2;
-  }
-  const engine = engines[Math.max($("engine").selectedIndex, 0)];
+  const { http, engines: [engine] } = message;
   if (!engine) return;
   write($("model"), engine.model);
   showRefusals(http);
-  showJobs(http);
   showMemory(engine);
-  put("engines", engines.length);
   if (!engine.now) { $("next-note").textContent = `--scheduling ${engine.scheduling}: SGLang's own scheduler decides, and shows nothing here.`; return; }
   showNow(engine);
   showSpeed(engine);
   showClients(engine, http);
-  put("background-waiting", engine.now.waiting_background);
-  put("background-done", engine.totals.background_requests);
-  put("followers", engine.now.waiting_for_a_prefix);
 }
 function showRefusals(http) {
   const reasons = Object.entries(http.refused).sort();
   put("refused", reasons.reduce((sum, [, count]) => sum + count, 0));
   fill("refusals", reasons.length ? reasons : [["none", 0]]);
-}
-function showJobs({ jobs, cluster }) {
-  write($("jobs-note"), jobs.length ? "" : "No job of sgl_prefill.batch with --base-url tells of itself.");
-  fill("jobs", jobs.map((one) => [one.name, one.done, one.rows, meter(one.done / one.rows, `done of ${one.name}`), one.failed, one.groups,
-    percent(one.saved_share), percent(one.most_saved_share), one.left_s]));
-  fill("cluster", cluster.map((one) => [one.url, one.is_up === null ? "asked" : one.is_up ? "yes" : "no"]));
 }
 function showNow({ now, steps, knee_tokens: knee }) {
   put("waiting", now.waiting);
@@ -318,9 +302,9 @@ $("theme").onclick = () => { storage?.setItem(THEME, chosen() === "dark" ? "ligh
 system.addEventListener("change", () => paint(chosen()));
 $("rate").onchange = () => listening?.abort();
 document.addEventListener("visibilitychange", () => { if (document.hidden) listening?.abort(); });
-$("tree-by").onchange = $("engine").onchange = () => last && show(last);
+$("tree-by").onchange = () => last && show(last);
 $("ask-form").onsubmit = ask;
-for (const table of ["next", "refusals", "memory-table", "most-hit", "latency", "client-table", "jobs", "cluster", "distribution"]) $(table).hidden = true;
+for (const table of ["next", "refusals", "memory-table", "most-hit", "latency", "client-table", "distribution"]) $(table).hidden = true;
 paint(chosen());
 listen();
 })();

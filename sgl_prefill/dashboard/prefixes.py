@@ -1,11 +1,11 @@
-"""The largest prefixes of a cache, found by walking its tree a part at a time: fifty thousand nodes would hold a step up."""
+"""The largest prefixes of a cache, found by walking its tree a few milliseconds at a time, so that no step is delayed."""
 
 from __future__ import annotations
 
 import heapq
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
@@ -13,13 +13,13 @@ import numpy as np
 
 N_SHOWN = 64
 N_BY_HITS = 8
-N_FIRST_TOKENS = 12
+N_NAMED_TOKENS = 48
 PART_S = 0.003
 PIECE_NODES = 64
 
 
 class Tree(Protocol):
-    """What is asked of a prefix cache."""
+    """A prefix cache, as far as it is read here."""
 
     def root(self) -> Any: ...
     def children(self, node: Any) -> Sequence[Any]: ...
@@ -28,29 +28,18 @@ class Tree(Protocol):
     def first_tokens(self, node: Any, n_tokens: int) -> array[int]: ...
 
 
-class Shown(NamedTuple):
-    """One prefix that is shown."""
-
-    parent: int | None  # its place in the list; None: it begins a prompt
-    n_tokens: int  # of itself
-    n_below_tokens: int  # of what goes on from it
-    n_hits: int
-    name: str  # a hash, which says nothing of the text
-    first_tokens: list[int]
-
-
 class View(NamedTuple):
     """A cache as it was while it was walked."""
 
     at_s: float
     n_prefixes: int
     n_tokens: int
-    largest: list[Shown]  # parents before their children
-    most_hit: list[Shown]
+    largest: list[dict[str, Any]]  # as the page reads them, parents before their children
+    most_hit: list[dict[str, Any]]
 
 
 class Survey:
-    """Walks a cache again and again. key: of the names of prefixes, so that nobody can try out texts."""
+    """Walks a cache again and again. key: of the hashes that name prefixes, so that their texts cannot be guessed."""
 
     def __init__(self, tree: Tree, key: bytes) -> None:
         self._tree, self._key = tree, key
@@ -58,7 +47,7 @@ class Survey:
         self._parts = self._walks()
 
     def go_on(self, most_s: float = PART_S) -> None:
-        """Walks for so long at most, or until there is a new view."""
+        """Walks until there is a new view, for `most_s` seconds at most."""
         until_s = time.perf_counter() + most_s
         while not next(self._parts) and time.perf_counter() < until_s:
             pass
@@ -110,20 +99,15 @@ class Survey:
             [self._shown(walked, place, totals, {}) for place in most_hit],
         )
 
-    def _shown(self, walked: _Walked, place: int, totals: Sequence[int], places: dict[int, int]) -> Shown:
-        node = walked.nodes[place]
-        return Shown(
-            places.get(walked.parents[place]),
-            walked.n_tokens[place],
-            totals[place] - walked.n_tokens[place],
-            walked.n_hits[place],
-            self._name(node),
-            self._tree.first_tokens(node, N_FIRST_TOKENS).tolist(),
-        )
-
-    def _name(self, node: Any) -> str:
-        first = self._tree.first_tokens(node, 4 * N_FIRST_TOKENS)
-        return blake2b(first.tobytes(), digest_size=4, key=self._key).hexdigest()
+    def _shown(self, walked: _Walked, place: int, totals: Sequence[int], places: Mapping[int, int]) -> dict[str, Any]:
+        first = self._tree.first_tokens(walked.nodes[place], N_NAMED_TOKENS)
+        return {
+            "parent": places.get(walked.parents[place]),  # its place in the list; None: it begins a prompt
+            "tokens": walked.n_tokens[place],  # of itself
+            "below": totals[place] - walked.n_tokens[place],  # of all prefixes that extend it
+            "hits": walked.n_hits[place],
+            "name": blake2b(first.tobytes(), digest_size=4, key=self._key).hexdigest(),
+        }
 
 
 class _Walked(NamedTuple):

@@ -1,4 +1,4 @@
-"""What the page shows of one engine, as JSON: counts, histograms and the first few of each list, whatever waits or is cached."""
+"""What the page shows of one engine: counts, histograms and the first few of each list, however much waits."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import operator
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from sgl_prefill.core.job import Job
 from sgl_prefill.core.policy import Policy
-from sgl_prefill.dashboard.prefixes import Shown, View
 from sgl_prefill.scheduling.recent import Answered, Recent
 
 AGES_S = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
@@ -25,27 +24,12 @@ N_SHOWN_STEPS = 200
 LONGEST_NAME = 40  # characters of a client's
 
 
-class Cache(NamedTuple):
-    """How the prefix cache stands, in tokens."""
-
-    kv_tokens: int  # that it can hold
-    in_use_tokens: int  # by requests that run
-    cached_tokens: int  # that no request uses now
-    background_tokens: int  # of these, what background jobs alone have used
-    removed_tokens: int  # since the start
-    wanted_removals: int  # of prefixes that somebody waited for
-    wanted_removed_tokens: int
-
-
 def of_policy(policy: Policy, recent: Recent, now_s: float) -> dict[str, Any]:
-    """Shows who waits, who runs next, what has run, and for whom."""
     queue = _Queue(policy, now_s)
     return {
         "now": {
             "waiting": queue.n_jobs,
             "waiting_tokens": int(queue.n_input.sum()),
-            "waiting_background": queue.n_background,
-            "waiting_for_a_prefix": queue.n_followers,
             "oldest_s": _rounded(queue.ages_s.max(initial=0.0)),
             "by_age": {"edges": AGES_S, "counts": _histogram(queue.ages_s, AGES_S)},
             "by_predicted": None
@@ -63,7 +47,7 @@ def of_policy(policy: Policy, recent: Recent, now_s: float) -> dict[str, Any]:
 
 
 def next_step(policy: Policy, now_s: float) -> list[dict[str, Any]]:
-    """Shows the step that would begin now, the best job first, and why each is in it. Changes nothing of what runs."""
+    """The step that would begin now, the best job first, with the score of each. Changes nothing."""
     jobs = policy.choose(now_s) if policy.waiting else []
     return [
         {**_why(policy, job, now_s), "rides": place > 0, "of": len(jobs)} for place, job in enumerate(jobs[:N_NEXT])
@@ -86,7 +70,7 @@ def _why(policy: Policy, job: Job, now_s: float) -> dict[str, Any]:
 
 
 class _Queue:
-    """Those who wait, a column each; one pass over ten thousand takes some milliseconds."""
+    """Waiting jobs, a column for each property; reading ten thousand takes some milliseconds."""
 
     def __init__(self, policy: Policy, now_s: float) -> None:
         n = self.n_jobs = len(policy.waiting)
@@ -98,8 +82,6 @@ class _Queue:
         self.n_input = np.fromiter(map(len, column("tokens")), float, n)
         self.n_input += np.fromiter(column("n_answer_tokens"), float, n)
         n_cached = np.fromiter(column("n_cached_tokens"), float, n)
-        self.n_background = int(np.isinf(np.fromiter(column("rank"), float, n)).sum())
-        self.n_followers = sum(column("is_follower"))
         self.clients = Counter(column("client"))
         self.predicted_ms: Any = None
         if policy.settings.predictor is not None:
@@ -109,13 +91,13 @@ class _Queue:
 
 
 def _histogram(values: Any, edges: Sequence[float]) -> list[int]:
-    """Counts what lies at or below each edge and above the one before, and last what lies above all."""
+    """Counts values at or below each edge and above the one before it; the last count is of those above all edges."""
     counts: list[int] = np.bincount(np.searchsorted(edges, values), minlength=len(edges) + 1).tolist()
     return counts
 
 
 def _steps(recent: Recent) -> dict[str, Any]:
-    """Shows the last steps, a list for each column, and where their time went."""
+    """The last steps, a list for each column, and where their time went."""
     steps = list(recent.steps)[-N_SHOWN_STEPS:]
     return {
         "predicted_ms": [None if one.predicted_ms is None else _rounded(one.predicted_ms) for one in steps],
@@ -131,7 +113,7 @@ def _steps(recent: Recent) -> dict[str, Any]:
 
 
 def _speed(recent: Recent) -> list[dict[str, Any]]:
-    """Shows latencies by length class, of the last requests."""
+    """Latencies of the last requests by length class."""
     classes: list[list[float]] = [[] for _ in range(len(LENGTHS_TOKENS) + 1)]
     for one in recent.requests:
         classes[bisect.bisect_left(LENGTHS_TOKENS, one.n_input_tokens)].append(one.latency_s)
@@ -147,7 +129,7 @@ def _speed(recent: Recent) -> list[dict[str, Any]]:
 
 
 def _clients(recent: Recent, queue: _Queue) -> list[dict[str, Any]]:
-    """Shows the clients that have been served most lately, and those of whom most waits; none where nobody is named."""
+    """The clients with most computed tokens lately, then those with most waiting requests; none where requests name no client."""
     by_client: dict[str, list[Answered]] = {}
     for one in recent.requests:
         by_client.setdefault(one.client, []).append(one)
@@ -173,41 +155,12 @@ def _clients(recent: Recent, queue: _Queue) -> list[dict[str, Any]]:
     return shown
 
 
-def of_cache(cache: Cache, view: View | None, now_s: float, shows_prompts: bool) -> dict[str, Any]:
-    """Shows the prefix cache.
-
-    Args:
-        shows_prompts: the first tokens of prefixes go with them.
-    """
-    shown: dict[str, Any] = {**cache._asdict(), "prefixes": None}
-    if view is not None:
-        shown["prefixes"] = {
-            "age_s": _rounded(max(now_s - view.at_s, 0.0)),
-            "count": view.n_prefixes,
-            "tokens": view.n_tokens,
-            "largest": [_prefix(one, shows_prompts) for one in view.largest],
-            "most_hit": [_prefix(one, shows_prompts) for one in view.most_hit],
-        }
-    return shown
-
-
-def _prefix(one: Shown, shows_prompts: bool) -> dict[str, Any]:
-    shown: dict[str, Any] = {
-        "parent": one.parent,
-        "tokens": one.n_tokens,
-        "below": one.n_below_tokens,
-        "hits": one.n_hits,
-        "name": one.name,
-    }
-    return {**shown, "first": one.first_tokens} if shows_prompts else shown
-
-
 def _client(name: str) -> str:
     return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
 
 
 def _rounded(value: float) -> float:
-    """Keeps four digits: the page shows no more, and each costs a byte."""
+    """Keeps the four digits that the page shows."""
     return float(f"{value:.4g}")
 
 

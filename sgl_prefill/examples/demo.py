@@ -9,9 +9,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from sgl_prefill import demo_model, local_server
+from sgl_prefill import local_server
 from sgl_prefill.errors import SglPrefillError
-from sgl_prefill.examples import label_reviews
+from sgl_prefill.examples import demo_model, label_reviews
 
 
 def main() -> int:

@@ -1,7 +1,6 @@
-"""How the page `/dashboard` learns of a scheduler process: SGLang's question for its internal state, asked under a name of ours.
+"""Snapshots of a scheduler process for `/dashboard`, by SGLang's request for its internal state under a request id of ours.
 
-The scheduler answers it in its own turn between two steps, as it answers /server_info; until then, steps and requests are
-only recorded as they end.
+The scheduler answers between two steps, as it answers /server_info. Otherwise steps and requests are only recorded as they end.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from sgl_prefill.core import memory_plan
 from sgl_prefill.dashboard import snapshot
 from sgl_prefill.dashboard.prefixes import Survey
 from sgl_prefill.engine_state import EngineState
-from sgl_prefill.port import background, client, reply_facts
+from sgl_prefill.port import client, reply_facts
 from sgl_prefill.port.arrival import arrival_s
 from sgl_prefill.port.radix_cache import RadixTree, WatchedRadixCache
 from sgl_prefill.scheduling.recent import Answered, text
@@ -36,7 +35,7 @@ DECISIONS_NAME = "sgl_prefill:decisions"
 
 
 class Watch:
-    """What is kept of a scheduler process for those who look."""
+    """Kept between snapshots, from the first one on."""
 
     def __init__(self, cache: Any) -> None:
         self.start = secrets.token_hex(4)  # another one after a restart
@@ -95,17 +94,24 @@ def _cache(state: EngineState, scheduler: Any, now_s: float) -> dict[str, Any] |
     if not isinstance(cache, WatchedRadixCache) or watch is None:
         return None
     calibration = None if port is None else port.live.calibration
-    counted = snapshot.Cache(
-        kv_tokens=scheduler.max_total_num_tokens,
-        in_use_tokens=int(cache.protected_size()),
-        cached_tokens=int(cache.evictable_size()),
-        background_tokens=0 if cache.of_background is None else cache.of_background.n_tokens,
-        removed_tokens=cache.n_removed_tokens,
-        wanted_removals=0 if calibration is None else calibration.n_wanted_removals,
-        wanted_removed_tokens=0 if calibration is None else calibration.n_wanted_removed_tokens,
-    )
     view = None if watch.survey is None else watch.survey.view
-    return snapshot.of_cache(counted, view, now_s, state.config.show_prompts)
+    return {
+        "kv_tokens": scheduler.max_total_num_tokens,
+        "in_use_tokens": int(cache.protected_size()),
+        "cached_tokens": int(cache.evictable_size()),
+        "removed_tokens": cache.n_removed_tokens,  # since the start
+        "wanted_removals": 0 if calibration is None else calibration.n_wanted_removals,
+        "wanted_removed_tokens": 0 if calibration is None else calibration.n_wanted_removed_tokens,
+        "prefixes": None
+        if view is None
+        else {
+            "age_s": max(now_s - view.at_s, 0.0),
+            "count": view.n_prefixes,
+            "tokens": view.n_tokens,
+            "largest": view.largest,
+            "most_hit": view.most_hit,
+        },
+    }
 
 
 def write_down(port: SchedulerPort, done: Sequence[Req]) -> None:
@@ -126,7 +132,7 @@ def write_down(port: SchedulerPort, done: Sequence[Req]) -> None:
         requests=answered,
     )
     known = [(one["kept_tokens"], one["evicted_tokens"]) for one in facts if "kept_tokens" in one]
-    port.recent.count(answered, known, sum(map(background.is_background, done)))
+    port.recent.count(answered, known)
     if port.request_log is not None:
         offset_s = time.time() - time.perf_counter()
         port.request_log.write(

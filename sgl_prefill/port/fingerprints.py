@@ -1,7 +1,6 @@
-"""Is the installed SGLang the one that the hooks were written against? Compares the source of each touched function.
+"""Checks that the installed SGLang is the one that the hooks were written against: the source of each touched function.
 
-python -m sgl_prefill.port.fingerprints            list what differs, exit 1 if anything does
-python -m sgl_prefill.port.fingerprints --write    after reading the differences: accept the installed source
+`python scripts/fingerprints.py` lists differences, and records new sources.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import importlib.util
 import inspect
 import json
 import pkgutil
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -101,18 +99,3 @@ def check_source() -> None:
             + "\n  ".join(lines)
             + f"\nreinstall it: `pip install --force-reinstall --no-deps sglang=={SUPPORTED_SGLANG_VERSION}`"
         )
-
-
-def main(argv: list[str]) -> int:
-    from sgl_prefill.port.hooks import fingerprinted_targets
-
-    targets = fingerprinted_targets()
-    if argv == ["--write"]:
-        FINGERPRINT_FILE.write_text(json.dumps({t: fingerprint(t) for t in sorted(targets)}, indent=1) + "\n")
-    lines = differing(targets)
-    print("\n".join(lines) or f"all {len(targets)} targets are as recorded")
-    return 1 if lines else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -11,6 +11,6 @@ Importing this package imports neither ray nor torch; `score` needs the extra `[
 
 from __future__ import annotations
 
-from sgl_prefill.ray.api import score
+from sgl_prefill.ray.scorer import score
 
 __all__ = ["score"]

@@ -74,7 +74,6 @@ class Totals(NamedTuple):
 
     steps: int = 0
     requests: int = 0
-    background_requests: int = 0
     input_tokens: int = 0
     cached_tokens: int = 0
     kept_tokens: int = 0
@@ -119,13 +118,12 @@ class Recent:
         self.requests.extend(requests)
         self._was_waited_for = is_waited_for
 
-    def count(self, requests: Sequence[Answered], kept_evicted: Sequence[tuple[int, int]], n_background: int) -> None:
+    def count(self, requests: Sequence[Answered], kept_evicted: Sequence[tuple[int, int]]) -> None:
         """Adds to the totals; kept_evicted: of the requests with a KV plan."""
         totals = self.totals
         self.totals = Totals(
             totals.steps + 1,
             totals.requests + len(requests),
-            totals.background_requests + n_background,
             totals.input_tokens + sum(one.n_input_tokens for one in requests),
             totals.cached_tokens + sum(one.n_cached_tokens for one in requests),
             totals.kept_tokens + sum(kept for kept, _ in kept_evicted),

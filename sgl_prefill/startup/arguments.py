@@ -22,7 +22,6 @@ from sgl_prefill.core import rerank_template
 from sgl_prefill.cpu import lm_head
 from sgl_prefill.cpu.detect import ATTENTION_BACKEND_NAME, fast_dtype
 from sgl_prefill.cpu.native.library import native
-from sgl_prefill.dashboard.cluster import urls_of
 from sgl_prefill.device import this_device
 from sgl_prefill.errors import ConfigurationError
 from sgl_prefill.startup import examine
@@ -243,10 +242,6 @@ def early_problems(config: PrefillConfig, model_path: str | None) -> list[str]:
         problems += _text_file_problems("--shared-prefix", config.shared_prefix)
     if config.request_log is not None:
         problems += _log_file_problems("--request-log", config.request_log)
-    try:
-        urls_of(config.cluster_engines)
-    except ValueError as error:
-        problems.append(f"--cluster-engines: {error}")
     if (template := config.rerank_template) is not None:
         problems += _error_of(lambda: rerank_template.load(template))
     return problems

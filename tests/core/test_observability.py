@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_prefill.observability import generate
+from scripts import monitoring
 from sgl_prefill.observability.metric_list import METRICS, PREFIX, Metric
 
 UNITS = ("seconds", "bytes", "tokens", "ratio", "requests", "lines")
@@ -33,13 +33,13 @@ def test_a_metric_is_named_by_its_base_unit_and_explained(metric: Metric) -> Non
 
 
 def test_the_committed_files_are_those_that_are_generated() -> None:
-    for path, text in generate.files().items():
-        assert path.read_text(encoding="utf-8") == text, f"{path.name}: python -m {generate.__name__} --write"
+    for path, text in monitoring.files().items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name}: scripts/monitoring.py --write"
 
 
 def expressions() -> list[str]:
-    queries = [query for panel in generate.panels() for query in panel.queries.values()]
-    return [*queries, *(alert.expression for alert in generate.alerts())]
+    queries = [query for panel in monitoring.panels() for query in panel.queries.values()]
+    return [*queries, *(alert.expression for alert in monitoring.alerts())]
 
 
 @pytest.mark.parametrize("expression", expressions())
@@ -49,17 +49,17 @@ def test_an_expression_asks_for_metrics_that_exist(expression: str) -> None:
     assert asked
     for name in asked:
         base = re.sub(r"_bucket$", "", name)
-        assert base in NAMES or base == generate.PROMPT_TOKENS
+        assert base in NAMES or base == monitoring.PROMPT_TOKENS
     assert expression.count("(") == expression.count(")")
 
 
 def test_every_metric_is_on_the_dashboard() -> None:
-    shown = json.dumps(generate.dashboard())
+    shown = json.dumps(monitoring.dashboard())
     assert not [metric.exposed for metric in METRICS if metric.exposed not in shown]
 
 
 def test_rules_have_what_prometheus_asks_of_a_rule_file() -> None:
-    (group,) = generate.rules()["groups"]
+    (group,) = monitoring.rules()["groups"]
     assert group["name"]
     names = [rule["alert"] for rule in group["rules"]]
     assert len(set(names)) == len(names)
@@ -71,7 +71,7 @@ def test_rules_have_what_prometheus_asks_of_a_rule_file() -> None:
 
 def test_every_graph_has_a_unit_of_grafanas_and_an_expression_for_each_legend() -> None:
     """A unit that Grafana does not know is shown as text behind each number."""
-    for panel in generate.dashboard()["panels"]:
+    for panel in monitoring.dashboard()["panels"]:
         assert panel["fieldConfig"]["defaults"]["unit"] in {"short", "s", "percentunit", "reqps"}
         assert panel["targets"]
         assert all(target["expr"] and target["legendFormat"] for target in panel["targets"])
@@ -80,7 +80,7 @@ def test_every_graph_has_a_unit_of_grafanas_and_an_expression_for_each_legend() 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool comes with Prometheus")
 def test_rules_fire_when_they_should_and_not_before(tmp_path: Path) -> None:
     """By Prometheus' own tool, on series made by hand."""
-    shutil.copy(generate.FOLDER / "alerts.json", tmp_path)
+    shutil.copy(monitoring.FOLDER / "alerts.json", tmp_path)
     shutil.copy(Path(__file__).with_name("alert_rules_test.yml"), tmp_path)
     command = ["promtool", "test", "rules", "alert_rules_test.yml"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
@@ -89,7 +89,7 @@ def test_rules_fire_when_they_should_and_not_before(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool comes with Prometheus")
 def test_prometheus_can_read_every_graphs_expression(tmp_path: Path) -> None:
-    queries = [query for panel in generate.panels() for query in panel.queries.values()]
+    queries = [query for panel in monitoring.panels() for query in panel.queries.values()]
     rules = [{"record": f"query_{n}", "expr": query} for n, query in enumerate(queries)]
     file = tmp_path / "queries.json"
     file.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))

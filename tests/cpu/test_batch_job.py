@@ -20,7 +20,6 @@ from sgl_prefill.batch.progress import Progress
 from sgl_prefill.batch.prompts import FoundPrompt, Prompts
 from sgl_prefill.batch.run import RowAnswer
 from sgl_prefill.core.batch.plan import JobPlan
-from sgl_prefill.dashboard.jobs import JobReport
 from sgl_prefill.errors import BatchJobError
 
 N_ROWS = 12
@@ -35,10 +34,6 @@ class Echo:
     def __init__(self, before_each: Callable[[int], None] = lambda n: None) -> None:
         self._before_each = before_each
         self.answered: list[int] = []
-        self.told: list[JobReport] = []
-
-    async def tell(self, run: str, report: JobReport) -> None:
-        self.told.append(report)
 
     async def find_prompts(self, url: str, body: dict[str, Any]) -> list[FoundPrompt]:
         return [([ord(one) for one in body["prompt"]], 1)]
@@ -96,8 +91,6 @@ def test_rows_run_group_by_group_and_a_failed_one_is_in_the_error_file(job_file:
     assert json.loads(error)["custom_id"] == "bad"
     assert json.loads(error)["line"] == N_ROWS + 1
     assert "no" in error
-    last = backend.told[-1]
-    assert (last.name, last.rows, last.done, last.failed, last.groups) == ("out.jsonl", N_ROWS + 1, N_ROWS + 1, 1, 3)
 
 
 def test_an_input_that_changes_stops_the_job_and_what_was_answered_is_kept(
@@ -161,3 +154,12 @@ def test_progress_is_served_to_prometheus_and_a_taken_port_says_so() -> None:
         assert f"sgl_prefill_job_{name} {value}.0" in text
     assert "6 of 10 rows" in progress.line()
     assert "40.0% saved (most: 60.0%)" in progress.line()
+
+
+def test_a_job_without_a_tokenizer_says_how_long_it_takes_by_its_rows() -> None:
+    """Its plan has counted bytes, and answers tell of tokens."""
+    progress = Progress(100, 20, 1_000_000, 500_000, "bytes", out=StringIO())
+    progress._began_s -= 1000
+    progress.add(20, 0, 4_000, 1_000)
+    assert progress.left_s == pytest.approx(3 * 1000, rel=0.01)
+    assert "4,000 tokens" in progress.line()

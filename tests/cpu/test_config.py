@@ -334,7 +334,7 @@ def test_a_refused_start_exits_with_2_and_one_message(flags: list[str], expected
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("module", ["launch_server", "mil", "plan", "demo_model"])
+@pytest.mark.parametrize("module", ["launch_server", "mil", "plan"])
 def test_help_comes_at_once(module: str) -> None:
     """It needs neither torch nor SGLang, which are blocked here, so that no import warning and no 20 seconds come before it."""
     code = (

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from sgl_prefill import demo_model
 from sgl_prefill.errors import DemoModelError
+from sgl_prefill.examples import demo_model
 
 
 @pytest.fixture
@@ -37,14 +37,6 @@ def test_a_folder_that_is_not_whole_is_made_again(cache: Path, capsys: pytest.Ca
     (cache / "config.json").unlink()
     demo_model.ensure("float32")
     assert demo_model.is_complete(cache)
-
-
-def test_what_somebody_else_has_there_is_left_alone(cache: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("text")
-    with pytest.raises(DemoModelError, match="other files"):
-        demo_model.ensure("float32", tmp_path / "mine")
-    assert (tmp_path / "mine" / "thesis.txt").read_text() == "text"
 
 
 def test_a_full_disk_is_named_with_what_is_needed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

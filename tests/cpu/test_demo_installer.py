@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from sgl_prefill import demo_model
+from sgl_prefill.examples import demo_model
 
 
 def test_looking_for_an_installer_warns_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,8 @@ from unittest import mock
 import pytest
 
 from sgl_prefill.errors import BatchJobError, ConfigurationError
-from sgl_prefill.ray import api
-from sgl_prefill.ray.prompts import PROMPT, REFUSED, Prompt
-from sgl_prefill.ray.register import DIED, Register
+from sgl_prefill.ray import scorer
+from sgl_prefill.ray.scorer import DIED, PROMPT, REFUSED, Prompt, Register
 
 pa: Any = pytest.importorskip("pyarrow")
 
@@ -33,7 +32,7 @@ def test_a_ray_that_is_missing_or_another_is_refused_with_the_extra(version: Any
         mock.patch.object(importlib.metadata, "version", side_effect=version),
         pytest.raises(ConfigurationError, match=complaint) as refused,
     ):
-        api.check_ray()
+        scorer.check_ray()
     assert "sgl-prefill[ray]" in str(refused.value)
 
 
@@ -41,7 +40,7 @@ def test_a_ray_that_is_missing_or_another_is_refused_with_the_extra(version: Any
 def test_a_ray_that_is_not_initialised_is_refused() -> None:
     pytest.importorskip("ray")
     with pytest.raises(ConfigurationError, match=r"call ray\.init\(\)"):
-        api.score(mock.Mock(), prompt="text", labels=["a"])
+        scorer.score(mock.Mock(), prompt="text", labels=["a"])
 
 
 @pytest.mark.parametrize(
@@ -55,21 +54,21 @@ def test_a_ray_that_is_not_initialised_is_refused() -> None:
     ],
 )
 def test_what_cannot_be_meant_is_refused(options: dict[str, Any], complaint: str) -> None:
-    with mock.patch.object(api, "check_ray"), pytest.raises(ConfigurationError, match=complaint):
-        api.score(mock.Mock(), prompt="text", **options)
+    with mock.patch.object(scorer, "check_ray"), pytest.raises(ConfigurationError, match=complaint):
+        scorer.score(mock.Mock(), prompt="text", **options)
 
 
 @pytest.mark.parametrize("taken", ["a", "label_mass", "error"])
 def test_a_column_of_the_dataset_is_never_overwritten(taken: str) -> None:
     dataset = mock.Mock(**{"schema.return_value.names": ["text", taken]})
     with pytest.raises(ConfigurationError, match=f"a column '{taken}' already"):
-        api._check_columns(dataset, ["a", "label_mass", "error"])
+        scorer._check_columns(dataset, ["a", "label_mass", "error"])
 
 
 def test_a_checkpoint_of_a_column_that_is_not_there_is_refused() -> None:
     dataset = mock.Mock(**{"schema.return_value.names": ["text"], "context.checkpoint_config.id_column": "id"})
     with pytest.raises(ConfigurationError, match="'id', and the dataset has text"):
-        api._check_columns(dataset, ["a"])
+        scorer._check_columns(dataset, ["a"])
 
 
 ROWS = pa.table({"text": ["one", None], "stars": [4, 5], "ids": [[1, 2], [3]]})

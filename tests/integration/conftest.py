@@ -14,9 +14,10 @@ import pytest
 import requests
 
 from benchmarks import shapes
-from sgl_prefill import calibrate, demo_model, local_server
+from sgl_prefill import calibrate, local_server
 from sgl_prefill.calibrations import ModelName, StoredCalibration, fingerprint_of
 from sgl_prefill.core.label_calibration import Calibration
+from sgl_prefill.examples import demo_model
 from sgl_prefill.examples.label_reviews import NEGATIVE, POSITIVE
 from sgl_prefill.local_server import LocalServer
 from tests.integration.children import begin_server

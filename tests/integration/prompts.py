@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sgl_prefill import demo_model
-from sgl_prefill.examples import label_reviews, select_topics
+from sgl_prefill.examples import demo_model, label_reviews, select_topics
 
 CANDIDATES = [" positive", " negative", " sports", " food", " music", " weather", " yes", " no", " Paris", " the"]
 

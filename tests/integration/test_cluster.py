@@ -270,9 +270,9 @@ def test_a_death_costs_what_was_under_way_and_an_engine_that_is_back_is_used(clu
 
 
 def cluster_sees(cluster: Cluster) -> int:
-    from sgl_prefill.cluster import gateway
+    from sgl_prefill.cluster.__main__ import n_ready
 
-    return gateway.n_ready(cluster.url)
+    return n_ready(cluster.url)
 
 
 def test_it_ends_as_one(cluster: Cluster) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
 import itertools
 import shutil
 import threading
 import time
+from array import array
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -19,11 +16,9 @@ from urllib.parse import urlsplit
 import pytest
 import requests
 
-from sgl_prefill.batch import servers
-from sgl_prefill.batch.progress import Progress
-from sgl_prefill.config import PrefillConfig
+from sgl_prefill.core.job import Job
 from tests.integration.conftest import Server
-from tests.support.dashboard_server import HOSTILE, dashboard_server
+from tests.support.dashboard_server import dashboard_server
 from tests.support.filled_engine import FilledEngine, filled_engine
 
 playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: scripts/install.sh")
@@ -32,6 +27,7 @@ CHROMIUM = shutil.which("chromium")
 AXE = Path(__file__).parents[1] / "support" / "axe" / "axe.min.js"
 WAIT_MS = 30_000
 N_WAITING = 10_000
+HOSTILE = "<script>window.ran=1</script><img src=x>"  # 40 characters of a client's name are shown
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium")
 
@@ -81,9 +77,7 @@ def looking(browser: Any, url: str, *, is_refused: bool = False, **options: Any)
 @pytest.fixture(scope="module")
 def engine() -> FilledEngine:
     """Ten thousand wait."""
-    return filled_engine(
-        N_WAITING, 3_000, now_s=time.perf_counter(), config=PrefillConfig(show_prompts=True), first_prefix=[7] * 400
-    )
+    return filled_engine(N_WAITING, 3_000, now_s=time.perf_counter(), first_prefix=[7] * 400)
 
 
 @pytest.fixture(scope="module")
@@ -112,12 +106,13 @@ def test_ten_thousand_waiting_requests_are_counted_in_every_tile(browser: Any, f
             looked.page.wait_for_selector(f"#{chart} canvas")
 
 
-def test_a_prefix_that_is_a_program_is_shown_as_text(browser: Any, filled: str) -> None:
+def test_a_client_whose_name_is_a_program_is_shown_as_text(browser: Any) -> None:
     """Neither its elements nor its script exist in the page."""
-    with looking(browser, filled) as looked:
-        expect(looked.page.locator("#most-hit tbody tr").first.locator("td").first).to_have_text(
-            HOSTILE[:60], timeout=WAIT_MS
-        )
+    engine = filled_engine(0, 100, now_s=time.perf_counter())
+    assert engine.state.scheduling is not None
+    engine.state.scheduling.live.arrive(Job(array("q", [1, 2]), time.perf_counter(), 1, client=HOSTILE))
+    with dashboard_server(engine) as url, looking(browser, url) as looked:
+        expect(looked.page.locator("#next tbody tr").first.locator("td").last).to_have_text(HOSTILE, timeout=WAIT_MS)
         assert looked.page.locator("script").count() == 1
         assert looked.page.locator("img").count() == 0
         assert looked.page.evaluate("window.ran === undefined")
@@ -187,26 +182,6 @@ def test_without_the_key_a_page_knows_nothing_and_asks_for_it(browser: Any, engi
                 looked.page.keyboard.press("Enter")
             looked.is_live()
             assert looked.value("waiting") == N_WAITING
-
-
-def test_batch_jobs_and_the_engines_of_a_cluster_show_themselves(browser: Any, engine: FilledEngine) -> None:
-    """A job is shown as it tells of itself; an engine answers, and one that is not there does not."""
-    report = Progress(200, 0, 1000, 600, n_groups=7, out=StringIO())
-    report.add(50, 2, 400, 100)
-    with dashboard_server(engine) as other:
-        config = dataclasses.replace(engine.state.config, cluster_engines=f"{other},http://127.0.0.1:1")
-        with dashboard_server(engine, config=config) as url:
-            told = servers.tell([url, url + "/none"], "run", report.report(HOSTILE[:40]))
-            with ThreadPoolExecutor(1) as beside_the_browser:  # whose loop runs in this thread
-                assert beside_the_browser.submit(asyncio.run, told).result() == {url + "/none"}
-            with looking(browser, url) as looked:
-                cells = looked.page.locator("#jobs tbody tr").first.locator("td")
-                shown = [cells.nth(place).text_content() for place in range(8)]
-                assert shown == [HOSTILE[:40], "52", "200", "", "2", "7", "25.0 %", "60.0 %"]
-                assert float(cells.nth(3).locator("meter").evaluate("one => one.value")) == 0.26
-                expect(looked.page.locator("#cluster tbody td")).to_have_text(
-                    [other, "yes", "http://127.0.0.1:1", "no"], timeout=WAIT_MS
-                )
 
 
 def metric(server: Server, name: str) -> float:

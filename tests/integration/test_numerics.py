@@ -13,7 +13,7 @@ import pytest
 import requests
 import torch
 
-from sgl_prefill import demo_model
+from sgl_prefill.examples import demo_model
 from tests.integration.children import run_scenario
 from tests.integration.conftest import Server
 from tests.integration.prompts import CANDIDATES, LONG_LABELS, PROMPTS, make_reference, read_reference

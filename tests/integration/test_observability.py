@@ -6,7 +6,7 @@ import re
 
 import requests
 
-from sgl_prefill.observability import generate
+from scripts import monitoring
 from sgl_prefill.observability.metric_list import METRICS, PREFIX
 from tests.integration.conftest import Server
 
@@ -25,7 +25,7 @@ def test_a_live_server_exposes_the_metrics_of_the_list_and_no_others(server: Ser
         found = set(re.findall(r'(\w+)="', " ".join(re.findall(rf"^{metric.exposed}\w*{{(.*)}}", text, re.MULTILINE))))
         ranks = {label for label in found if label.endswith("_rank")}
         assert found - ranks - {"model_name", "engine_type", "le"} == set(metric.labels)
-    assert f"\n{generate.PROMPT_TOKENS}{{" in text
+    assert f"\n{monitoring.PROMPT_TOKENS}{{" in text
 
 
 def test_a_start_prints_what_matters_and_little_else(server: Server) -> None:

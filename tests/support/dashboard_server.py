@@ -16,18 +16,13 @@ from fastapi import FastAPI
 from sglang.srt.utils.auth import add_api_key_middleware
 
 from sgl_prefill.api import dashboard as routes
-from sgl_prefill.config import PrefillConfig
 from sgl_prefill.port import dashboard
 from sgl_prefill.port.ending import Ending
 from tests.support.filled_engine import FilledEngine
 
-HOSTILE = "<script>window.ran = 1</script><img src=x onerror='window.ran = 1'>"
-
 
 class Manager:
-    """In the place of the tokenizer manager: asks the engine in this process. Every token is hostile text."""
-
-    tokenizer = SimpleNamespace(decode=lambda ids: HOSTILE)
+    """In the place of the tokenizer manager: asks the engine in this process."""
 
     def __init__(self, engine: FilledEngine) -> None:
         self._engine = engine
@@ -44,15 +39,13 @@ class Manager:
 
 
 @contextmanager
-def dashboard_server(
-    engine: FilledEngine, *, port: int = 0, api_key: str | None = None, config: PrefillConfig | None = None
-) -> Iterator[str]:
+def dashboard_server(engine: FilledEngine, *, port: int = 0, api_key: str | None = None) -> Iterator[str]:
     """Yields the address."""
     manager: Any = Manager(engine)
     ending = Ending(0)
     refused = Counter({"invalid": 3, "deadline_expired": 2})
     app = FastAPI()
-    routes.add_routes(app, routes.Feed(lambda: manager, config or engine.state.config, ending, refused))
+    routes.add_routes(app, routes.Feed(lambda: manager, engine.state.config, ending, refused))
     if api_key is not None:
         add_api_key_middleware(app, api_key=api_key, admin_api_key=None)
     settings = uvicorn.Config(routes.AskForKey(app), log_level="error", lifespan="off")

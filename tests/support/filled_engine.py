@@ -99,7 +99,7 @@ def filled_engine(
             is_waited_for=True,
             requests=answered,
         )
-        port.recent.count(answered, [(one.n_input_tokens, 0) for one in answered], 0)
+        port.recent.count(answered, [(one.n_input_tokens, 0) for one in answered])
     plan = plan_memory(
         MemoryUse(300 << 20, 3 << 30, 60 << 20, 2000.0, 768, 23_040),
         8000,

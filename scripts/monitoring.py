@@ -1,6 +1,6 @@
-"""Grafana dashboard, alert rules and the page's table, made from the metrics that exist.
+"""Generates the Grafana dashboard, the alert rules and the README's table in `sgl_prefill/observability` from its metric list.
 
-`python -m sgl_prefill.observability.generate --write` writes them; without the flag it says which files differ.
+`python scripts/monitoring.py --write` writes them; without the flag it says which files differ.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sgl_prefill.observability.metric_list import BY_NAME, METRICS
+from sgl_prefill.observability import metric_list
+from sgl_prefill.observability.metric_list import METRICS
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(metric_list.__file__).parent
 BEGIN, END = "<!-- metrics: generated -->\n", "<!-- end -->\n"
 PANEL_WIDTH, PANEL_HEIGHT, GRID_WIDTH = 12, 8, 24
 
@@ -40,7 +41,7 @@ class Alert(NamedTuple):
 
 
 def _name(name: str) -> str:
-    return BY_NAME[name].exposed
+    return metric_list.BY_NAME[name].exposed
 
 
 def _rate(metric: str, window: str = "5m", by: str = "instance") -> str:

