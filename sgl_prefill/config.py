@@ -171,7 +171,7 @@ class PrefillConfig:
     )
     rerank_template: str | None = _option(
         None,
-        "what a causal model is asked about a document by /v1/rerank: yes-no, qwen3-reranker, or a file (api/README.md)",
+        "what a causal model is asked about a document by /v1/rerank: yes-no, qwen3-reranker, or a file (http/README.md)",
         type=str,
         none="yes-no, and SGLang's own handler for models whose chat template is a reranker's",
     )

@@ -29,7 +29,7 @@ from benchmarks.harness.client import Due, Outcome
 from benchmarks.harness.kept import Kept
 from benchmarks.harness.turns import Served, Servers
 from sgl_prefill.errors import ServerStartError
-from sgl_prefill.port.shared_prefixes import COUNTS_KEY
+from sgl_prefill.port.runner.shared_prefixes import COUNTS_KEY
 
 MODEL, SCALE = (shapes.DEVICE_MODEL, 1) if shapes.HAS_CUDA else ("llama-small", 10)
 PREFIX_TOKENS = 14_000 // SCALE  # a profile of the paper's WL1

@@ -9,16 +9,11 @@ buffer keeps it so (vocabulary 49,152 x hidden 576 on 2 cores: 4.2 ms in bfloat1
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from sgl_prefill.core.kv_plan import ceil_to
-from sgl_prefill.cpu.native.library import native
-
-if TYPE_CHECKING:
-    from sgl_prefill.engine_state import EngineState
 
 # More rows (the log-probabilities of a long tail) are bound by arithmetic, where float32 costs three times as much.
 MAX_ROWS = 32
@@ -54,28 +49,3 @@ def is_plain(lm_head: Any, embedding_bias: torch.Tensor | None) -> bool:
         and not hasattr(lm_head, "apply_lora")
         and not should_apply_lm_head_quant_method(lm_head, getattr(lm_head, "quant_method", None))
     )
-
-
-def around_compute_lm_head(
-    state: EngineState,
-    original: Callable[..., torch.Tensor],
-    processor: Any,
-    hidden_states: torch.Tensor,
-    lm_head: Any,
-    embedding_bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Hook: float32 for a few rows of an unquantized half-precision LM head in host memory; SGLang's way for the rest.
-
-    With `--stable-answers` one kernel computes all rows of any LM head, of which the start has seen that it can.
-    """
-    weight: Any = getattr(lm_head, "weight", None)
-    kernels = native().kernels
-    if state.config.stable_answers:
-        assert kernels is not None
-        assert embedding_bias is None
-        return kernels.logits(hidden_states.contiguous(), weight)
-    if hidden_states.shape[0] > MAX_ROWS or not is_plain(lm_head, embedding_bias):
-        return original(processor, hidden_states, lm_head, embedding_bias)
-    if kernels is not None and kernels.fits_logits(hidden_states, weight):
-        return kernels.logits(hidden_states, weight)
-    return float32_logits(hidden_states, weight)

@@ -13,8 +13,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError, ConfigurationError
-from sgl_prefill.port import client, custom_params, namespaces
-from sgl_prefill.port.client import Caller
+from sgl_prefill.port.kv import namespaces
+from sgl_prefill.port.steps import clients, custom_params
+from sgl_prefill.port.steps.clients import Caller
 
 
 def request_of(body: Any) -> fastapi.Request:
@@ -76,12 +77,12 @@ def test_a_key_is_not_carried_but_its_hash() -> None:
 
 
 def test_the_scheduler_hears_it_and_nobody_names_another_in_a_body() -> None:
-    told = {client.PARAMETER: "ann", namespaces.PARAMETER: "a/"}
+    told = {clients.PARAMETER: "ann", namespaces.PARAMETER: "a/"}
     req = seen_by_scheduler(custom_params.put_ours({"max_new_tokens": 1}, told), extra_key="salt")
-    assert (client.of(req), req.extra_key) == ("ann", "a/salt")
+    assert (clients.of(req), req.extra_key) == ("ann", "a/salt")
     forged = {"custom_params": {**told, namespaces.PUBLIC_PARAMETER: True, "deadline_ms": 5.0}}
     req = seen_by_scheduler(custom_params.put_ours(forged, {}), extra_key="a/salt")
-    assert (client.of(req), req.extra_key, namespaces.is_public(req)) == ("", "a/salt", False)
+    assert (clients.of(req), req.extra_key, namespaces.is_public(req)) == ("", "a/salt", False)
     assert custom_params.put_ours(forged, {})["custom_params"] == {"deadline_ms": 5.0}
     assert custom_params.put_ours({}, {}) == {}
 

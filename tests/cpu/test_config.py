@@ -17,8 +17,8 @@ import pytest
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.cpu import lm_head
+from sgl_prefill.entry.local_server import free_port
 from sgl_prefill.errors import ConfigurationError
-from sgl_prefill.local_server import free_port
 from sgl_prefill.startup import arguments, examine
 
 FREE_PORT = str(free_port())
@@ -111,7 +111,7 @@ def test_the_requests_of_a_packed_step_are_bounded(
     monkeypatch: pytest.MonkeyPatch, accelerator: bool, expected: int
 ) -> None:
     """On a host by the rows that get float32 logits, on a device by the memory that their logits take."""
-    monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: accelerator)
+    monkeypatch.setattr("sgl_prefill.startup.device.has_accelerator", lambda: accelerator)
     assert arguments.default_settings(PrefillConfig())["prefill_max_requests"] == expected
     for other in (PrefillConfig(pack_step_tokens=0), PrefillConfig(scheduling="stock")):
         assert "prefill_max_requests" not in arguments.default_settings(other)
@@ -168,7 +168,7 @@ def test_a_flag_of_sglangs_against_the_papers_engine_is_refused_with_a_remedy_th
 
 def test_the_offline_engine_takes_and_refuses_the_same() -> None:
     """Before anything is started; its keyword arguments are the fields."""
-    from sgl_prefill.port.engine import Engine, sglang_defaults
+    from sgl_prefill.entry.engine import Engine, sglang_defaults
 
     assert sglang_defaults(PrefillConfig(paper=True))["prefill_max_requests"] == 1
     with pytest.raises(ConfigurationError, match="--pack-step-tokens is auto, and --paper means 0"):
@@ -286,7 +286,7 @@ def test_the_memory_budget_becomes_a_fraction_of_what_is_free(monkeypatch: pytes
     """Half of the free memory by default; more than there is, or a budget beside an accelerator, is refused."""
     free = type("Memory", (), {"available": 10 << 30})
     monkeypatch.setattr("psutil.virtual_memory", lambda: free)
-    monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: False)
+    monkeypatch.setattr("sgl_prefill.startup.device.has_accelerator", lambda: False)
     monkeypatch.setattr(examine, "container_free_bytes", lambda: math.inf)
     assert arguments.memory_fraction(PrefillConfig()) == 0.5
     assert arguments.memory_fraction(PrefillConfig(memory_budget_gb=4)) == 0.4
@@ -296,7 +296,7 @@ def test_the_memory_budget_becomes_a_fraction_of_what_is_free(monkeypatch: pytes
     assert arguments.memory_fraction(PrefillConfig()) == 0.2
     with pytest.raises(ConfigurationError, match=r"container .* has 4\.0 GiB free"):
         arguments.memory_fraction(PrefillConfig(memory_budget_gb=5))
-    monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: True)
+    monkeypatch.setattr("sgl_prefill.startup.device.has_accelerator", lambda: True)
     assert arguments.memory_fraction(PrefillConfig()) is None
     with pytest.raises(ConfigurationError, match="--mem-fraction-static"):
         arguments.memory_fraction(PrefillConfig(memory_budget_gb=4))
@@ -312,7 +312,7 @@ def test_a_processor_that_is_slow_in_bfloat16_serves_in_float32(
     """oneDNN has no bfloat16 below AVX-512; "DEFAULT" is what other kinds of processor say. A device decides for itself."""
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
     monkeypatch.setattr("sgl_prefill.cpu.detect.has_accelerator", lambda: accelerator)
-    monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: accelerator)
+    monkeypatch.setattr("sgl_prefill.startup.device.has_accelerator", lambda: accelerator)
     assert arguments.default_settings(PrefillConfig()).get("dtype") == dtype
     assert ("--dtype" in arguments.default_flags(PrefillConfig())) == (dtype is not None)
 

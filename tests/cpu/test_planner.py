@@ -18,7 +18,7 @@ from sgl_prefill.errors import ConfigurationError
 from sgl_prefill.planner import workloads
 from sgl_prefill.planner.simulate import replay, settings_of
 from sgl_prefill.planner.workloads import Arrival
-from sgl_prefill.scheduling.request_log import PAGE_TOKENS, RequestLog, prefix_hashes
+from sgl_prefill.port.steps.request_log import PAGE_TOKENS, RequestLog, prefix_hashes
 from tests.support import toy_policy
 
 TOKEN_A_MS = FittedJct(step_ms=0.0, miss_token_ms=1.0, pair_ms=0.0, cached_token_ms=0.0)

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks import shapes
 from benchmarks.gpu_hits.run import Passes, passes_in
-from sgl_prefill import local_server
+from sgl_prefill.entry import local_server
 from tests.support import (
     quiet_imports,  # noqa: F401  (before all else that imports SGLang)
     tiny_models,

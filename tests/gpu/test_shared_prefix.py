@@ -16,7 +16,7 @@ import pytest
 import requests
 import torch
 
-from sgl_prefill.port.shared_prefixes import COUNTS_KEY
+from sgl_prefill.port.runner.shared_prefixes import COUNTS_KEY
 from tests.gpu.conftest import MEMORY, Scored, Server, difference, prompt
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import shapes
-from sgl_prefill import local_server
+from sgl_prefill.entry import local_server
 from tests.integration import ranks_child
 from tests.integration.conftest import Server
 from tests.support import tiny_models
