@@ -76,5 +76,16 @@ def _noting_change(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in "extend insert pop remove clear sort reverse __setitem__ __delitem__ __iadd__".split():
+for _name in (
+    "extend",
+    "insert",
+    "pop",
+    "remove",
+    "clear",
+    "sort",
+    "reverse",
+    "__setitem__",
+    "__delitem__",
+    "__iadd__",
+):
     setattr(WaitingList, _name, _noting_change(_name))
