@@ -22,7 +22,7 @@ from sgl_prefill.http.routes import ROUTES
 from sgl_prefill.port import loop
 from sgl_prefill.port.dashboard import watch
 from sgl_prefill.port.kv import admission, namespaces
-from sgl_prefill.port.runner import answer_trees, at_start, logits, loopback, out_of_memory, replays, shared_prefixes
+from sgl_prefill.port.runner import answer_trees, at_start, logits, out_of_memory, rank_group, replays, shared_prefixes
 from sgl_prefill.port.runner.runner_state import RunnerState
 from sgl_prefill.port.steps import jobs, time_stats
 from sgl_prefill.port.steps.step_state import StepState
@@ -154,7 +154,7 @@ FEATURES: tuple[Feature, ...] = (
             ),
             Hook(
                 f"{SRT}.distributed.bootstrap._resolve_dist_init_method",
-                loopback.around_resolve_dist_init_method,
+                rank_group.around_resolve_dist_init_method,
                 "The store of the ranks would listen on every interface of the machine, whatever --host says.",
             ),
             Hook(

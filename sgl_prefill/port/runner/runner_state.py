@@ -15,6 +15,6 @@ class RunnerState:
     """Shared by the hooks on SGLang's model runner."""
 
     record: StartRecord
-    hybrid: HybridBody | None = None  # None where SGLang's own layers serve
-    answer_rows: AnswerRows | None = None  # None where answers of several tokens cannot be computed
-    runs_eagerly: bool = False  # no step is replayed from a CUDA graph: while the start compares and measures paths
+    hybrid: HybridBody | None = None  # None: the model runs in SGLang's layers
+    answer_rows: AnswerRows | None = None  # None: answers of several tokens cannot be computed
+    runs_eagerly: bool = False  # no step is replayed from a CUDA graph, while the start compares and measures paths
