@@ -38,9 +38,7 @@ class Hook(NamedTuple):
     target: str  # dotted path of the hooked function
     function: Callable[..., Any]  # `around_...` or `after_...`
     reason: str  # what would go wrong without it
-    takes: type | None = (
-        None  # the function's first argument is this process's object of this class (`activation.Parts`)
-    )
+    takes: type | None = None  # class of the function's first argument, an object of `activation.Parts`
     process: Process = "scheduler"
 
     @property

@@ -1,7 +1,7 @@
 """Which steps SGLang replays from CUDA graphs, and which must launch their kernels one by one.
 
 An extend of few tokens is replayed: the layers between two attentions are one graph, and attention runs outside of graphs with
-the step's own plan. Tokens are padded to the next recorded size; padding has slot 0, which no request has. These work in a replay:
+the step's own plan. Tokens are padded to the next recorded size; padding has slot 0, which is free. These work in a replay:
 
     suffixes in scratch    a layer writes K and V and attends before the next layer's graph begins. The addresses of KV buffers,
                            which are recorded, do not change when memory is committed later
