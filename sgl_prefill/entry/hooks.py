@@ -580,7 +580,7 @@ FEATURES: tuple[Feature, ...] = (
             Hook(
                 f"{RUNNER}.init_attention_backends",
                 at_start.after_init_attention_backends,
-                "The model's body would run whole instead of chunk by chunk between attentions, and --shared-prefix-attention"
+                "The model's body would run whole instead of chunk by chunk between attentions, and shared_prefix_attention"
                 " would not reach the attention backend.",
                 RunnerState,
             ),

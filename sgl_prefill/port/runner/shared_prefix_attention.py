@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-Switch: TypeAlias = str  # --shared-prefix-attention: auto, on or off
+Switch: TypeAlias = str  # shared_prefix_attention: auto, on or off
 
 # A block of flashinfer's merge has all heads of a token; SGLang goes on with a merge of natural logarithms where they are more
 # than that, and flashinfer's are of base 2.

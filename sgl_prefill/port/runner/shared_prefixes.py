@@ -1,4 +1,4 @@
-"""`--shared-prefix-attention` outside the attention backends: the order of a step's requests, the switch, and what was shared.
+"""`shared_prefix_attention` outside the attention backends: the order of a step's requests, the switch, and what was shared.
 
 On a GPU only neighbours read a prefix together. So a step's requests stand in the order of a walk through the radix tree, depth
 first, by which sharers at every depth are neighbours. Permuting a plan instead would permute the queries and the output of every
@@ -40,7 +40,7 @@ def stays_apart(switch: str, why: str) -> None:
     """Says why each request attends to its whole prefix alone. Raises ConfigurationError where `on` asks for something else."""
     if switch == "on":
         raise ConfigurationError(
-            f"--shared-prefix-attention is on, and here each request attends to its whole prefix alone: {why}. {WHAT_CAN}."
+            f"--set shared_prefix_attention is on, and here each request attends to its whole prefix alone: {why}. {WHAT_CAN}."
             " Leave it out to serve this as SGLang does"
         )
     logger.info("each request attends to its whole prefix alone: %s", why)
