@@ -49,7 +49,7 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.kernels = native().kernels
-        self.shares_prefixes = True  # --shared-prefix-attention off: each request is a group of its own
+        self.shares_prefixes = True  # shared_prefix_attention=off: each request is a group of its own
         self._step: StepRequests | None = None  # of this forward, made when a layer first asks
         self._last_rows_step: StepRequests | None = None
         self._runs: list[list[Run]] | None = None

@@ -298,10 +298,11 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
 
     def check_count(self, n_prompts: int) -> None:
         """Raises BadRequestError where a request has more prompts than are answered at once."""
+        quotas = self.prefill_config.quotas
         for flag, most in (
             ("limit", MOST_PROMPTS),
-            ("--max-waiting-requests", self.prefill_config.max_waiting_requests),
-            ("--max-client-waiting-requests", self.prefill_config.max_client_waiting_requests),
+            ("--max-waiting", quotas.of_all.requests),
+            ("--max-client-waiting", quotas.of_client.requests),
         ):
             if most is not None and n_prompts > most:
                 raise BadRequestError(

@@ -39,7 +39,7 @@ class Feature(NamedTuple):
 
 
 POLICY = Feature(lambda config: config.has_policy, "--scheduling stock")
-ONE_A_STEP = Feature(lambda config: config.has_policy and config.pack_step_tokens == 0, "--pack-step-tokens auto")
+ONE_A_STEP = Feature(lambda config: config.has_policy and config.pack_step_tokens == 0, "--set pack_step_tokens=auto")
 EVICT = Feature(lambda config: config.evicts_suffix_kv, "--suffix-kv keep")
 
 

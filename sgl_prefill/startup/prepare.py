@@ -31,7 +31,9 @@ def prepare(record: StartRecord, model: LoadedModel) -> None:
     references = None
     logger.info("measures what the longest input takes, divides the memory, and checks all paths against each other")
     if config.skip_parity_gate:
-        logger.warning("--skip-parity-gate: nobody has checked that all paths of this engine give the same answers")
+        logger.warning(
+            "--set skip_parity_gate=true: nobody has checked that all paths of this engine give the same answers"
+        )
     else:
         references = parity_gate.reference(model, _longest_possible(model, config))
     record.cpu_kernel, record.packed_weights = model.pack_weights()

@@ -118,11 +118,12 @@ def test_shares_are_of_policies_that_have_them(scheduling: str) -> None:
     ("options", "expected"),
     [
         (
-            {"scheduling": "stock", "max_waiting_tokens": 5},
-            "--max-waiting-tokens: --scheduling stock knows no such limits",
+            {"scheduling": "stock", "max_waiting": "5t"},
+            "--max-waiting: --scheduling stock has no such limits",
         ),
-        ({"fair_by": "none", "max_client_waiting_requests": 5}, "there are no clients with --fair-by none"),
-        ({"max_waiting_requests": 0}, "--max-waiting-requests is 0: it must be at least 1"),
+        ({"fair_by": "none", "max_client_waiting": "5"}, "there are no clients with --fair-by none"),
+        ({"max_waiting": "0"}, "--max-waiting is '0': it must be a number of prompts"),
+        ({"max_waiting": "5 t"}, "like 100000t"),
         ({"shared_prefix": "x"}, "--shared-prefix is for --isolate-by"),
         (
             {"shared_prefix": "x", "isolate_by": "key", "scheduling": "stock", "suffix_kv": "keep"},

@@ -102,8 +102,11 @@ def test_an_evicted_prefix_counts_as_wanted_where_somebody_waits_for_it() -> Non
 def test_other_questions_for_the_internal_state_reach_sglang() -> None:
     """/server_info asks the same message without our name."""
     engine = filled_engine(0, 20, now_s=1.0)
-    told = watch.around_get_internal_state(engine.state, lambda *_: "stock", engine.scheduler, GetInternalStateReq())
-    assert told == "stock"
+    stock: Any = SimpleNamespace(internal_state={"a": 1})
+    engine.scheduler.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=None))
+    answer = watch.around_get_internal_state(engine.state, lambda *_: stock, engine.scheduler, GetInternalStateReq())
+    assert answer is stock
+    assert stock.internal_state == {"a": 1}
     ours = watch.around_get_internal_state(
         engine.state, lambda *_: "stock", engine.scheduler, GetInternalStateReq(rid=watch.NAME)
     )

@@ -81,7 +81,7 @@ def test_the_lists_say_everything_once_and_why() -> None:
     relied_targets = [target for one in relied for target in one.targets]
     overridden = [(target, one.by) for one in overrides for target in one.targets]
     for entries in (
-        [(hook.target, hook.process) for hook in HOOKS],
+        [hook.target for hook in HOOKS],
         [route.path for route in routes.ROUTES],
         [*{route.stock_endpoint for route in routes.ROUTES}, *relied_targets],
         overridden,
@@ -95,7 +95,7 @@ def test_the_lists_say_everything_once_and_why() -> None:
 
 def test_hooks_and_patches_stay_few() -> None:
     """Each makes every release of SGLang dearer."""
-    assert len(HOOKS) <= 44
+    assert len(HOOKS) <= 41
     assert sum(len(patch.attributes) for feature in FEATURES for patch in feature.patches) <= 45
 
 
@@ -137,6 +137,10 @@ def test_every_attribute_that_is_set_on_sglangs_objects_is_declared() -> None:
     """Assignments to attributes of anything but `self` and our own objects, found in the source of the port and of the CPU
     platform. What an attribute is called is SGLang's: one that it renames is not in the source of its owner any more."""
     ours = {
+        "record",
+        "logger",
+        "parts",
+        "ours",
         "self",
         "request_state",
         "state",
@@ -200,7 +204,7 @@ def test_only_four_rooms_know_sglang() -> None:
             if any(name.split(".")[0] == "sglang" for name in names):
                 knowing.add(file.relative_to(package))
     assert {path.parts[0] for path in knowing} == {"port", "cpu", "http", "entry"}
-    assert len(knowing) <= 53
+    assert len(knowing) <= 57
 
 
 @pytest.mark.usefixtures("clean_registry")
@@ -227,7 +231,7 @@ def test_with_our_features_off_only_what_surrounds_a_forward_pass_is_hooked(monk
         "process_batch_result",
     ]
     about_tenants = ["__init__"]
-    about_labels = ["move_logprobs_to_cpu", "_normalize_decode_outputs"]
+    about_labels = ["move_logprobs_to_cpu"]
     about_long_labels = ["_build_req_to_token_pool", "forward_batch_generation", "forward", "forward", "can_run_graph"]
     about_starts = ["_set_envs_and_config", "__init__", "_resolve_dist_init_method"]
     about_conversations = ["_process_messages"]

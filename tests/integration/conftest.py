@@ -185,7 +185,7 @@ def bank(tmp_path_factory: pytest.TempPathFactory, demo_folder: Path, spans: Col
     (folder / "system.txt").write_text(SYSTEM)
     flags = ["--model-path", str(demo_folder), "--served-model-name", "demo", "--memory-budget-gb", "2"]
     flags += ["--api-key", "user", "--isolate-by", "user"]
-    flags += ["--shared-prefix", str(folder / "system.txt"), "--max-client-waiting-requests", str(MOST_WAITING)]
+    flags += ["--shared-prefix", str(folder / "system.txt"), "--max-client-waiting", str(MOST_WAITING)]
     flags += ["--log-requests", "--log-requests-level", "0", "--log-requests-format", "json"]
     if not examine.trace_problems():
         flags += ["--enable-trace", "--otlp-traces-endpoint", spans.url]

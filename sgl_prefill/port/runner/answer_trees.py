@@ -169,9 +169,9 @@ def around_move_logprobs(state: RunnerState, original: Callable[..., None], proc
     if rows is not None and rows.unread:
         unread, rows.unread = rows.unread, []
         read = iter(logits_of.on_host([value for _, values in unread for value in values]))
-        for time_stats, values in unread:
+        for stats, values in unread:
             found: Logprobs = [next(read).tolist() for _ in values]
-            time_stats.add_facts(time_stats, **{FACT: found})
+            time_stats.add_facts(stats, **{FACT: found})
     logits_of.around_lists_of_logprobs(original, processor, **options)
 
 

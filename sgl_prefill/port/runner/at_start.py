@@ -68,7 +68,7 @@ def _sglangs_bytes(
 
 
 def after_init_attention_backends(state: RunnerState, result: None, runner: ModelRunner) -> None:
-    """Hook: records the model's body, and checks --shared-prefix-attention. Raises UntraceableModelError or ConfigurationError
+    """Hook: records the model's body, and checks shared_prefix_attention. Raises UntraceableModelError or ConfigurationError
     where an option is `on` and impossible.
     """
     if state.record.config.hybrid_prefill != "off":

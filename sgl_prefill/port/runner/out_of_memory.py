@@ -48,7 +48,7 @@ def _fail(scheduler: Scheduler, batch: ScheduleBatch, reason: str) -> None:
     n_tokens = sum(req.extend_range.length for req in batch.reqs)
     message = (
         f"the engine ran out of memory while it prefilled {n_tokens} tokens ({reason}): try again, shorten the prompt, or"
-        " start the server with a smaller --max-input-length or --hybrid-chunk-tokens"
+        " start the server with a smaller --max-input-length"
     )
     logger.error("%s", message)
     gc.collect()

@@ -1,3 +1,5 @@
+"""State that the hooks on SGLang's model runner share."""
+
 from __future__ import annotations
 
 import dataclasses

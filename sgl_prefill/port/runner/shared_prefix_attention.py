@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-Switch: TypeAlias = str  # --shared-prefix-attention: auto, on or off
+Switch: TypeAlias = str  # shared_prefix_attention: auto, on or off
 
 # One block of flashinfer's merge kernel has all heads of a token. For more heads SGLang uses a merge of natural logarithms, and
 # flashinfer's log-sum-exp has base 2.

@@ -1,4 +1,4 @@
-"""`--shared-prefix-attention` outside the attention backends: the order of a step's requests, the switch, and counts.
+"""`shared_prefix_attention` outside the attention backends: the order of a step's requests, the switch, and counts.
 
 On a GPU only neighbours in a step read a prefix together. So a step's requests are sorted depth first along the radix tree, which
 makes the sharers of any node neighbours. Permuting the plan instead would permute queries and output in every layer.
@@ -39,7 +39,7 @@ def stays_apart(switch: str, why: str) -> None:
     """Logs why no prefixes are shared. Raises ConfigurationError under `on`."""
     if switch == "on":
         raise ConfigurationError(
-            f"--shared-prefix-attention is on, and here each request attends to its whole prefix alone: {why}. {WHAT_CAN}."
+            f"--set shared_prefix_attention is on, and here each request attends to its whole prefix alone: {why}. {WHAT_CAN}."
             " Leave it out to serve this as SGLang does"
         )
     logger.info("each request attends to its whole prefix alone: %s", why)
