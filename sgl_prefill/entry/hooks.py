@@ -197,10 +197,7 @@ FEATURES: tuple[Feature, ...] = (
             ),
             Relied((f"{SRT}.entrypoints.http_server._execute_server_warmup",), "This package's warm-up replaces it."),
             Relied(
-                (
-                    f"{MANAGERS}.schedule_batch.ScheduleBatch.prepare_for_extend",
-                    f"{MEM_CACHE}.common.release_kv_cache",
-                ),
+                (f"{MANAGERS}.schedule_batch.ScheduleBatch.prepare_for_extend", f"{MEM_CACHE}.common.release_kv_cache"),
                 "The start runs batches of its own.",
             ),
         ),
@@ -347,10 +344,7 @@ FEATURES: tuple[Feature, ...] = (
                 "The first tokens of a prompt may be a prefix that all tenants share.",
             ),
             Override(
-                RADIX_CACHE,
-                "WatchedRadixCache",
-                ("match_prefix", "insert"),
-                "Some prefixes are shared by all tenants.",
+                RADIX_CACHE, "WatchedRadixCache", ("match_prefix", "insert"), "Some prefixes are shared by all tenants."
             ),
         ),
         patches=(Patch(REQ, ("extra_key",), "It names the tenant whose prefixes a request may find."),),

@@ -31,13 +31,7 @@ from sglang.srt.entrypoints.openai.serving_embedding import OpenAIServingEmbeddi
 from sglang.srt.entrypoints.openai.serving_rerank import OpenAIServingRerank
 from sglang.srt.entrypoints.openai.serving_score import OpenAIServingScore
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager
-from sglang.srt.managers.io_struct import (
-    BatchEmbeddingOutput,
-    BatchStrOutput,
-    BatchTokenIDOutput,
-    sock_recv,
-    sock_send,
-)
+from sglang.srt.managers.io_struct import BatchEmbeddingOutput, BatchStrOutput, BatchTokenIDOutput, sock_recv, sock_send
 
 from sgl_prefill.answer import Answer
 from sgl_prefill.config import PrefillConfig

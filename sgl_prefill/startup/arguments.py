@@ -56,7 +56,7 @@ DEVICE_MAX_REQUESTS = 128
 # For unchunked requests SGLang's default keeps 25 GB free, the activations of 16,384 tokens. A user's smaller fraction limits
 # weights and KV together. From this value on, KV takes what the measured activations and a margin leave.
 DEVICE_MEMORY_FRACTION = 0.9
-# Steps of up to so many tokens (prefix hits) are replayed from CUDA graphs. SGLang's default is the chunk size, here -1: no graph.
+# Steps of up to so many tokens (prefix hits) are replayed from CUDA graphs. SGLang's default is the chunk size, -1 here: none.
 # The CPU launches the kernels of a step in about 10 ms (an estimate). In that time an H100 computes 2,048 tokens with 1.5 billion
 # weights (6e12 operations at 6e14 per second). Longer steps keep it busy, and each graph costs start time and memory.
 DEVICE_REPLAYED_TOKENS = 2048

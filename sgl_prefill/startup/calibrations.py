@@ -16,12 +16,7 @@ from sgl_prefill.startup import model_fingerprint
 FORMAT = 1
 MOST_SHOWN = 20  # names or labels in a message
 # Options of SGLang that change a model's answers, with their defaults.
-SETTINGS = {
-    "quantization": None,
-    "chat_template": None,
-    "completion_template": None,
-    "json_model_override_args": "{}",
-}
+SETTINGS = {"quantization": None, "chat_template": None, "completion_template": None, "json_model_override_args": "{}"}
 
 
 class Measured(NamedTuple):

@@ -213,11 +213,7 @@ def _route(body: torch.nn.Module, hybrid: HybridBody, context: ExpertContext, *,
         )
         if is_plain:
             return plain_forward(input_ids, positions, forward_batch, *args, **kwargs)
-        token_rows = {
-            "input_ids": input_ids,
-            "positions": positions,
-            "out_cache_loc": forward_batch.out_cache_loc,
-        }
+        token_rows = {"input_ids": input_ids, "positions": positions, "out_cache_loc": forward_batch.out_cache_loc}
         last_rows = _last_rows(forward_batch) if reads_last_rows else None
         hybrid.n_passes += 1
         with context.of(forward_batch):

@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 
 
 def around_can_run_graph(
-    state: RunnerState,
-    original: Callable[..., bool],
-    graphs: PrefillCudaGraphRunner,
-    forward_batch: ForwardBatch,
+    state: RunnerState, original: Callable[..., bool], graphs: PrefillCudaGraphRunner, forward_batch: ForwardBatch
 ) -> bool:
     """Hook: SGLang calls this before each extend to decide whether to replay it."""
     if state.runs_eagerly or answer_trees.are_in(forward_batch):
