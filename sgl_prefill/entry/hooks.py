@@ -153,7 +153,7 @@ FEATURES: tuple[Feature, ...] = (
             Hook(
                 f"{SRT}.distributed.bootstrap._resolve_dist_init_method",
                 rank_group.around_resolve_dist_init_method,
-                "The store of the ranks would listen on every interface of the machine, whatever --host says.",
+                "The store of the ranks would listen on every interface of the machine, despite --host.",
             ),
             Hook(
                 f"{SCHEDULER}.get_init_info",
@@ -539,7 +539,7 @@ FEATURES: tuple[Feature, ...] = (
             Hook(
                 f"{CONFIGURATOR}._profile_available_bytes",
                 at_start.around_profile_available_bytes,
-                "On a host, what happens to be free at the start would change the KV pool, whatever --memory-budget-gb says.",
+                "On a host, the KV pool would depend on the memory that is free at the start, despite --memory-budget-gb.",
                 StartRecord,
             ),
             Hook(
@@ -588,7 +588,7 @@ FEATURES: tuple[Feature, ...] = (
             Patch(
                 f"{SRT}.layers.moe.fused_moe_triton.layer.FusedMoE",
                 ("sgl_prefill_products",),
-                "SGLang's opaque operation for experts hands over the layer alone.",
+                "SGLang's opaque operation for experts passes the layer only.",
             ),
             Patch("torch.Tensor", ("data",), "Weights that were packed are dropped."),
         ),
@@ -650,7 +650,7 @@ FEATURES: tuple[Feature, ...] = (
             ),
             Relied(
                 (f"{SRT}.layers.deep_gemm_wrapper.compile_utils.update_deep_gemm_config",),
-                "SGLANG_JIT_DEEPGEMM_FAST_WARMUP lets it compile typical sizes alone.",
+                "With SGLANG_JIT_DEEPGEMM_FAST_WARMUP it compiles typical sizes only.",
             ),
         ),
     ),
@@ -755,7 +755,7 @@ FEATURES: tuple[Feature, ...] = (
             ),
         ),
         relied=(
-            Relied((f"{LOGITS}.should_apply_lm_head_quant_method",), "It says which LM heads have a plain weight."),
+            Relied((f"{LOGITS}.should_apply_lm_head_quant_method",), "It decides which LM heads have a plain weight."),
         ),
     ),
     Feature(
@@ -784,7 +784,7 @@ FEATURES: tuple[Feature, ...] = (
             Patch(
                 f"{LOGITS}.LogitsProcessorOutput",
                 ("next_token_token_ids_logprobs_val",),
-                "For requests that ask for no tokens it holds lists among tensors.",
+                "For requests without labels it holds lists among tensors.",
             ),
         ),
     ),
@@ -832,13 +832,13 @@ FEATURES: tuple[Feature, ...] = (
                 TOKENIZER_MANAGER,
                 "SteppedTokenizerManager",
                 ("__init__", "init_ipc_channels", "auto_create_handle_loop", "_dispatch_to_scheduler"),
-                "The scheduler is in the same thread: there are no sockets, and the owner hands over the answers.",
+                "The scheduler is in the same thread: there are no sockets, and the owner delivers the answers.",
             ),
             Override(
                 TOKENIZER_MANAGER,
                 "SteppedTokenizerManager",
                 ("_send_one_request", "_send_batch_request", "_wait_one_response"),
-                "They take down a prompt or its plan, and end where only the prompts are needed.",
+                "They record a prompt or its plan, and end where only the prompts are needed.",
             ),
             Override(DETOKENIZER, "SteppedDetokenizer", ("init_ipc_channels",), "It has no sockets."),
         ),

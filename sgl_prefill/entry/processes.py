@@ -120,7 +120,7 @@ def _scheduler_arguments(
 
 @contextmanager
 def _named_out_of_memory(server_args: ServerArgs, gpu_id: int) -> Iterator[None]:
-    """On a device: refuses weights that do not fit, and says what it means that memory has run out. Raises MemoryPlanError."""
+    """On a device: raises MemoryPlanError where the weights do not fit, or where loading them runs out of memory."""
     device = device_of(server_args.device if server_args.device == "cpu" else f"{server_args.device}:{gpu_id}")
     if device.is_host:
         yield

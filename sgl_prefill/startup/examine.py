@@ -168,7 +168,7 @@ def driver_version() -> int | None:
 
 
 def has_card() -> bool:
-    """Whether this process may use an NVIDIA GPU, whatever its driver supports."""
+    """Whether this process may use an NVIDIA GPU. Does not check the driver."""
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
     wants_cpu = os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1"
     return not is_hidden and not wants_cpu and bool(glob.glob(NVIDIA_DEVICES))

@@ -8,7 +8,7 @@ the step's own plan. Tokens are padded to the next recorded size; padding has sl
     shared prefixes        they only change the step's attention plan
     label logits           they and their log-probabilities are computed after the graph
 
-Answers of several tokens (`answer_trees`) do not: the batch of a replay does not tell their rows from requests, and their K and V
+Answers of several tokens (`answer_trees`) do not: a replay's batch has no request ids, which mark their rows, and their K and V
 must be written before attention, as in a hybrid pass.
 """
 
