@@ -20,7 +20,7 @@ from typing import NamedTuple
 FOLDER = Path(__file__).parent
 LIBRARY = FOLDER / "kernels.so"
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-w")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-Wall", "-Wextra")
 TIMEOUT_S = 300
 
 
