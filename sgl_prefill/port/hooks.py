@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from sgl_prefill.api import conversations
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.cpu import kernels, lm_head, ranks
+from sgl_prefill.cpu import experts, lm_head, ranks
 from sgl_prefill.device import this_device
 from sgl_prefill.gpu import two_parts
 from sgl_prefill.port import (
@@ -424,7 +424,7 @@ HOOKS: tuple[Hook, ...] = (
         process="scheduler",
         feature="no-accelerator",
         reason="soft-capped logits (Gemma 2) would end in a Triton kernel without a driver",
-        function=kernels.around_softcap_logits,
+        function=lm_head.around_softcap_logits,
     ),
     Hook(
         target="sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add",
@@ -432,7 +432,7 @@ HOOKS: tuple[Hook, ...] = (
         process="scheduler",
         feature="no-accelerator",
         reason="a gated shared expert (Qwen2-MoE) would end in a Triton kernel without a driver",
-        function=kernels.around_gate_sigmoid_mul_add,
+        function=experts.around_gate_sigmoid_mul_add,
     ),
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.get_internal_state",
