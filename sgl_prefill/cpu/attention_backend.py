@@ -171,13 +171,13 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
 
     def _native_requests(self, first_tokens: Sequence[int]) -> StepRequests:
         table = self.req_to_token_pool.req_to_token
-        numbers, pool_rows = table.numpy(), [request.pool_row for request in self._requests]
-        if self.shares_prefixes:
-            groups = shared_groups(
-                lambda request, position: int(numbers[pool_rows[request], position]), self._cached_tokens
-            )
-        else:
-            groups = groups_of_one(range(len(pool_rows)))
+        slots, pool_rows = table.numpy(), [request.pool_row for request in self._requests]
+
+        def slot(request: int, position: int) -> int:
+            return int(slots[pool_rows[request], position])
+
+        cached = self._cached_tokens
+        groups = shared_groups(slot, cached) if self.shares_prefixes else groups_of_one(range(len(pool_rows)))
         return StepRequests(table, pool_rows, first_tokens, [request.n_kv for request in self._requests], groups)
 
     forward_decode = forward_extend  # with one token per request

@@ -14,27 +14,23 @@ from sgl_prefill.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from sglang.srt.layers.moe.token_dispatcher import CombineInput, StandardDispatchOutput
 
-Product = Callable[[torch.Tensor], torch.Tensor]
-_ACTIVATIONS: dict[str, Product] = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+}
 
 
-def experts(
-    x: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    gate_up: Sequence[Product],
-    down: Sequence[Product],
-    activation: str,
-    weights_on_input: bool,
+def _sum_over_experts(
+    x: torch.Tensor, topk: Any, gate_up: Sequence[Linear], down: Sequence[Linear], config: Any
 ) -> torch.Tensor:
     """Sums weight * down(act(gate x) * up x) over the experts of each token, in float32.
 
-    x: [tokens, hidden]; topk_weights, topk_ids: [tokens, experts of a token]; gate_up, down: of each expert, the products
-    with weights of [2 * intermediate, hidden] and [hidden, intermediate]. weights_on_input: multiplies x by weight instead.
+    x: [tokens, hidden]; topk: weights and ids, [tokens, experts of a token]; gate_up, down: of each expert, the products with
+    weights of [2 * intermediate, hidden] and [hidden, intermediate]; config: SGLang's `MoeRunnerConfig`.
     """
     output = torch.zeros(x.shape, dtype=torch.float32)
-    act = _ACTIVATIONS[activation]
-    flat_ids = topk_ids.flatten()
+    act, weights_on_input = _ACTIVATIONS[config.activation], bool(config.apply_router_weight_on_input)
+    flat_ids = topk.topk_ids.flatten()
     order = flat_ids.argsort(stable=True)
     rows_of_expert = torch.bincount(flat_ids[flat_ids >= 0], minlength=len(gate_up)).tolist()
     start = int((flat_ids < 0).sum())  # SGLang marks experts of other ranks and padding with -1
@@ -43,8 +39,8 @@ def experts(
             continue
         places = order[start : start + n_rows]
         start += n_rows
-        tokens = places // topk_ids.shape[1]
-        weight = topk_weights.flatten()[places].unsqueeze(-1)
+        tokens = places // topk.topk_ids.shape[1]
+        weight = topk.topk_weights.flatten()[places].unsqueeze(-1)
         rows = x[tokens]
         if weights_on_input:
             rows = (rows * weight).to(x.dtype)
@@ -91,17 +87,8 @@ def forward_unquantized_experts(method: Any, layer: Any, dispatch_output: Standa
 
     config = method.moe_runner_config
     _refuse_unsupported(method, config)
-    topk = dispatch_output.topk_output
-    gate_up, down = products_of(layer)
-    output = experts(
-        dispatch_output.hidden_states,
-        topk.topk_weights,
-        topk.topk_ids,
-        gate_up,
-        down,
-        config.activation,
-        bool(config.apply_router_weight_on_input),
-    )
+    x, topk = dispatch_output.hidden_states, dispatch_output.topk_output
+    output = _sum_over_experts(x, topk, *products_of(layer), config)
     if config.routed_scaling_factor is not None:
         output = output * config.routed_scaling_factor
     return StandardCombineInput(hidden_states=output)

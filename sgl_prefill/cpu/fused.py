@@ -6,6 +6,7 @@ modules that call the kernels replace these operations and the matrix products (
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,26 +21,24 @@ from sgl_prefill.hybrid.trace import TracedBody, op_name
 NAMESPACE = "sgl_prefill_fused"
 PACKED_FOR_ROWS = 256  # passed to oneDNN, whose packed layout is the same from 16 rows on
 
-_library: Any = None
 _product: Any = torch.ops.mkldnn._linear_pointwise.default
 
 
-def define_operations() -> None:
+@functools.cache
+def define_operations() -> torch.library.Library:
     """Defines the operations of a traced graph, once. They have no kernel, and `lower` replaces them."""
-    global _library
-    if _library is not None:
-        return
-    _library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
-    _library.define("rms_norm(Tensor x, Tensor weight, float eps, float offset) -> Tensor")
-    _library.define("add_rms_norm(Tensor x, Tensor residual, Tensor w, float eps, float offset) -> (Tensor, Tensor)")
-    _library.define("gated(Tensor gate_up, str activation) -> Tensor")
-    _library.define(
+    library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+    library.define("rms_norm(Tensor x, Tensor weight, float eps, float offset) -> Tensor")
+    library.define("add_rms_norm(Tensor x, Tensor residual, Tensor w, float eps, float offset) -> (Tensor, Tensor)")
+    library.define("gated(Tensor gate_up, str activation) -> Tensor")
+    library.define(
         "rotate(Tensor positions, Tensor query, Tensor key, Tensor cos_sin, int head_size, bool is_neox) -> (Tensor, Tensor)"
     )
-    _library.impl("rms_norm", lambda x, *_: torch.empty_like(x), "Meta")
-    _library.impl("add_rms_norm", lambda x, *_: (torch.empty_like(x), torch.empty_like(x)), "Meta")
-    _library.impl("gated", lambda x, _: x.new_empty((x.shape[0], x.shape[1] // 2)), "Meta")
-    _library.impl("rotate", lambda _, query, key, *__: (torch.empty_like(query), torch.empty_like(key)), "Meta")
+    library.impl("rms_norm", lambda x, *_: torch.empty_like(x), "Meta")
+    library.impl("add_rms_norm", lambda x, *_: (torch.empty_like(x), torch.empty_like(x)), "Meta")
+    library.impl("gated", lambda x, _: x.new_empty((x.shape[0], x.shape[1] // 2)), "Meta")
+    library.impl("rotate", lambda _, query, key, *__: (torch.empty_like(query), torch.empty_like(key)), "Meta")
+    return library  # the operations exist as long as it does
 
 
 @contextmanager
@@ -177,15 +176,15 @@ class Linear(torch.nn.Module):
 
     def at_once(self, x: torch.Tensor) -> torch.Tensor:
         """Computes all rows in one call."""
-        if self.packed is not None and not self.packed.is_mkldnn:
-            assert self._kernels is not None
-            product = self._kernels.product(_rows(x), self.packed, self._bias, self.activation)
-            return product.view(*x.shape[:-1], product.shape[-1])
         if self.packed is None:
             assert self.source is not None
             result = torch.nn.functional.linear(x, self.source, self._bias)
-        else:
+        elif self.packed.is_mkldnn:
             result = _product(x, self.packed, self._bias, "none", [], "")
+        else:
+            assert self._kernels is not None
+            product = self._kernels.product(_rows(x), self.packed, self._bias, self.activation)
+            return product.view(*x.shape[:-1], product.shape[-1])
         if self.activation is None:
             return result
         assert self._kernels is not None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -123,10 +124,8 @@ class Kernels:
     def _run(self, name: str, *arguments: Any) -> None:
         """Calls a kernel with its arguments as in interface.h, tensors as pointers. Raises MemoryError."""
         pointers = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
-        if torch._C._autograd._profiler_enabled():  # which records PyTorch's own operators only
-            with torch.profiler.record_function(f"sgl_prefill::{name}"):
-                status = getattr(self._table, name)(*pointers)
-        else:
+        is_profiled = torch._C._autograd._profiler_enabled()  # PyTorch's profiler records only its own operators
+        with torch.profiler.record_function(f"sgl_prefill::{name}") if is_profiled else nullcontext():
             status = getattr(self._table, name)(*pointers)
         if status == _NO_MEMORY:
             raise MemoryError("a native kernel found no memory for its scratch")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sgl_prefill.core.shared_groups import Group
+from sgl_prefill.cpu.attention import KVRows, attend, runs_of
 from sgl_prefill.cpu.native.build import LIBRARY, digest
 from sgl_prefill.cpu.native.calls import BuildTable, Kernels, StepRequests
 from sgl_prefill.errors import ConfigurationError
@@ -129,12 +130,9 @@ def _attention_error(kernels: Kernels, random: Any) -> float:
     errors = []
     for request, start in enumerate((0, n_new[0])):
         new = slice(start, start + n_new[request])
-        queries = query[new].float()
-        rows = table[request, : kv_tokens[request]].long()
-        k, v = (pool[rows].float().repeat_interleave(heads // kv_heads, 1) for pool in (key, value))
-        scores = torch.einsum("qhd,khd->hqk", queries, k) * dim**-0.5
-        unseen = torch.ones(scores.shape[1:]).triu(len(rows) - len(queries) + 1).bool()
-        wanted = torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -torch.inf).softmax(-1), v)
+        rows = KVRows(key.float(), value.float(), runs_of(table[request, : kv_tokens[request]]))
+        wanted = query[new].float()
+        attend(wanted, rows, wanted, scale=dim**-0.5)
         errors.append((output[new].float() - wanted).abs().max())
     return float(torch.stack(errors).max())  # keeps a NaN, which Python's max may lose
 
