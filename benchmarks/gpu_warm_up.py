@@ -25,7 +25,7 @@ import torch
 
 from benchmarks import report, shapes
 from benchmarks.cpu_attention.run import ask
-from sgl_prefill import local_server
+from sgl_prefill.entry import local_server
 from sgl_prefill.startup import examine
 
 N_LAYERS = 2

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import sys
 
-from sgl_prefill.port.fingerprints import FINGERPRINT_FILE, differing, fingerprint
-from sgl_prefill.port.hooks import fingerprinted_targets
+from sgl_prefill.entry.fingerprints import FINGERPRINT_FILE, differing, fingerprint
+from sgl_prefill.entry.hooks import fingerprinted_targets
 
 
 def main(argv: list[str]) -> int:

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sgl_prefill.observability import metric_list
-from sgl_prefill.observability.metric_list import METRICS
+from sgl_prefill.core import metric_list
+from sgl_prefill.core.metric_list import METRICS
 
-FOLDER = Path(metric_list.__file__).parent
+FOLDER = Path(__file__).resolve().parents[1] / "sgl_prefill/observability"
 BEGIN, END = "<!-- metrics: generated -->\n", "<!-- end -->\n"
 PANEL_WIDTH, PANEL_HEIGHT, GRID_WIDTH = 12, 8, 24
 

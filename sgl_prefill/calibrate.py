@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sgl_prefill.calibrations import SETTINGS, Measured, ModelName, StoredCalibration, fingerprint_of, shown
 from sgl_prefill.core import label_calibration
 from sgl_prefill.core.label_calibration import FROM_EXAMPLES, METHODS, N_BINS, N_FOLDS, Calibration, Quality
 from sgl_prefill.errors import ConfigurationError, SglPrefillError
+from sgl_prefill.startup.calibrations import SETTINGS, Measured, ModelName, StoredCalibration, fingerprint_of, shown
 
 FEWEST_EXAMPLES = 20
 FEWEST_OF_A_LABEL = 2  # for `vector`, which has two parameters for each label

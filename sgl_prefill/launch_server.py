@@ -11,9 +11,10 @@ import os
 import sys
 from typing import Any
 
-# Nothing that takes time to import: what needs torch or SGLang is imported where it is used.
-from sgl_prefill import quiet_start
 from sgl_prefill.config import PrefillConfig
+
+# Nothing that takes time to import: what needs torch or SGLang is imported where it is used.
+from sgl_prefill.entry import quiet_start
 from sgl_prefill.errors import ConfigurationError, SeamError, SglPrefillError
 
 SPIN_COUNT = "50000"  # of GNU OpenMP, some 0.1 ms
@@ -28,7 +29,7 @@ def main(argv: list[str] | None = None, *, is_program: bool = False) -> int:
         quiet_start.end_at_interrupt()
     try:
         config, server_args = parse(argv, is_quiet=is_program)
-        from sgl_prefill.port import launch
+        from sgl_prefill.entry import launch
 
         return launch.serve(config, server_args)
     except SglPrefillError as error:
@@ -47,9 +48,9 @@ def parse(argv: list[str], *, listens: bool = True, is_quiet: bool = False) -> t
     config = PrefillConfig.from_namespace(namespace)
     if is_quiet:
         quiet_start.begin(for_sglang)
-    from sgl_prefill.device import this_device
-    from sgl_prefill.port import fingerprints, prefork
+    from sgl_prefill.entry import fingerprints, prefork
     from sgl_prefill.startup import arguments, examine
+    from sgl_prefill.startup.device import this_device
 
     if problem := fingerprints.version_problem():
         raise SeamError(problem)
@@ -63,7 +64,7 @@ def parse(argv: list[str], *, listens: bool = True, is_quiet: bool = False) -> t
             # two kernels of a step cost half of its speed. So they spin about as long as Python takes between two kernels.
             os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
         prefork.begin()
-    from sgl_prefill.port import launch
+    from sgl_prefill.entry import launch
 
     defaults = arguments.default_flags(config, for_sglang)
     flags = [*arguments.required_flags(config), *defaults, *_model_flags(for_sglang), *for_sglang]
@@ -95,7 +96,7 @@ def _print_help(*, with_sglangs: bool) -> int:
     if not with_sglangs:
         print("\nand every flag of sglang.launch_server: --help-all shows them too")
         return 0
-    from sgl_prefill.port import launch
+    from sgl_prefill.entry import launch
 
     print()
     launch.print_sglangs_help()

@@ -38,11 +38,11 @@ def measure(argv: list[str]) -> dict[str, Any]:
     config, server_args = launch_server.parse([*argv, "--log-level", "warning"], listens=False)
     logging.basicConfig(level=logging.WARNING)
     from sgl_prefill.core import memory_plan
-    from sgl_prefill.port import scheduler_alone
+    from sgl_prefill.entry import scheduler_alone
 
-    state, _ = scheduler_alone.build(config, server_args)
-    assert state.memory_plan is not None
-    return memory_plan.shown(state.memory_plan)
+    parts, _ = scheduler_alone.build(config, server_args)
+    assert parts.record.memory_plan is not None
+    return memory_plan.shown(parts.record.memory_plan)
 
 
 def print_help() -> int:

@@ -29,14 +29,12 @@ from sgl_prefill.errors import ConfigurationError
 from sgl_prefill.planner.summary import Served, plot, show, summary_of
 from sgl_prefill.planner.summary import Summary as Summary
 from sgl_prefill.planner.summary import percentile as percentile
-from sgl_prefill.scheduling.request_log import PAGE_TOKENS
+from sgl_prefill.port.steps.request_log import PAGE_TOKENS
 
 # A machine that computes 20,000 tokens a second, for those who have not started a server yet.
 EXAMPLE_PROFILE = FittedJct(step_ms=5.0, miss_token_ms=0.05, pair_ms=5e-7, cached_token_ms=1e-4)
 USUAL_LAMBDAS = "0,100,500,2000"
 USUAL_PAGE_TOKENS = 50
-# Of the engine's own options these can be given here too, with the same defaults.
-ENGINE_OPTIONS = ("sharers", "max_queue_s", "pack_step_tokens")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,11 +42,11 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         profile = profile_of(arguments.profile)
-        lambdas = lambdas_of(arguments.fairness_lambda or USUAL_LAMBDAS)
+        lambdas = lambdas_of(arguments.lambdas or USUAL_LAMBDAS)
         from sgl_prefill.planner import workloads
 
         arrivals, as_it_ran = _arrivals(arguments)
-        config = PrefillConfig.from_namespace(arguments, ENGINE_OPTIONS)
+        config = PrefillConfig.from_namespace(arguments)
     except (ValueError, OSError, ConfigurationError) as error:
         print(f"sgl_prefill: {error}", file=sys.stderr)
         return 2
@@ -113,11 +111,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--lambda",
         "--fairness-lambda",
-        dest="fairness_lambda",
+        dest="lambdas",
         help=f"values to compare, tokens per second (default: {USUAL_LAMBDAS})",
     )
-    for name in ENGINE_OPTIONS:
-        PrefillConfig.add_cli_argument(parser, name)
+    PrefillConfig.add_set_argument(parser)
     parser.add_argument("--page-tokens", type=int, help="page size of the replay (default: 50; of a request log: 64)")
     parser.add_argument("--rate", type=float, default=1.0, help="of a workload: requests per second")
     parser.add_argument("--arrivals", choices=("burst", "single", "at-once"), default="burst", help="of WL1")

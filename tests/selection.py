@@ -18,13 +18,13 @@ BATCH, CLUSTER, RAY = "sgl_prefill/batch", "sgl_prefill/cluster", "sgl_prefill/r
 RANKS = (
     "sgl_prefill/core/ranks.py",
     "sgl_prefill/cpu/ranks.py",
-    "sgl_prefill/port/ranks.py",
-    "sgl_prefill/port/processes.py",
+    "sgl_prefill/port/runner/rank_group.py",
+    "sgl_prefill/entry/processes.py",
 )
 GPU_KERNELS = (
     "sgl_prefill/gpu",
-    "sgl_prefill/port/shared_prefix_attention.py",
-    "sgl_prefill/port/shared_prefix_fa3.py",
+    "sgl_prefill/port/runner/shared_prefix_attention.py",
+    "sgl_prefill/port/runner/shared_prefix_fa3.py",
 )
 INTERPRETED = "tests/cpu/test_shared_prefix_attention.py"
 TENSOR_PARALLEL = "tests/integration/test_tensor_parallel.py"

@@ -32,8 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import requests
 
 from benchmarks import report, shapes
-from sgl_prefill import calibrate, local_server
+from sgl_prefill import calibrate
 from sgl_prefill.core.label_calibration import FROM_EXAMPLES, METHODS, Quality, quality
+from sgl_prefill.entry import local_server
 
 PACKAGE = "vaderSentiment==3.3.2"
 SDIST_SHA256 = "5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9"

@@ -97,7 +97,8 @@ def switch(engine: InProcessScheduler, *, stable: bool) -> None:
     counts: list[Sequence[int]] = engine.counts_of_products  # type: ignore[attr-defined]
     for product, row_counts in zip(engine.hybrid.products, counts, strict=True):
         product.row_counts = row_counts if stable else ()
-    engine.state.config = dataclasses.replace(engine.state.config, stable_answers=stable)
+    record = engine.parts.record
+    record.config = dataclasses.replace(record.config, stable_answers=stable)
 
 
 # --- Bits

@@ -37,9 +37,9 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from transformers import AutoTokenizer
 
 from benchmarks import report
-from sgl_prefill.api.prompt_parts import PartTokenizer
 from sgl_prefill.core.prompt_parts import KEEPS, CannotCutError, Cut, Keep, Span, cut
 from sgl_prefill.examples import demo_model
+from sgl_prefill.http.parted_requests import PartTokenizer
 
 N_PROMPTS, N_QUICK = 10_000, 300
 MOST_PARTS, MOST_WORDS, MOST_TIMES = 8, 40, 4  # a part says the same up to four times

@@ -71,7 +71,8 @@ def run(job: Path, output: Path, folder: Path) -> subprocess.Popen[bytes]:
     flags = [
         *shapes.weight_flags(folder / "model", "float32"),
         *("--context-length", "4096", "--max-total-tokens", "4000", "--max-input-length", "2048", *shapes.budget(3)),
-        "--skip-parity-gate",
+        "--set",
+        "skip_parity_gate=true",
     ]
     with (folder / "log.txt").open("ab") as log:
         return subprocess.Popen(batch_job.command_of(job, output, flags), cwd=report.REPOSITORY, stdout=log, stderr=log)

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import report
 from benchmarks.scheduler_overhead import run as overhead
-from sgl_prefill.port import between_steps
+from sgl_prefill.port import loop
 from tests.support.in_process import InProcessScheduler
 
 WAITING, QUICK_WAITING = (1_000, 10_000), (50,)
@@ -132,7 +132,7 @@ def measure(engine: InProcessScheduler, n_waiting: int, prompt_tokens: int) -> l
         turn(engine, WARM_UP_STEPS)
         for _ in range(TURNS):
             for order in ORDERS:
-                takes_in_later = mock.patch.object(between_steps, "take_in", return_value=None)
+                takes_in_later = mock.patch.object(loop, "take_in", return_value=None)
                 wire.gaps.clear()
                 if order == ORDERS[0]:
                     turn(engine, STEPS)

@@ -25,8 +25,8 @@ from benchmarks.harness import client, traffic
 from benchmarks.harness.engines import OURS, QUIET
 from benchmarks.post_recommendation.run import POSTS, SCALE
 from benchmarks.post_recommendation.run import SERVED as WL1
-from sgl_prefill import local_server
 from sgl_prefill.cluster import __main__ as cluster
+from sgl_prefill.entry import local_server
 from sgl_prefill.plan import percentile
 from sgl_prefill.planner.workloads import Arrival, ceiling_of_saving
 

@@ -27,7 +27,7 @@ import torch
 from benchmarks import ceiling, report, shapes
 from benchmarks.cpu_attention import kernels
 from benchmarks.harness import engines as harness
-from sgl_prefill import local_server
+from sgl_prefill.entry import local_server
 
 MODEL = "llama-6-layers"
 HIDDEN, MLP, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 1024, 4096, 6, 16, 4, 64

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from benchmarks import report
-from sgl_prefill.port import dashboard
+from sgl_prefill.port.dashboard import watch
 from tests.support.filled_engine import filled_engine
 
 WAITING, N_CLIENTS, PREFIXES, QUICK_PREFIXES = 10_000, 1_000, 50_000, 2_000
@@ -26,7 +26,7 @@ def measure(quick: bool = False) -> dict[str, Any]:
     times_ms, n_bytes = [], []
     for _ in range(N_SNAPSHOTS):
         began_s = time.perf_counter()
-        made = dashboard.taken(engine.state, engine.scheduler)
+        made = watch.taken(engine.state, engine.scheduler)
         times_ms.append(1000 * (time.perf_counter() - began_s))
         n_bytes.append(len(made))
     gc.unfreeze()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import report, shapes
-from sgl_prefill import local_server
+from sgl_prefill.entry import local_server
 
 ROUNDS, QUICK_ROUNDS = 3, 1
 MOST_LINES, FIRST_LINE_S = 20, 2.0

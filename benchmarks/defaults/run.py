@@ -24,7 +24,7 @@ from benchmarks.harness.turns import Servers
 from benchmarks.post_recommendation import run as wl1
 
 SETTINGS = tuple(
-    engines.ours(f"sharers {sharers}, lambda {weight}", "--sharers", sharers, "--fairness-lambda", weight)
+    engines.ours(f"sharers {sharers}, lambda {weight}", "--set", f"sharers={sharers}", "--fairness-lambda", weight)
     for sharers, weight in (("ignore", "500"), ("count", "500"), ("count", "200"), ("count", "50"))
 )
 LOADS = (None, 1.0, 2.0)  # of what the first setting serves at once; None: all at once

@@ -29,19 +29,19 @@ from benchmarks.harness.client import Due, Outcome
 from benchmarks.harness.kept import Kept
 from benchmarks.harness.turns import Served, Servers
 from sgl_prefill.errors import ServerStartError
-from sgl_prefill.port.shared_prefixes import COUNTS_KEY
+from sgl_prefill.port.runner.shared_prefixes import COUNTS_KEY
 
 MODEL, SCALE = (shapes.DEVICE_MODEL, 1) if shapes.HAS_CUDA else ("llama-small", 10)
 PREFIX_TOKENS = 14_000 // SCALE  # a profile of the paper's WL1
 SUFFIXES_TOKENS = (15, 150)
 N_HITS, QUICK_HITS = 300, 20
 N_ROUNDS = 3
-NO_GRAPHS, ONE_A_STEP = ("--disable-prefill-cuda-graph",), ("--pack-step-tokens", "0")
+NO_GRAPHS, ONE_A_STEP = ("--disable-prefill-cuda-graph",), ("--set", "pack_step_tokens=0")
 PACKED_EAGER = engines.ours("ours, packed, no graphs", *NO_GRAPHS)
 SINGLE = engines.ours("ours, one a step", *ONE_A_STEP)
 SINGLE_EAGER = engines.ours("ours, one a step, no graphs", *ONE_A_STEP, *NO_GRAPHS)
-TOGETHER = engines.ours("ours, shared prefixes together", "--shared-prefix-attention", "on")
-APART = engines.ours("ours, shared prefixes apart", "--shared-prefix-attention", "off")
+TOGETHER = engines.ours("ours, shared prefixes together", "--set", "shared_prefix_attention=on")
+APART = engines.ours("ours, shared prefixes apart", "--set", "shared_prefix_attention=off")
 STOCK = engines.stock("lpm", "--enable-metrics").on(engines.REFERENCES[-1])
 ENGINES = (engines.OURS, STOCK, SINGLE, SINGLE_EAGER, APART, TOGETHER, PACKED_EAGER)
 QUICK_ENGINES = (SINGLE_EAGER, TOGETHER, APART)

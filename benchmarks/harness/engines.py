@@ -13,7 +13,7 @@ import psutil
 import requests
 
 from benchmarks import report, shapes
-from sgl_prefill import local_server
+from sgl_prefill.entry import local_server
 from sgl_prefill.errors import ServerStartError
 from sgl_prefill.launch_server import SPIN_COUNT
 

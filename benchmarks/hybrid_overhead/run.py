@@ -26,7 +26,7 @@ from benchmarks import report, shapes
 from benchmarks.cpu_attention.run import MAX_LOGPROB_DIFFERENCE, ask
 from benchmarks.harness import engines
 from benchmarks.harness.kept import Kept
-from sgl_prefill import local_server
+from sgl_prefill.entry import local_server
 
 MODEL = shapes.DEVICE_MODEL if shapes.HAS_CUDA else "llama-6-layers"
 PROMPT_TOKENS, QUICK_TOKENS = 16_000, 2_000

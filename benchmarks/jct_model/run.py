@@ -32,7 +32,7 @@ COLD_SHARE = 1 / 3
 # Requests at once behind one cached prefix, for the prediction of packed steps.
 N_BURSTS, N_QUICK_BURSTS = 60, 4
 BURST_REQUESTS, BURST_OWN_TOKENS, BURST_CACHED_TOKENS = (2, 32), (4, 120), (50, 3000)
-OPTIONS = ("--jct-model", "fitted", "--max-input-length", str(LONGEST), "--sleep-on-idle")
+OPTIONS = ("--set", "jct_model=fitted", "--max-input-length", str(LONGEST), "--sleep-on-idle")
 
 
 def main() -> int:

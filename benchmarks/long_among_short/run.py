@@ -31,7 +31,7 @@ OVERLOAD = 1.5
 ALONE: Rate = 0.0  # the long request and one hit
 MAX_QUEUE_S = 10.0
 STEP_S = 0.5  # the bound makes a request the next one: a step may be running
-BOUND = ("--max-queue-s", str(MAX_QUEUE_S))
+BOUND = ("--set", f"max_queue_s={MAX_QUEUE_S}")
 BOUNDED = engines.ours("ours, --max-queue-s 10", *BOUND)
 
 

@@ -28,7 +28,7 @@ import torch
 
 from benchmarks import process_memory, report, shapes
 from benchmarks.harness.kept import Kept
-from sgl_prefill import local_server
+from sgl_prefill.entry import local_server
 from sgl_prefill.errors import ServerStartError
 
 BUDGET_BYTES = 256 << 20

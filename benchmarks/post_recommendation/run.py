@@ -42,7 +42,7 @@ BEYOND_HOPE = 1.5  # asked for so many times what it serves at once, an engine k
 ABLATIONS = (
     engines.ours("ours, hybrid off", "--hybrid-prefill", "off"),
     engines.ours("ours, KV kept", "--suffix-kv", "keep"),
-    engines.ours("ours, cache-miss JCT", "--jct-model", "cache-miss"),
+    engines.ours("ours, cache-miss JCT", "--set", "jct_model=cache-miss"),
     engines.ours("ours, stock scheduling", "--scheduling", "stock"),
 )
 DEFAULT = engines.stock("fcfs")

@@ -61,7 +61,7 @@ def main() -> int:
         for model in dict.fromkeys(step.model for step in STEPS):
             scheduler = start(model, Path(scratch))
             rows += [measure(scheduler, step, n_steps) for step in STEPS if step.model == model]
-        kernel = scheduler.state.cpu_kernel
+        kernel = scheduler.parts.record.cpu_kernel
     print(json.dumps({"rows": rows, "ceiling": ceiling(), "cpu_kernel": kernel}))
     return 0
 

@@ -26,7 +26,7 @@ import requests
 from benchmarks import report, shapes
 from benchmarks.harness import engines
 from benchmarks.storm import part
-from sgl_prefill import local_server
+from sgl_prefill.entry import local_server
 
 PROCESSES = ("launcher", "prefork", "scheduler", "detokenizer")
 IDLE, QUEUE_FULL, MID_STEP = "idle", "queue full", "mid-step"

@@ -41,7 +41,8 @@ def write_model(folder: Path) -> Path:
 
 def flags_of(model: Path, *flags: str, kv_tokens: int = KV_TOKENS) -> list[str]:
     """A server of this model in float32, so that the same prompt has the same answer whatever runs beside it."""
-    common = ("--context-length", "8192", "--max-total-tokens", str(kv_tokens), "--skip-parity-gate", "--sleep-on-idle")
+    common = ["--context-length", "8192", "--max-total-tokens", str(kv_tokens), "--sleep-on-idle"]
+    common += ["--set", "skip_parity_gate=true"]
     return [*shapes.weight_flags(model, "float32"), *common, *shapes.budget(2), *flags]
 
 

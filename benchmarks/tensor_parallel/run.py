@@ -30,7 +30,7 @@ import requests
 from benchmarks import process_memory, report, shapes
 from benchmarks.harness import client, traffic
 from benchmarks.harness.engines import OURS, QUIET
-from sgl_prefill import local_server
+from sgl_prefill.entry import local_server
 
 # Llama 3.1 8B with all widths divided by 4, of 2 layers: what an input takes beside durable KV does not depend on their number.
 MODEL, N_LAYERS = "llama-3.1-8b-quarter", 2

@@ -105,7 +105,7 @@ def own_engine(engine_flags: list[str]) -> tuple[OwnEngine, dict[str, Any]]:
 
     # The last of two flags counts.
     config, server_args = launch_server.parse(["--scheduling", SCHEDULING, *QUIET, *engine_flags], listens=False)
-    from sgl_prefill.port.in_process import InProcessEngine
+    from sgl_prefill.entry.in_process import InProcessEngine
 
     return OwnEngine(InProcessEngine(config, server_args)), identity_of(config, server_args)
 

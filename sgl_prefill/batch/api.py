@@ -46,10 +46,10 @@ class Engine:
     """
 
     def __init__(self, **options: Any) -> None:
-        from sgl_prefill.port import engine as port
+        from sgl_prefill.entry import engine as port
 
         config, server_args = port.arguments_of({"scheduling": SCHEDULING, "log_level": "error", **options})
-        from sgl_prefill.port.in_process import InProcessEngine
+        from sgl_prefill.entry.in_process import InProcessEngine
 
         self.backend = OwnEngine(InProcessEngine(config, server_args))
         self.backend.start()

@@ -14,11 +14,11 @@ from sgl_prefill.batch.run import RowAnswer
 from sgl_prefill.core.batch.plan import JobPlan
 from sgl_prefill.core.batch.token_rows import IntArray
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.port import background
+from sgl_prefill.port.steps import custom_params
 
 if TYPE_CHECKING:
-    from sgl_prefill.engine_state import EngineState
-    from sgl_prefill.port.in_process import InProcessEngine
+    from sgl_prefill.entry.in_process import InProcessEngine
+    from sgl_prefill.startup.record import StartRecord
 
 RequestOf = Callable[[int], tuple[str, dict[str, Any]]]
 
@@ -57,7 +57,7 @@ class OwnEngine:
 
     def __init__(self, engine: InProcessEngine) -> None:
         self.engine = engine
-        self.state: EngineState | None = None  # set by `start`
+        self.state: StartRecord | None = None  # set by `start`
 
     async def find_prompts(self, url: str, body: dict[str, Any]) -> list[FoundPrompt]:
         found = await self.engine.prompts_of(url, body)
@@ -94,8 +94,8 @@ class RunningServers:
         self._urls, self._headers = urls, dict(headers or {})
         self._adds: dict[str, Any] = {}  # added to each body
         if is_background:
-            self._headers[background.HEADER] = "1"
-            self._adds[background.FIELD] = True
+            self._headers[custom_params.BACKGROUND_HEADER] = "1"
+            self._adds[custom_params.BACKGROUND_FIELD] = True
         self.n_prompt_tokens = self.n_cached_tokens = 0
 
     async def find_prompts(self, url: str, body: dict[str, Any]) -> list[FoundPrompt]:

@@ -13,7 +13,7 @@ from sgl_prefill.core.batch.plan import JobPlan
 from sgl_prefill.core.batch.token_rows import IntArray
 
 if TYPE_CHECKING:
-    from sgl_prefill.port.in_process import InProcessEngine
+    from sgl_prefill.entry.in_process import InProcessEngine
 
 # Pause while no step can run: a thread is looking labels up.
 IDLE_S = 0.005

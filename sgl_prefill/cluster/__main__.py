@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import requests
 
-from sgl_prefill import local_server
+from sgl_prefill.entry import local_server
 from sgl_prefill.errors import ConfigurationError, ServerStartError, SglPrefillError
-from sgl_prefill.port import client
-from sgl_prefill.port.ending import DRAIN_S
+from sgl_prefill.http.shutdown import DRAIN_S
+from sgl_prefill.port.steps import clients
 from sgl_prefill.startup import arguments, examine
 
 GATEWAY, LOCAL = "the gateway", "127.0.0.1"
@@ -33,7 +33,7 @@ END_S = 20  # for a process to end, after DRAIN_S for its requests
 NEVER_S = str(365 * 24 * 3600)
 ROUTINGS: dict[str, tuple[str, ...]] = {
     # A user that comes back finds its prefixes; a new one goes to the engine with the fewest users.
-    "user": ("manual", "--assignment-mode", "min_group", "--routing-key-headers", client.HEADER),
+    "user": ("manual", "--assignment-mode", "min_group", "--routing-key-headers", clients.HEADER),
     **{name: (name,) for name in ("cache_aware", "prefix_hash", "power_of_two", "round_robin")},
 }
 # Each with what the gateway's default does to engines that answer 429 and 504 by design, and run steps of many seconds.
@@ -129,7 +129,7 @@ def check(options: argparse.Namespace, flags: list[str]) -> None:
 
 def shares(n_engines: int, flags: list[str]) -> list[tuple[list[str], Mapping[str, str]]]:
     """Flags and environment variables of each engine. Raises ConfigurationError where the machine is too small."""
-    from sgl_prefill.device import this_device
+    from sgl_prefill.startup.device import this_device
 
     n_ranks = int(arguments.value_of(flags, "--tp-size", "--tp", "--tensor-parallel-size") or 1)
     if this_device().is_host:

@@ -1,6 +1,6 @@
 """Interface of a prefix cache for calibration and the KV advisor: read-only queries, and events. Nodes are opaque.
 
-Any tree will do whose children differ in their first page. SGLang's radix cache is one (`port.radix_cache`).
+Any tree will do whose children differ in their first page. SGLang's radix cache is one (`port.kv.radix_cache`).
 """
 
 from __future__ import annotations

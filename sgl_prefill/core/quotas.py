@@ -19,6 +19,14 @@ class Limit(NamedTuple):
     requests: int | None = None
     tokens: int | None = None  # of inputs, cached or not
 
+    @classmethod
+    def parse(cls, text: str) -> Limit | None:
+        """Reads `200` (requests) or `100000t` (tokens). Returns None for anything else, and for 0."""
+        number = text.removesuffix("t")
+        if not (number.isascii() and number.isdigit() and int(number)):
+            return None
+        return cls(tokens=int(number)) if text.endswith("t") else cls(requests=int(number))
+
 
 class Quotas(NamedTuple):
     """The limits of a server."""
@@ -44,12 +52,13 @@ class Excess(NamedTuple):
     def refusal(self, drain_ms: float | None) -> Refusal:
         """drain_ms: predicted time until all that counts against this limit is done; None if unknown."""
         retry_after_s = 1 if drain_ms is None else max(math.ceil(drain_ms * self.share_to_go / 1000), 1)
-        flag = f"--max-{'' if self.client is None else 'client-'}waiting-{self.unit}"
+        flag = f"--max-{'' if self.client is None else 'client-'}waiting"
+        limit = f"{self.limit}{'t' if self.unit == 'tokens' else ''}"
         who = "" if self.client is None else "of this client "
         more = "" if self.unit == "requests" else f", this request has {self.n_more},"
         return Refusal(
             HTTPStatus.TOO_MANY_REQUESTS,
-            f"{self.n_waiting} {self.unit} {who}wait{more} and {flag} is {self.limit}: send it again in {retry_after_s} s, or to"
+            f"{self.n_waiting} {self.unit} {who}wait{more} and {flag} is {limit}: send it again in {retry_after_s} s, or to"
             " another server",
             "queue_full" if self.client is None else "client_queue_full",
             retry_after_s,

@@ -65,7 +65,7 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.kernels = native().kernels
-        self.shares_prefixes = True  # False: each request is a group of its own (--shared-prefix-attention off)
+        self.shares_prefixes = True  # False: each request is a group of its own (shared_prefix_attention=off)
         self._steps: dict[bool, StepRequests] = {}  # of this forward, by `only_last_rows`
         self._runs: list[list[Run]] | None = None
         self._requests: list[RequestRows] = []

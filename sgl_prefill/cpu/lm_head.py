@@ -9,15 +9,11 @@ the whole weight first). Several rows are multiplied as columns: 16 take 9 ms th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from sgl_prefill.core.kv_plan import ceil_to
-from sgl_prefill.cpu.native.library import native
-
-if TYPE_CHECKING:
-    from sgl_prefill.engine_state import EngineState
 
 # More rows (log-probabilities of a long tail) are bound by arithmetic, where float32 takes three times as long.
 MAX_ROWS = 32
@@ -60,28 +56,3 @@ def is_plain(lm_head: Any, embedding_bias: torch.Tensor | None) -> bool:
         and not hasattr(lm_head, "apply_lora")
         and not should_apply_lm_head_quant_method(lm_head, getattr(lm_head, "quant_method", None))
     )
-
-
-def around_compute_lm_head(
-    state: EngineState,
-    original: Callable[..., torch.Tensor],
-    processor: Any,
-    hidden_states: torch.Tensor,
-    lm_head: Any,
-    embedding_bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Hook: float32 logits for up to MAX_ROWS rows of a plain LM head in host memory; else SGLang's own.
-
-    With `--stable-answers` one kernel computes all logits; the start has checked that it supports the LM head.
-    """
-    weight: Any = getattr(lm_head, "weight", None)
-    kernels = native().kernels
-    if state.config.stable_answers:
-        assert kernels is not None
-        assert embedding_bias is None
-        return kernels.logits(hidden_states.contiguous(), weight)
-    if hidden_states.shape[0] > MAX_ROWS or not is_plain(lm_head, embedding_bias):
-        return original(processor, hidden_states, lm_head, embedding_bias)
-    if kernels is not None and kernels.fits_logits(hidden_states, weight):
-        return kernels.logits(hidden_states, weight)
-    return float32_logits(hidden_states, weight)

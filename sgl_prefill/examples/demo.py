@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from sgl_prefill import local_server
+from sgl_prefill.entry import local_server
 from sgl_prefill.errors import SglPrefillError
 from sgl_prefill.examples import demo_model, label_reviews
 

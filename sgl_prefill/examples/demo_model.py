@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sgl_prefill.cpu.detect import Dtype, fast_dtype
-from sgl_prefill.disk_cache import cache_root
 from sgl_prefill.errors import DemoModelError
+from sgl_prefill.startup.disk_cache import cache_root
 
 if TYPE_CHECKING:
     import numpy as np

@@ -76,7 +76,7 @@ class TwoParts(NamedTuple):
 
 
 def asked_for(switch: str) -> str:
-    """Returns what `--shared-prefix-attention` comes to on a GPU: `auto` leaves SGLang's backends alone until it is proved."""
+    """Returns what `shared_prefix_attention` comes to on a GPU: `auto` leaves SGLang's backends alone until it is proved."""
     return "off" if switch == "auto" and not AUTO_IS_PROVED else switch
 
 

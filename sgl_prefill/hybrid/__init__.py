@@ -5,5 +5,5 @@ split.py       the graph cut at its attention layers into token-wise pieces, and
 body.py        the forward pass over the pieces
 chunk_size.py  the fewest tokens of a chunk that cost no time on this machine
 
-`port/hybrid.py` puts it into SGLang's model runner: when it traces, and which forward passes take this path.
+`port/runner/forward.py` puts it into SGLang's model runner: when it traces, and which forward passes take this path.
 """

@@ -20,7 +20,7 @@ from sgl_prefill.core.policies import make
 from sgl_prefill.core.policy import PolicySettings
 from sgl_prefill.planner.summary import Served as Served
 from sgl_prefill.planner.workloads import Arrival
-from sgl_prefill.port.simulated_cache import SimulatedCache
+from sgl_prefill.port.kv.simulated_cache import SimulatedCache
 from sgl_prefill.startup import arguments
 
 

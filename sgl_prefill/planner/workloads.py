@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from sgl_prefill.planner.summary import Served
-from sgl_prefill.scheduling.request_log import PAGE_TOKENS
+from sgl_prefill.port.steps.request_log import PAGE_TOKENS
 
 
 class Arrival(NamedTuple):

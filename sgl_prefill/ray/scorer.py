@@ -447,9 +447,9 @@ def _own_engine(arguments: Arguments) -> Any:
     os.environ["OMP_NUM_THREADS"] = str(n_threads)
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     from sgl_prefill.batch.api import Engine
-    from sgl_prefill.device import this_device
     from sgl_prefill.examples import demo_model
     from sgl_prefill.startup import examine
+    from sgl_prefill.startup.device import this_device
 
     options = dict(arguments.engine)
     if this_device().is_host and "memory_budget_gb" not in options:

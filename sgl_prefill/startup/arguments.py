@@ -16,15 +16,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sgl_prefill import calibrations
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core import rerank_template
 from sgl_prefill.cpu import lm_head
 from sgl_prefill.cpu.detect import ATTENTION_BACKEND_NAME, fast_dtype
 from sgl_prefill.cpu.native.library import native
-from sgl_prefill.device import this_device
 from sgl_prefill.errors import ConfigurationError
-from sgl_prefill.startup import examine
+from sgl_prefill.startup import calibrations, examine
+from sgl_prefill.startup.device import this_device
 
 # Name of this engine's prefix cache in SGLang's registry (`--radix-cache-backend`).
 PREFIX_CACHE_NAME = "sgl_prefill_suffix_kv"
@@ -40,7 +39,7 @@ class Feature(NamedTuple):
 
 
 POLICY = Feature(lambda config: config.has_policy, "--scheduling stock")
-ONE_A_STEP = Feature(lambda config: config.has_policy and config.pack_step_tokens == 0, "--pack-step-tokens auto")
+ONE_A_STEP = Feature(lambda config: config.has_policy and config.pack_step_tokens == 0, "--set pack_step_tokens=auto")
 EVICT = Feature(lambda config: config.evicts_suffix_kv, "--suffix-kv keep")
 
 

@@ -35,11 +35,11 @@ import psutil
 
 from sgl_prefill.core import gpu_memory
 from sgl_prefill.core.gpu_memory import GIB
-from sgl_prefill.disk_cache import cache_root
 from sgl_prefill.errors import MemoryPlanError
+from sgl_prefill.startup.disk_cache import cache_root
 
 if TYPE_CHECKING:
-    from sgl_prefill.device import Device
+    from sgl_prefill.startup.device import Device
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 
-from sgl_prefill import disk_cache
 from sgl_prefill.core.jct import FittedJct, Observation, fit
 from sgl_prefill.core.kv_plan import ceil_to, floor_to
+from sgl_prefill.startup import disk_cache
 from sgl_prefill.startup.loaded_model import LoadedModel
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ import torch
 if TYPE_CHECKING:
     from sgl_prefill.core.memory_plan import MemoryPlan
     from sgl_prefill.core.ranks import Ranks
-    from sgl_prefill.device import Device
     from sgl_prefill.hybrid.body import HybridBody
     from sgl_prefill.hybrid.shared_rows import Exchange
+    from sgl_prefill.startup.device import Device
 
 
 class MadeUpStep(Protocol):

@@ -28,12 +28,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch.autograd.profiler import profile
 
-from sgl_prefill import disk_cache
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.memory_plan import MemoryUse
 from sgl_prefill.core.ranks import smallest
-from sgl_prefill.device import is_out_of_memory
 from sgl_prefill.errors import MemoryPlanError, NoMemoryLeftError
+from sgl_prefill.startup import disk_cache
+from sgl_prefill.startup.device import is_out_of_memory
 from sgl_prefill.startup.loaded_model import LoadedModel
 
 logger = logging.getLogger(__name__)

@@ -92,7 +92,8 @@ def run(model: LoadedModel, references: References, longest_tokens: int) -> dict
         raise ParityError(
             f"the paths of this engine disagree on most of {len(SEEDS)} made-up prompts: {shown} in a log-probability, and"
             f" {tolerance} is the limit for {model.dtype}. Nothing is served. Start with --hybrid-prefill off, --suffix-kv keep"
-            " or --disable-prefill-cuda-graph to find the part, and please report it; --skip-parity-gate serves in spite of it"
+            " or --disable-prefill-cuda-graph to find the part, and please report it;"
+            " --set skip_parity_gate=true serves in spite of it"
         )
     shown = ", ".join(f"{pair} {difference:.2g}" for pair, difference in differences.items())
     took_s = time.perf_counter() - started
@@ -161,8 +162,8 @@ def _hybrid_answer(model: LoadedModel, step: MadeUpStep) -> torch.Tensor:
     if model.hybrid.n_passes == before:
         raise ParityError(
             "a made-up prompt that was to run chunk by chunk has run in SGLang's own layers: the hybrid pass would serve without"
-            " having been checked. Nothing is served. Start with --hybrid-prefill off, and please report it; --skip-parity-gate"
-            " serves in spite of it"
+            " having been checked. Nothing is served. Start with --hybrid-prefill off, and please report it;"
+            " --set skip_parity_gate=true serves in spite of it"
         )
     return found
 

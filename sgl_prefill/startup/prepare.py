@@ -5,7 +5,6 @@ plan, parity gate, JCT model.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core import gpu_memory, memory_plan
@@ -13,12 +12,10 @@ from sgl_prefill.core.kv_plan import ceil_to
 from sgl_prefill.core.memory_plan import MemoryPlan
 from sgl_prefill.core.ranks import smallest
 from sgl_prefill.errors import MemoryPlanError
-from sgl_prefill.hybrid.chunk_size import choose_chunk_tokens
 from sgl_prefill.startup import jct_profile, memory_profile, parity_gate
+from sgl_prefill.startup.chunk_size import choose_chunk_tokens
 from sgl_prefill.startup.loaded_model import LoadedModel
-
-if TYPE_CHECKING:
-    from sgl_prefill.engine_state import EngineState
+from sgl_prefill.startup.record import StartRecord
 
 logger = logging.getLogger(__name__)
 
@@ -28,30 +25,32 @@ ANSWER_MARGIN_TOKENS = 7
 MIN_DURABLE_TOKENS = 64
 
 
-def prepare(state: EngineState, model: LoadedModel) -> None:
+def prepare(record: StartRecord, model: LoadedModel) -> None:
     """Raises MemoryPlanError, ParityError, UnsupportedModelError."""
-    config = state.config
+    config = record.config
     references = None
     logger.info("measures what the longest input takes, divides the memory, and checks all paths against each other")
     if config.skip_parity_gate:
-        logger.warning("--skip-parity-gate: nobody has checked that all paths of this engine give the same answers")
+        logger.warning(
+            "--set skip_parity_gate=true: nobody has checked that all paths of this engine give the same answers"
+        )
     else:
         references = parity_gate.reference(model, _longest_possible(model, config))
-    state.cpu_kernel, state.packed_weights = model.pack_weights()
+    record.cpu_kernel, record.packed_weights = model.pack_weights()
     if model.hybrid is not None:
         choose_chunk_tokens(model, config.hybrid_chunk_tokens)
     if config.stable_answers:
-        state.stable_answers = model.make_stable()
+        record.stable_answers = model.make_stable()
     parity_gate.share_rows(model)
-    assert state.memory_beyond_weights_bytes is not None
+    assert record.memory_beyond_weights_bytes is not None
     with model.without_graphs():  # whose memory is there already, and does not show what other steps take
-        plan = _agreed(_plan(model, config, state.memory_beyond_weights_bytes), model)
+        plan = _agreed(_plan(model, config, record.memory_beyond_weights_bytes), model)
     model.apply(plan)
     if references is not None:
-        state.parity_differences = parity_gate.run(model, references, plan.max_input_tokens)
+        record.parity_differences = parity_gate.run(model, references, plan.max_input_tokens)
     if config.has_policy and (config.jct_model == "fitted" or config.pack_step_tokens is None):
-        state.jct_ms = jct_profile.fitted_model(model, plan.max_input_tokens)
-    state.memory_plan = plan
+        record.jct_ms = jct_profile.fitted_model(model, plan.max_input_tokens)
+    record.memory_plan = plan
     logger.info("memory plan, %s", memory_plan.as_text(plan))
 
 

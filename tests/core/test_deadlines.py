@@ -114,7 +114,7 @@ def test_a_deadline_that_cannot_be_met_is_refused_with_the_prediction_and_a_pass
 
 
 def test_without_a_model_of_milliseconds_nobody_is_refused_on_arrival() -> None:
-    """`--jct-model cache-miss`: 504 only."""
+    """`--set jct_model=cache-miss`: 504 only."""
     hopeless = job(100_000, 10.0, deadline_ms=1.0)
     assert srjf(hopeless).decide(10.0).refuse == {}
     assert list(srjf(hopeless).decide(10.1).refuse) == [hopeless]

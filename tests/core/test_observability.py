@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from scripts import monitoring
-from sgl_prefill.observability.metric_list import METRICS, PREFIX, Metric
+from sgl_prefill.core.metric_list import METRICS, PREFIX, Metric
 
 UNITS = ("seconds", "bytes", "tokens", "ratio", "requests", "lines")
 # Of which our own code is the only author.

@@ -7,7 +7,7 @@ import sys
 
 LAUNCHER = """
 import logging, sys, warnings
-from sgl_prefill import quiet_start
+from sgl_prefill.entry import quiet_start
 quiet_start.begin(sys.argv[1:])
 logging.basicConfig(level="INFO", format="[time] %(message)s", force=True)  # as SGLang does
 warnings.warn("no Triton")
@@ -22,7 +22,7 @@ logging.getLogger("sgl_prefill.part").info("afterwards")
 
 INTERRUPTED = """
 import os, signal
-from sgl_prefill import quiet_start
+from sgl_prefill.entry import quiet_start
 quiet_start.end_at_interrupt()
 child = os.fork()
 if child == 0:

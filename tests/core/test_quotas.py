@@ -80,13 +80,12 @@ def test_the_answer_says_the_number_the_limit_and_when_there_will_be_room() -> N
     assert refusal is not None
     assert refusal.status == HTTPStatus.TOO_MANY_REQUESTS
     assert refusal.retry_after_s == 1
-    assert refusal.message.startswith("10 requests wait and --max-waiting-requests is 10: send it again in 1 s")
+    assert refusal.message.startswith("10 requests wait and --max-waiting is 10: send it again in 1 s")
     refusal = policy.refusal(job(1000, client="a"))
     assert refusal is not None
     assert refusal.retry_after_s == 2
     assert (
-        "5000 tokens of this client wait, this request has 1000, and --max-client-waiting-tokens is 5000"
-        in refusal.message
+        "5000 tokens of this client wait, this request has 1000, and --max-client-waiting is 5000t" in refusal.message
     )
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
-from sgl_prefill.port.hybrid import gathers_kv
-from sgl_prefill.port.shared_prefix_attention import SharedPrefixTriton, Sharing
+from sgl_prefill.port.runner.forward import gathers_kv
+from sgl_prefill.port.runner.shared_prefix_attention import SharedPrefixTriton, Sharing
 from tests.support import (
     quiet_imports,  # noqa: F401  (before all else that imports SGLang)
     sharing_steps,
@@ -76,7 +76,7 @@ def fa3() -> int:
     sys.modules |= {"sgl_kernel": kernels, "sgl_kernel.flash_attn": flash}
     from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
 
-    from sgl_prefill.port import shared_prefix_fa3
+    from sgl_prefill.port.runner import shared_prefix_fa3
 
     FlashAttentionBackend.init_forward_metadata = lambda *_: None
     vars(shared_prefix_fa3)["merge_state"] = slow_attention.merge_state

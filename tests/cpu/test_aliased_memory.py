@@ -13,7 +13,7 @@ import torch
 from sgl_prefill.errors import AliasedMemoryError
 from sgl_prefill.kv import host
 from sgl_prefill.kv.host import GRANULARITY_BYTES, AliasedHostMemory
-from sgl_prefill.port.kv_pool import SuffixKVPool
+from sgl_prefill.port.kv.pool import SuffixKVPool
 
 
 def mappings() -> int:

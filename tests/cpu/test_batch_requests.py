@@ -11,8 +11,8 @@ import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
 
-from sgl_prefill.api import tokenizer_manager
-from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
+from sgl_prefill.http import tokenizer_manager
+from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
 
 
 def manager(**attributes: Any) -> Any:

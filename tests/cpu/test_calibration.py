@@ -22,8 +22,8 @@ from sgl_prefill.core.lazy_heap import LazyHeap
 from sgl_prefill.core.ordered_sums import OrderedSums
 from sgl_prefill.core.policies.srjf import CalibratedSrjf, cost_per_job
 from sgl_prefill.core.policy import PolicySettings
-from sgl_prefill.port.namespaces import Namespace
-from sgl_prefill.port.radix_cache import RadixTree
+from sgl_prefill.port.kv.namespaces import Namespace
+from sgl_prefill.port.kv.radix_cache import RadixTree
 from tests.cpu.test_scheduling_glue import calibrated, count_cached_tokens, insert, nodes, waiting_job, watched_tree
 
 FAIRNESS_LAMBDA = 3.0

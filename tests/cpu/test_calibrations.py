@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from sgl_prefill import calibrate, calibrations
-from sgl_prefill.api import reply_options
-from sgl_prefill.calibrations import SETTINGS, ModelName, StoredCalibration
+from sgl_prefill import calibrate
 from sgl_prefill.core.label_calibration import Calibration
 from sgl_prefill.core.labels import restrict
 from sgl_prefill.errors import BadRequestError, ConfigurationError
-from sgl_prefill.model_fingerprint import N_PIECES, PIECE_BYTES, WHOLE_BYTES, fingerprint
+from sgl_prefill.http import reply_options
+from sgl_prefill.startup import calibrations
+from sgl_prefill.startup.calibrations import SETTINGS, ModelName, StoredCalibration
+from sgl_prefill.startup.model_fingerprint import N_PIECES, PIECE_BYTES, WHOLE_BYTES, fingerprint
 
 ARGS = SimpleNamespace(model_path="nobody/none", revision=None, **SETTINGS)
 STORED = StoredCalibration(

@@ -13,8 +13,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError, ConfigurationError
-from sgl_prefill.port import client, custom_params, namespaces
-from sgl_prefill.port.client import Caller
+from sgl_prefill.port.kv import namespaces
+from sgl_prefill.port.steps import clients, custom_params
+from sgl_prefill.port.steps.clients import Caller
 
 
 def request_of(body: Any) -> fastapi.Request:
@@ -76,12 +77,12 @@ def test_a_key_is_not_carried_but_its_hash() -> None:
 
 
 def test_the_scheduler_hears_it_and_nobody_names_another_in_a_body() -> None:
-    told = {client.PARAMETER: "ann", namespaces.PARAMETER: "a/"}
+    told = {clients.PARAMETER: "ann", namespaces.PARAMETER: "a/"}
     req = seen_by_scheduler(custom_params.put_ours({"max_new_tokens": 1}, told), extra_key="salt")
-    assert (client.of(req), req.extra_key) == ("ann", "a/salt")
+    assert (clients.of(req), req.extra_key) == ("ann", "a/salt")
     forged = {"custom_params": {**told, namespaces.PUBLIC_PARAMETER: True, "deadline_ms": 5.0}}
     req = seen_by_scheduler(custom_params.put_ours(forged, {}), extra_key="a/salt")
-    assert (client.of(req), req.extra_key, namespaces.is_public(req)) == ("", "a/salt", False)
+    assert (clients.of(req), req.extra_key, namespaces.is_public(req)) == ("", "a/salt", False)
     assert custom_params.put_ours(forged, {})["custom_params"] == {"deadline_ms": 5.0}
     assert custom_params.put_ours({}, {}) == {}
 
@@ -117,11 +118,12 @@ def test_shares_are_of_policies_that_have_them(scheduling: str) -> None:
     ("options", "expected"),
     [
         (
-            {"scheduling": "stock", "max_waiting_tokens": 5},
-            "--max-waiting-tokens: --scheduling stock knows no such limits",
+            {"scheduling": "stock", "max_waiting": "5t"},
+            "--max-waiting: --scheduling stock has no such limits",
         ),
-        ({"fair_by": "none", "max_client_waiting_requests": 5}, "there are no clients with --fair-by none"),
-        ({"max_waiting_requests": 0}, "--max-waiting-requests is 0: it must be at least 1"),
+        ({"fair_by": "none", "max_client_waiting": "5"}, "there are no clients with --fair-by none"),
+        ({"max_waiting": "0"}, "--max-waiting is '0': it must be a number of prompts"),
+        ({"max_waiting": "5 t"}, "like 100000t"),
         ({"shared_prefix": "x"}, "--shared-prefix is for --isolate-by"),
         (
             {"shared_prefix": "x", "isolate_by": "key", "scheduling": "stock", "suffix_kv": "keep"},

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from sgl_prefill.cluster import __main__ as cluster
+from sgl_prefill.entry.local_server import free_port
 from sgl_prefill.errors import ConfigurationError
-from sgl_prefill.local_server import free_port
 from sgl_prefill.startup import examine
 
 README = (Path(cluster.__file__).parent / "README.md").read_text()
@@ -40,7 +40,7 @@ def checked(*argv: str) -> tuple[argparse.Namespace, list[str]]:
 def _much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examine, "free_memory_gb", lambda: (8.0, 16.0))
     monkeypatch.setattr(examine, "_port_problems", lambda *_: [])  # whoever listens on this machine
-    monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: False)
+    monkeypatch.setattr("sgl_prefill.startup.device.has_accelerator", lambda: False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 

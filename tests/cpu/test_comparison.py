@@ -22,7 +22,7 @@ from benchmarks.harness.turns import Served
 from benchmarks.outsiders import server as outsider
 from benchmarks.post_recommendation import run as post_recommendation
 from benchmarks.step_profile import run as step_profile
-from sgl_prefill import local_server
+from sgl_prefill.entry import local_server
 from sgl_prefill.errors import ServerStartError
 
 OURS, RIVAL = engines.ours("ours"), engines.stock("fcfs")

@@ -12,13 +12,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sgl_prefill.config import PrefillConfig
+from sgl_prefill.config import PrefillConfig, flag_of
 from sgl_prefill.cpu import lm_head
+from sgl_prefill.entry.local_server import free_port
 from sgl_prefill.errors import ConfigurationError
-from sgl_prefill.local_server import free_port
 from sgl_prefill.startup import arguments, examine
 
 FREE_PORT = str(free_port())
@@ -30,15 +31,43 @@ def parsed(*words: str) -> PrefillConfig:
     return PrefillConfig.from_namespace(parser.parse_args(words))
 
 
+def given(name: str, value: Any) -> list[str]:
+    """An option on a command line."""
+    flag = flag_of(name)
+    return ["--set", f"{name}={value}"] if flag.startswith("--set") else [flag, str(value)]
+
+
+def test_there_are_few_flags() -> None:
+    """A user reads them all; what is measured at start or proven is a setting for experiments."""
+    flags = {flag_of(field.name).split()[0] for field in dataclasses.fields(PrefillConfig)}
+    assert len(flags) <= 20
+
+
+@pytest.mark.parametrize(
+    ("assignment", "expected"),
+    [
+        ("sharer=count", "there is no setting 'sharer'; the settings are background_step_ms, "),
+        ("scheduling=fifo", "there is no setting 'scheduling'"),
+        ("sharers", "--set sharers is '': it must be count or ignore"),
+        ("background_step_ms=soon", "'soon' is no value of background_step_ms"),
+        ("skip_parity_gate=yes", "'yes' is no value of skip_parity_gate"),
+    ],
+)
+def test_a_setting_that_is_none_is_named(assignment: str, expected: str) -> None:
+    with pytest.raises(ConfigurationError, match=expected):
+        parsed("--set", assignment)
+    assert parsed("--set", "skip_parity_gate=true", "--set", "max_queue_s=3").max_queue_s == 3.0
+
+
 def test_the_command_line_defaults_are_the_dataclass_defaults() -> None:
     """One source of defaults."""
     words = [
         word
         for field in dataclasses.fields(PrefillConfig)
         if (value := getattr(PrefillConfig(), field.name)) is not None and not isinstance(value, bool)
-        for word in ("--" + field.name.replace("_", "-"), str(value))
+        for word in given(field.name, value)
     ]
-    assert parsed() == parsed(*words, *("--pack-step-tokens", "auto")) == PrefillConfig()
+    assert parsed() == parsed(*words, *given("pack_step_tokens", "auto")) == PrefillConfig()
     assert parsed("--fairness-lambda", "0", "--allow-generation").allow_generation
 
 
@@ -79,7 +108,7 @@ def test_all_bad_values_stand_in_one_message() -> None:
 )
 def test_a_policy_with_a_number_that_orders_nothing_is_refused(option: str, value: float) -> None:
     """A NaN would compare false with everything: the order would be arbitrary, silently."""
-    with pytest.raises(ConfigurationError, match=f"--{option.replace('_', '-')} is {value}"):
+    with pytest.raises(ConfigurationError, match=f"{flag_of(option)} is {value}"):
         PrefillConfig(**{option: value})  # type: ignore[arg-type]
 
 
@@ -90,7 +119,7 @@ def test_steps_are_packed_unless_one_request_a_step_is_asked_for() -> None:
     assert arguments.check_argv(PrefillConfig(), argv) == []
     assert "--prefill-max-requests" not in arguments.required_flags(PrefillConfig())
     (problem,) = arguments.check_argv(PrefillConfig(pack_step_tokens=0), argv)
-    assert "--pack-step-tokens auto" in problem
+    assert "--set pack_step_tokens=auto" in problem
     one_a_step = arguments.required_flags(PrefillConfig(pack_step_tokens=0))
     assert arguments.value_of(one_a_step, "--prefill-max-requests") == "1"
 
@@ -98,9 +127,9 @@ def test_steps_are_packed_unless_one_request_a_step_is_asked_for() -> None:
 def test_stock_scheduling_is_not_packed_by_us_and_refuses_to_be_told_so() -> None:
     """SGLang's own scheduler fills its steps by itself: the default does not concern it, a value that was given does."""
     assert PrefillConfig(scheduling="stock").pack_step_tokens == 0
-    assert parsed("--scheduling", "stock", "--pack-step-tokens", "0") == PrefillConfig(scheduling="stock")
+    assert parsed("--scheduling", "stock", *given("pack_step_tokens", 0)) == PrefillConfig(scheduling="stock")
     for value in (None, 300):
-        with pytest.raises(ConfigurationError, match="--pack-step-tokens is not for --scheduling stock"):
+        with pytest.raises(ConfigurationError, match="--set pack_step_tokens is not for --scheduling stock"):
             PrefillConfig(scheduling="stock", pack_step_tokens=value)
 
 
@@ -111,7 +140,7 @@ def test_the_requests_of_a_packed_step_are_bounded(
     monkeypatch: pytest.MonkeyPatch, accelerator: bool, expected: int
 ) -> None:
     """On a host by the rows that get float32 logits, on a device by the memory that their logits take."""
-    monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: accelerator)
+    monkeypatch.setattr("sgl_prefill.startup.device.has_accelerator", lambda: accelerator)
     assert arguments.default_settings(PrefillConfig())["prefill_max_requests"] == expected
     for other in (PrefillConfig(pack_step_tokens=0), PrefillConfig(scheduling="stock")):
         assert "prefill_max_requests" not in arguments.default_settings(other)
@@ -138,7 +167,9 @@ def test_the_papers_engine_is_one_flag() -> None:
 
 def test_the_papers_values_may_be_repeated_and_travel() -> None:
     """Written out, copied with another option changed, and pickled."""
-    repeated = parsed("--paper", "--pack-step-tokens", "0", "--fairness-lambda", "500", "--jct-model", "cache-miss")
+    repeated = parsed(
+        "--paper", "--fairness-lambda", "500", *given("pack_step_tokens", 0), *given("jct_model", "cache-miss")
+    )
     assert repeated == PrefillConfig(**PAPER)  # type: ignore[arg-type]
     assert dataclasses.replace(repeated, max_body_mb=1.0).jct_model == "cache-miss"
     assert pickle.loads(pickle.dumps(repeated)) == repeated
@@ -146,32 +177,38 @@ def test_the_papers_values_may_be_repeated_and_travel() -> None:
 
 def test_each_contradiction_of_the_papers_engine_is_named() -> None:
     """Also a value that is our default: it was asked for."""
-    words = ["--paper", "--pack-step-tokens", "auto", "--fairness-lambda", "100", "--max-queue-s", "5"]
-    words += ["--jct-model", "fitted", "--sharers", "count", "--scheduling", "stock"]
+    words = ["--paper", "--fairness-lambda", "100", "--scheduling", "stock"]
+    for name, value in (
+        ("pack_step_tokens", "auto"),
+        ("max_queue_s", 5),
+        ("jct_model", "fitted"),
+        ("sharers", "count"),
+    ):
+        words += given(name, value)
     with pytest.raises(ConfigurationError) as caught:
         parsed(*words)
     assert sorted(str(caught.value).splitlines()) == [
         "--fairness-lambda is 100, and --paper means 500: leave one of the two out",
-        "--jct-model is fitted, and --paper means cache-miss: leave one of the two out",
-        "--max-queue-s is 5, and --paper means no bound: leave one of the two out",
-        "--pack-step-tokens is auto, and --paper means 0: leave one of the two out",
         "--scheduling is stock, and --paper means calibrated-srjf: leave one of the two out",
-        "--sharers is count, and --paper means ignore: leave one of the two out",
+        "--set jct_model is fitted, and --paper means cache-miss: leave one of the two out",
+        "--set max_queue_s is 5, and --paper means no bound: leave one of the two out",
+        "--set pack_step_tokens is auto, and --paper means 0: leave one of the two out",
+        "--set sharers is count, and --paper means ignore: leave one of the two out",
     ]
 
 
 def test_a_flag_of_sglangs_against_the_papers_engine_is_refused_with_a_remedy_that_works() -> None:
-    """`--pack-step-tokens auto` alone would be refused beside --paper."""
+    """`pack_step_tokens=auto` alone would be refused beside --paper."""
     (problem,) = arguments.check_argv(PrefillConfig(paper=True), ["--prefill-max-requests", "8", "--port", FREE_PORT])
-    assert problem.endswith("or start with --pack-step-tokens auto and without --paper")
+    assert problem.endswith("or start with --set pack_step_tokens=auto and without --paper")
 
 
 def test_the_offline_engine_takes_and_refuses_the_same() -> None:
     """Before anything is started; its keyword arguments are the fields."""
-    from sgl_prefill.port.engine import Engine, sglang_defaults
+    from sgl_prefill.entry.engine import Engine, sglang_defaults
 
     assert sglang_defaults(PrefillConfig(paper=True))["prefill_max_requests"] == 1
-    with pytest.raises(ConfigurationError, match="--pack-step-tokens is auto, and --paper means 0"):
+    with pytest.raises(ConfigurationError, match="--set pack_step_tokens is auto, and --paper means 0"):
         Engine(model_path="/no/such/model", paper=True, pack_step_tokens=None)
 
 
@@ -180,9 +217,9 @@ def test_the_help_shows_every_default_and_what_the_paper_means() -> None:
     parser = argparse.ArgumentParser()
     PrefillConfig.add_cli_arguments(parser)
     text = " ".join(parser.format_help().split()).replace("- ", "-")  # lines may break behind a hyphen
-    for words in ("(default: auto)", "(default: no bound)", "(default: 500)", "(default: half of the free memory)"):
+    for words in ("(default: auto)", "max_queue_s (no bound)", "(default: 500)", "(default: half of the free memory)"):
         assert words in text
-    for words in ("--pack-step-tokens 0", "--fairness-lambda 500", "--sharers ignore", "--jct-model cache-miss"):
+    for words in ("pack_step_tokens=0", "--fairness-lambda 500", "sharers=ignore", "jct_model=cache-miss"):
         assert words in text
     assert "NOT_GIVEN" not in text
 
@@ -286,7 +323,7 @@ def test_the_memory_budget_becomes_a_fraction_of_what_is_free(monkeypatch: pytes
     """Half of the free memory by default; more than there is, or a budget beside an accelerator, is refused."""
     free = type("Memory", (), {"available": 10 << 30})
     monkeypatch.setattr("psutil.virtual_memory", lambda: free)
-    monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: False)
+    monkeypatch.setattr("sgl_prefill.startup.device.has_accelerator", lambda: False)
     monkeypatch.setattr(examine, "container_free_bytes", lambda: math.inf)
     assert arguments.memory_fraction(PrefillConfig()) == 0.5
     assert arguments.memory_fraction(PrefillConfig(memory_budget_gb=4)) == 0.4
@@ -296,7 +333,7 @@ def test_the_memory_budget_becomes_a_fraction_of_what_is_free(monkeypatch: pytes
     assert arguments.memory_fraction(PrefillConfig()) == 0.2
     with pytest.raises(ConfigurationError, match=r"container .* has 4\.0 GiB free"):
         arguments.memory_fraction(PrefillConfig(memory_budget_gb=5))
-    monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: True)
+    monkeypatch.setattr("sgl_prefill.startup.device.has_accelerator", lambda: True)
     assert arguments.memory_fraction(PrefillConfig()) is None
     with pytest.raises(ConfigurationError, match="--mem-fraction-static"):
         arguments.memory_fraction(PrefillConfig(memory_budget_gb=4))
@@ -312,7 +349,7 @@ def test_a_processor_that_is_slow_in_bfloat16_serves_in_float32(
     """oneDNN has no bfloat16 below AVX-512; "DEFAULT" is what other kinds of processor say. A device decides for itself."""
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
     monkeypatch.setattr("sgl_prefill.cpu.detect.has_accelerator", lambda: accelerator)
-    monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: accelerator)
+    monkeypatch.setattr("sgl_prefill.startup.device.has_accelerator", lambda: accelerator)
     assert arguments.default_settings(PrefillConfig()).get("dtype") == dtype
     assert ("--dtype" in arguments.default_flags(PrefillConfig())) == (dtype is not None)
 

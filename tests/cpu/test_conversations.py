@@ -12,9 +12,9 @@ from typing import Any, cast
 import pytest
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
-from sgl_prefill.api import conversations
-from sgl_prefill.api.text_limit import OFF_LOOP_CHARACTERS
 from sgl_prefill.errors import BadRequestError
+from sgl_prefill.http import conversations
+from sgl_prefill.http.text_limit import OFF_LOOP_CHARACTERS
 
 LONGEST_INPUT_TOKENS = 5_000
 SAYS = {"role": "user", "content": "Is it so?"}

@@ -14,12 +14,12 @@ import pytest
 from sglang.srt.managers.io_struct import GetInternalStateReq
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sgl_prefill.api import dashboard as routes
-from sgl_prefill.api.dashboard import Feed, page
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.job import Job
-from sgl_prefill.port import dashboard
-from sgl_prefill.port.ending import Ending
+from sgl_prefill.http import dashboard_routes as routes
+from sgl_prefill.http.dashboard_routes import Feed, page
+from sgl_prefill.http.shutdown import Ending
+from sgl_prefill.port.dashboard import watch
 from tests.support.dashboard_server import Manager
 from tests.support.filled_engine import filled_engine
 
@@ -29,7 +29,7 @@ MOST_BYTES = 100_000
 def snapshot(engine: Any) -> dict[str, Any]:
     """A snapshot; of a tree that is walked a part at a time, the first one after a whole walk."""
     while True:
-        found: dict[str, Any] = orjson.loads(dashboard.taken(engine.state, engine.scheduler))
+        found: dict[str, Any] = orjson.loads(watch.taken(engine.state, engine.scheduler))
         if engine.state.watch.survey is None or engine.state.watch.survey.view is not None:
             return found
 
@@ -55,7 +55,7 @@ def test_a_snapshot_of_ten_thousand_requests_and_fifty_thousand_prefixes_is_smal
     engine = filled_engine(10_000, 50_000, now_s=time.perf_counter(), n_clients=3_000)
     while snapshot(engine)["cache"]["prefixes"] is None:  # the cache is walked in parts
         pass
-    text = dashboard.taken(engine.state, engine.scheduler)
+    text = watch.taken(engine.state, engine.scheduler)
     assert len(text) < MOST_BYTES
     found = orjson.loads(text)
     assert found["now"]["waiting"] == 10_000
@@ -102,14 +102,15 @@ def test_an_evicted_prefix_counts_as_wanted_where_somebody_waits_for_it() -> Non
 def test_other_questions_for_the_internal_state_reach_sglang() -> None:
     """/server_info asks the same message without our name."""
     engine = filled_engine(0, 20, now_s=1.0)
-    told = dashboard.around_get_internal_state(
-        engine.state, lambda *_: "stock", engine.scheduler, GetInternalStateReq()
+    stock: Any = SimpleNamespace(internal_state={"a": 1})
+    engine.scheduler.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=None))
+    answer = watch.around_get_internal_state(engine.state, lambda *_: stock, engine.scheduler, GetInternalStateReq())
+    assert answer is stock
+    assert stock.internal_state == {"a": 1}
+    ours = watch.around_get_internal_state(
+        engine.state, lambda *_: "stock", engine.scheduler, GetInternalStateReq(rid=watch.NAME)
     )
-    assert told == "stock"
-    ours = dashboard.around_get_internal_state(
-        engine.state, lambda *_: "stock", engine.scheduler, GetInternalStateReq(rid=dashboard.NAME)
-    )
-    assert orjson.loads(ours.internal_state[dashboard.NAME])["model"] == "filled"
+    assert orjson.loads(ours.internal_state[watch.NAME])["model"] == "filled"
 
 
 def test_under_sglangs_own_scheduler_memory_is_shown_and_no_policy() -> None:
@@ -127,7 +128,7 @@ def test_two_who_look_share_one_question_and_after_them_none_is_asked() -> None:
     async def run() -> None:
         engine = filled_engine(5, 30, now_s=time.perf_counter())
         manager: Any = Manager(engine)
-        feed = Feed(lambda: manager, engine.state.config, Ending(0), Counter(invalid=2))
+        feed = Feed(lambda: manager, engine.state.record.config, Ending(0), Counter(invalid=2))
         assert manager.n_asked == 0
         one, other = feed.events(1), feed.events(5)
         events = await asyncio.gather(anext(one), anext(other))
@@ -148,12 +149,12 @@ def test_two_who_look_share_one_question_and_after_them_none_is_asked() -> None:
 def test_the_stream_says_whether_a_step_or_the_next_question_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever comes between two questions is shown the last answer."""
     monkeypatch.setattr(routes, "LOOK_S", 0.01)
-    monkeypatch.setattr("sgl_prefill.dashboard.snapshot.age_of", lambda _: 1e6)
+    monkeypatch.setattr("sgl_prefill.port.dashboard.snapshot.age_of", lambda _: 1e6)
 
     async def run() -> None:
         engine = filled_engine(5, 30, now_s=time.perf_counter())
         manager: Any = Manager(engine)
-        feed = Feed(lambda: manager, engine.state.config, Ending(0), Counter())
+        feed = Feed(lambda: manager, engine.state.record.config, Ending(0), Counter())
         answers, may_answer = manager.get_internal_state_communicator, asyncio.Event()
 
         async def late(question: Any) -> Any:
@@ -194,4 +195,4 @@ def test_an_engine_without_our_prefix_cache_has_none_to_show() -> None:
     engine = filled_engine(0, 20, now_s=1.0)
     engine.state.scheduling = None
     scheduler = SimpleNamespace(**{**vars(engine.scheduler), "tree_cache": object()})
-    assert orjson.loads(dashboard.taken(engine.state, scheduler))["cache"] is None
+    assert orjson.loads(watch.taken(engine.state, scheduler))["cache"] is None

@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_prefill import disk_cache
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.gpu_memory import margin_bytes
 from sgl_prefill.core.memory_plan import MemoryPlan
-from sgl_prefill.engine_state import EngineState
 from sgl_prefill.errors import AliasedMemoryError, MemoryPlanError, NoMemoryLeftError, SglPrefillError
 from sgl_prefill.kv.cuda import AliasedCudaMemory
-from sgl_prefill.port.kv_allocator import SuffixKVAllocator
-from sgl_prefill.port.kv_pool import SuffixKVPool
-from sgl_prefill.port.loaded_model import SglangModel
-from sgl_prefill.startup import memory_profile
+from sgl_prefill.port.kv.allocator import SuffixKVAllocator
+from sgl_prefill.port.kv.pool import SuffixKVPool
+from sgl_prefill.port.runner.runner_state import RunnerState
+from sgl_prefill.port.runner.sglang_model import SglangModel
+from sgl_prefill.startup import disk_cache, memory_profile
 from sgl_prefill.startup.arguments import DEVICE_MEMORY_FRACTION
 from sgl_prefill.startup.prepare import prepare
+from sgl_prefill.startup.record import StartRecord
 from tests.support.fake_cuda_driver import GRANULE_BYTES, FakeCard, FakeDevice, installed
 
 MIB = 1 << 20
@@ -200,7 +200,7 @@ class FakeModel(SglangModel):
     fixed_bytes, bytes_per_token = 3 * MIB, 1024
     jumps_at_tokens, jump_bytes = 10**9, 700 * MIB  # what a kernel takes of long inputs alone
 
-    def __init__(self, state: EngineState, runner: Any, card: FakeCard) -> None:
+    def __init__(self, state: RunnerState, runner: Any, card: FakeCard) -> None:
         super().__init__(state, runner)
         self.card, self.pool = card, runner.token_to_kv_pool
         self.is_warm = False
@@ -228,14 +228,15 @@ def start(
     backend: Any = None,
     is_hybrid: bool = True,
     **options: Any,
-) -> Iterator[tuple[FakeModel, EngineState]]:
+) -> Iterator[tuple[FakeModel, StartRecord]]:
     """A loaded model before `prepare`. SGLang would have found nine tenths of the card for KV."""
     from sglang.srt import runtime_context
 
     config = PrefillConfig(paper=True, skip_parity_gate=True, hybrid_chunk_tokens=64, **options)
-    state = EngineState(config)
+    record = StartRecord(config)
+    state = RunnerState(record)
     state.hybrid = Body() if is_hybrid else None  # type: ignore[assignment]
-    state.memory_beyond_weights_bytes = int(fraction * card.free_bytes)
+    record.memory_beyond_weights_bytes = int(fraction * card.free_bytes)
     scratch_tokens = config.max_input_length or context_tokens
     pool = SuffixKVPool(
         durable_tokens=card.free_bytes // (N_LAYERS * ONE_LAYER),
@@ -285,17 +286,17 @@ def start(
         patches.setattr(disk_cache, "store", lambda *_, **__: None)
         patches.setattr(runtime_context, "get_schedule", lambda: schedule)
         try:
-            yield model, state
+            yield model, record
         finally:
             model.close()
             card.held_bytes, card.cached_bytes = held_bytes, 0
 
 
 def planned(card: FakeCard, **options: Any) -> MemoryPlan:
-    with start(card, **options) as (model, state):
-        prepare(state, model)
-        assert state.memory_plan is not None
-        return state.memory_plan
+    with start(card, **options) as (model, record):
+        prepare(record, model)
+        assert record.memory_plan is not None
+        return record.memory_plan
 
 
 def rounding_bytes() -> int:
@@ -305,9 +306,9 @@ def rounding_bytes() -> int:
 
 def test_durable_kv_is_what_is_free_after_the_profile_less_activations_and_a_margin(card: FakeCard) -> None:
     """Whatever share of the card SGLang has found for KV: kernels and workspaces that came with the first input are counted."""
-    with start(card, max_input_length=10_000) as (model, state):
-        prepare(state, model)
-        plan = state.memory_plan
+    with start(card, max_input_length=10_000) as (model, record):
+        prepare(record, model)
+        plan = record.memory_plan
         assert plan is not None
         room = FREE_BYTES - LATER_BYTES - margin_bytes(card.total_bytes) - rounding_bytes()
         for_input = model.fixed_bytes + 10_000 * (model.bytes_per_token + ONE_LAYER)
@@ -331,11 +332,11 @@ def test_a_smaller_fraction_is_a_limit_on_kv_as_in_sglang(card: FakeCard) -> Non
 
 def test_scratch_is_physical_for_what_runs_and_for_no_more(card: FakeCard) -> None:
     """The context has 500,000 tokens, whose scratch takes a fifth of what is free; the plan needs less."""
-    with start(card, context_tokens=500_000) as (model, state):
+    with start(card, context_tokens=500_000) as (model, record):
         assert model.pool.backed_bytes == 2 * N_LAYERS * GRANULE_BYTES
-        prepare(state, model)
-        assert state.memory_plan is not None
-        longest = state.memory_plan.max_input_tokens
+        prepare(record, model)
+        assert record.memory_plan is not None
+        longest = record.memory_plan.max_input_tokens
         assert max(model.lengths) > longest, "the profile has run a longer one"
         assert model.pool.backed_scratch_tokens == -(-longest // PAGE) * PAGE
         assert model.scratch_tokens == model.pool.backed_scratch_tokens
@@ -344,10 +345,10 @@ def test_scratch_is_physical_for_what_runs_and_for_no_more(card: FakeCard) -> No
 
 def test_an_automatic_length_that_runs_out_of_memory_is_shortened(card: FakeCard) -> None:
     """70,000 tokens seem to fit, and beyond 40,000 something takes more than there is: the start ended with a traceback."""
-    with start(card, context_tokens=10**6) as (model, state):
+    with start(card, context_tokens=10**6) as (model, record):
         model.jumps_at_tokens = 40_000
-        prepare(state, model)
-        plan = state.memory_plan
+        prepare(record, model)
+        plan = record.memory_plan
         assert plan is not None
         assert max(model.lengths) > 60_000
         assert 20_000 < plan.largest_input_tokens <= 40_000
@@ -357,13 +358,13 @@ def test_an_automatic_length_that_runs_out_of_memory_is_shortened(card: FakeCard
 
 def test_a_named_length_that_runs_out_of_memory_ends_the_start_with_a_message(card: FakeCard) -> None:
     """It is what the user wants: a shorter one would be another engine."""
-    with start(card, max_input_length=60_000) as (model, state):
+    with start(card, max_input_length=60_000) as (model, record):
         model.jumps_at_tokens = 40_000
         model.context_tokens = 10**6
         with pytest.raises(
             MemoryPlanError, match=r"an input of 60000 tokens runs out.*GiB are free.*--max-input-length"
         ):
-            prepare(state, model)
+            prepare(record, model)
 
 
 def test_a_card_on_which_not_even_a_short_input_runs_is_refused_by_name(card: FakeCard) -> None:
@@ -371,12 +372,12 @@ def test_a_card_on_which_not_even_a_short_input_runs_is_refused_by_name(card: Fa
     card.held_bytes = card.total_bytes - 538 * MIB
     with pytest.raises(MemoryPlanError, match=r"toy does not fit this Fake GPU .* missing; a card of 24 GB would do"):
         planned(card)
-    with start(card) as (model, state):
+    with start(card) as (model, record):
         model.fixed_bytes = 700 * MIB
         with pytest.raises(
             MemoryPlanError, match=r"an input of 16 tokens runs out of memory beside the weights of toy"
         ):
-            prepare(state, model)
+            prepare(record, model)
 
 
 def test_a_backend_that_gathers_k_and_v_is_charged_for_one_layer_of_them(card: FakeCard) -> None:
@@ -409,18 +410,18 @@ def test_no_start_that_runs_out_of_memory_leaves_anything_mapped() -> None:
 
 def test_what_torch_has_cached_is_given_back_before_kv_is_committed(card: FakeCard) -> None:
     """The driver cannot use it: a card with just enough memory failed."""
-    with start(card, max_input_length=10_000) as (model, state):
-        prepare(state, model)
-        assert state.memory_plan is not None
+    with start(card, max_input_length=10_000) as (model, record):
+        prepare(record, model)
+        assert record.memory_plan is not None
         model.card.cached_bytes = card.free_bytes
-        model.apply(state.memory_plan._replace(durable_tokens=state.memory_plan.durable_tokens))
+        model.apply(record.memory_plan._replace(durable_tokens=record.memory_plan.durable_tokens))
         assert model.pool.backed_scratch_tokens == 10_000
 
 
 def test_the_gate_poisons_a_page_more_and_leaves_no_nan_behind(card: FakeCard) -> None:
     """Rows past the end of a prompt's last page are what attention may read with weight 0."""
-    with start(card, max_input_length=10_000) as (model, state):
-        prepare(state, model)
+    with start(card, max_input_length=10_000) as (model, record):
+        prepare(record, model)
         first = model.pool.first_scratch_slot
         model.poison_scratch(60)
         assert model.pool.k_buffer[1][first : first + 60 + PAGE].isnan().all()

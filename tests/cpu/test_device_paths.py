@@ -20,11 +20,13 @@ from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph impo
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sgl_prefill.config import PrefillConfig
+from sgl_prefill.entry.hooks import hooks_for
 from sgl_prefill.errors import UntraceableModelError
-from sgl_prefill.port import device_logits, hybrid
-from sgl_prefill.port.hooks import hooks_for
+from sgl_prefill.port.runner import forward
+from sgl_prefill.port.runner import logits as logits_port
 from sgl_prefill.startup import arguments
 from sgl_prefill.startup.arguments import DEVICE_MAX_REQUESTS
+from sgl_prefill.startup.record import StartRecord
 
 HIDDEN, VOCABULARY = 8, 32
 
@@ -39,26 +41,26 @@ def without_device(kind: type, **attributes: Any) -> Any:
 def test_flashinfers_backend_is_one_backend() -> None:
     """Its `prefill_backend` names a kernel, \"fa2\": the start took that text for a backend, and ended."""
     backend = without_device(FlashInferAttnBackend, prefill_backend="fa2", decode_backend="fa2")
-    assert hybrid.prefill_backend(backend) is backend
+    assert forward.prefill_backend(backend) is backend
 
 
 def test_of_two_backends_the_one_for_prefills_is_found() -> None:
     """As with --prefill-attention-backend."""
     inner = without_device(FlashInferAttnBackend, prefill_backend="fa2", decode_backend="fa2")
-    assert hybrid.prefill_backend(without_device(HybridAttnBackend, prefill_backend=inner)) is inner
+    assert forward.prefill_backend(without_device(HybridAttnBackend, prefill_backend=inner)) is inner
 
 
 def test_opaque_products_find_how_weights_are_quantized() -> None:
     """AWQ-Marlin's operation reads it from SGLang's context, while a body is recorded and in each hybrid pass."""
     quant_config = SimpleNamespace(quant_type="uint4")
     runner: Any = SimpleNamespace(model=SimpleNamespace(quant_config=quant_config))
-    assert hybrid.quant_config_of(runner) is quant_config
+    assert forward.quant_config_of(runner) is quant_config
     batch: Any = None
-    with hybrid.sglang_traces(batch, quant_config=quant_config):
+    with forward.sglang_traces(batch, quant_config=quant_config):
         assert get_tc_piecewise_forward_context().quant_config is quant_config
     body = torch.nn.Module()
     body.layers = torch.nn.ModuleList()
-    with hybrid.ExpertContext(body, quant_config).of(None):
+    with forward.ExpertContext(body, quant_config).of(None):
         assert get_tc_piecewise_forward_context().quant_config is quant_config
 
 
@@ -92,15 +94,15 @@ def test_an_fp8_cache_is_served_on_the_plain_path(kind: type) -> None:
         UntraceableModelError,
         match=rf"float8_e4m3fn, and {kind.__name__} wants .* in the cache alone .--attention-backend fa3",
     ):
-        hybrid.body_of(loaded(without_device(kind, prefill_backend="fa2"), torch.float8_e4m3fn))
-    assert hybrid.body_of(loaded(without_device(kind, prefill_backend="fa2"), torch.bfloat16)) is not None
+        forward.body_of(loaded(without_device(kind, prefill_backend="fa2"), torch.float8_e4m3fn))
+    assert forward.body_of(loaded(without_device(kind, prefill_backend="fa2"), torch.bfloat16)) is not None
 
 
 def test_fa3_prefills_an_fp8_cache_in_a_hybrid_way() -> None:
     """It reads all K and V from the cache, with their scales; also where another backend decodes."""
     fa3 = FlashAttentionBackend()
     for backend in (fa3, without_device(HybridAttnBackend, prefill_backend=fa3)):
-        assert hybrid.body_of(loaded(backend, torch.float8_e4m3fn)) is not None
+        assert forward.body_of(loaded(backend, torch.float8_e4m3fn)) is not None
 
 
 def test_triton_finds_the_rows_of_the_longest_inputs() -> None:
@@ -138,18 +140,16 @@ def test_label_logits_on_a_gpu_are_float32(n_rows: int, weight_dtype: torch.dtyp
         hidden_dtype = weight_dtype if weight_dtype.itemsize == 2 else torch.bfloat16
         hidden = torch.empty(n_rows, HIDDEN, dtype=hidden_dtype, device="cuda")
         lm_head = SimpleNamespace(weight=torch.empty(VOCABULARY, HIDDEN, dtype=weight_dtype, device="cuda"))
-        logits = device_logits.around_compute_lm_head(sglangs, None, hidden, lm_head)
+        logits = logits_port.around_compute_lm_head(StartRecord(PrefillConfig()), sglangs, None, hidden, lm_head)
     assert logits.dtype == dtype
     assert logits.shape == (n_rows, VOCABULARY)
 
 
 @pytest.mark.parametrize(("logits_dtype", "are_ours"), [("float32", True), ("model", False)])
 def test_the_option_decides_on_a_gpu_too(monkeypatch: pytest.MonkeyPatch, logits_dtype: str, are_ours: bool) -> None:
-    """And the CPU's kernels stay on the CPU."""
-    monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: True)
+    monkeypatch.setattr("sgl_prefill.startup.device.has_accelerator", lambda: True)
     functions = [hook.function for hook in hooks_for(PrefillConfig(logits_dtype=logits_dtype), "scheduler")]
-    assert (device_logits.around_compute_lm_head in functions) is are_ours
-    assert not any(function.__module__ == "sgl_prefill.cpu.lm_head" for function in functions)
+    assert (logits_port.around_compute_lm_head in functions) is are_ours
 
 
 def test_prefills_that_pass_by_the_policy_are_refused_by_name() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_prefill import disk_cache
-from sgl_prefill.device import Host
-from sgl_prefill.port.loaded_model import SglangModel
+from sgl_prefill.port.runner.sglang_model import SglangModel
+from sgl_prefill.startup import disk_cache
+from sgl_prefill.startup.device import Host
 
 FIELDS = {"chunk_tokens": int}
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
-from sgl_prefill.port import ending
-from sgl_prefill.port.ending import ASKED, DIED, FAILED, INTERRUPTED, Ending
+from sgl_prefill.http import shutdown as ending
+from sgl_prefill.http.shutdown import ASKED, DIED, FAILED, INTERRUPTED, Ending
+from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
 
 
 class Manager:

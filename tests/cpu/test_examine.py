@@ -152,7 +152,7 @@ def test_deepgemm_compiles_typical_sizes_alone_unless_the_user_says_otherwise(mo
 def test_the_launcher_says_so_before_anything_of_sglang_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang reads the variable once, when its module is imported, in a process that is forked first of all."""
     from sgl_prefill import launch_server
-    from sgl_prefill.port import launch, prefork
+    from sgl_prefill.entry import launch, prefork
 
     class BegunError(Exception):
         pass
@@ -163,7 +163,7 @@ def test_the_launcher_says_so_before_anything_of_sglang_is_imported(monkeypatch:
 
     monkeypatch.setenv(examine.FAST_WARM_UP, "")
     monkeypatch.delenv(examine.FAST_WARM_UP)
-    monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: True)
+    monkeypatch.setattr("sgl_prefill.startup.device.has_accelerator", lambda: True)
     monkeypatch.setattr(examine, "driver_problems", lambda _: [])
     monkeypatch.setattr(examine, "_prepare_toolkit", lambda *_: None)
     monkeypatch.setattr(prefork, "begin", begin)
@@ -271,12 +271,12 @@ def test_a_start_on_a_gpu_ends_with_that_message(
     backends = {"attention_backend": "fa3", "prefill_attention_backend": None, "decode_attention_backend": None}
     others = {"page_size": 1, "is_embedding": False, "tp_size": 1, "model_path": "m", "enable_trace": False}
     server_args = SimpleNamespace(**{**fields, **backends, **others, kind: "flashinfer"})
-    monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: True)
+    monkeypatch.setattr("sgl_prefill.startup.device.has_accelerator", lambda: True)
     with pytest.raises(
         ConfigurationError, match=re.escape(f"flashinfer-python 0.6.3 is installed, and SGLang needs {NEEDED}")
     ):
         arguments.check_server_args(config, server_args, listens=False)
-    monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: False)
+    monkeypatch.setattr("sgl_prefill.startup.device.has_accelerator", lambda: False)
     arguments.check_server_args(config, server_args, listens=False)
 
 

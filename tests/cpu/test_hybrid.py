@@ -19,7 +19,7 @@ from sgl_prefill.hybrid.body import HybridBody
 from sgl_prefill.hybrid.shared_rows import SharedRows
 from sgl_prefill.hybrid.split import Argument, BufferSpec, Piece, SplitBody, split_body
 from sgl_prefill.hybrid.trace import TracedBody, trace_body
-from sgl_prefill.port.hybrid import opaque_ops, sglang_traces
+from sgl_prefill.port.runner.forward import opaque_ops, sglang_traces
 
 HIDDEN, VOCABULARY = 24, 40
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sgl_prefill.core.kv_plan import KVPlan, available_beside_wanted, ceil_to, plan_kv
-from sgl_prefill.port import request_state
-from sgl_prefill.port.kv_allocator import SuffixKVAllocator
+from sgl_prefill.port.kv.allocator import SuffixKVAllocator
+from sgl_prefill.port.steps import request_state
 
 
 @st.composite
@@ -160,7 +160,7 @@ def test_the_radix_cache_gets_the_durable_part_alone() -> None:
 
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
-    from sgl_prefill.port.radix_cache import WatchedRadixCache
+    from sgl_prefill.port.kv.radix_cache import WatchedRadixCache
 
     allocator = make_allocator(8, 64, 1)
     row = torch.zeros(1, 32, dtype=torch.int64)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from sglang.srt.layers import logprob_processor
 
-from sgl_prefill.port import label_logprobs
+from sgl_prefill.port.runner import logits
 
 ASKED = [[3, 1], None, [2], [], [0, 4, 4]]
 
@@ -24,7 +24,7 @@ def _sglangs(logprobs: torch.Tensor) -> tuple[list[torch.Tensor], list[list[int]
 def test_the_gathered_values_are_sglangs() -> None:
     """For requests that ask for several tokens, one, and none."""
     logprobs = torch.randn(5, 6)
-    values, tokens = label_logprobs.around_gather(None, logprobs, ASKED)
+    values, tokens = logits.around_gather(None, logprobs, ASKED)
     expected, expected_tokens = _sglangs(logprobs)
     assert [value.tolist() for value in values] == [value.tolist() for value in expected]
     assert [list(of_request) for of_request in tokens] == expected_tokens
@@ -33,13 +33,13 @@ def test_the_gathered_values_are_sglangs() -> None:
 def test_gathering_asks_the_device_for_nothing() -> None:
     """A tensor without memory has no value to wait for: SGLang's own function ends at the first."""
     logprobs = torch.empty(5, 6, device="meta")
-    values, _ = label_logprobs.around_gather(None, logprobs, ASKED)
+    values, _ = logits.around_gather(None, logprobs, ASKED)
     assert [len(value) for value in values] == [2, 0, 1, 0, 3]
     with pytest.raises(RuntimeError, match="meta"):
         _sglangs(logprobs)
 
 
 def test_nobody_asking_is_no_error() -> None:
-    values, tokens = label_logprobs.around_gather(None, torch.randn(2, 3), [None, []])
+    values, tokens = logits.around_gather(None, torch.randn(2, 3), [None, []])
     assert [len(value) for value in values] == [0, 0]
     assert tokens == [[], []]

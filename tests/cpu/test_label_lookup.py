@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from sgl_prefill.api import label_scoring
-from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.labels import CONTEXT_CHARACTERS
 from sgl_prefill.errors import BadRequestError
+from sgl_prefill.http import label_scoring
+from sgl_prefill.http.label_scoring import AllowedAnswers, LabelScorer
 
 WAIT_S = 30
 

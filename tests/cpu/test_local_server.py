@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sgl_prefill import local_server
+from sgl_prefill.entry import local_server
 
 
 def test_a_server_that_is_not_up_yet_ends_with_its_caller(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import psutil
 import pytest
 from torch.distributed import rendezvous  # type: ignore[attr-defined]
 
-from sgl_prefill.local_server import free_port
-from sgl_prefill.port import loopback
+from sgl_prefill.entry.local_server import free_port
+from sgl_prefill.port.runner import loopback
 
 
 def address(**given: Any) -> str:

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import prometheus_client
 import pytest
 
-from sgl_prefill.api import middleware
-from sgl_prefill.api.middleware import Middleware
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.port.ending import ASKED, Ending
+from sgl_prefill.http import middleware
+from sgl_prefill.http.middleware import Middleware
+from sgl_prefill.http.shutdown import ASKED, Ending
 
 Message = MutableMapping[str, Any]
 App = Callable[..., Awaitable[None]]

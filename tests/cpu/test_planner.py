@@ -18,7 +18,7 @@ from sgl_prefill.errors import ConfigurationError
 from sgl_prefill.planner import workloads
 from sgl_prefill.planner.simulate import replay, settings_of
 from sgl_prefill.planner.workloads import Arrival
-from sgl_prefill.scheduling.request_log import PAGE_TOKENS, RequestLog, prefix_hashes
+from sgl_prefill.port.steps.request_log import PAGE_TOKENS, RequestLog, prefix_hashes
 from tests.support import toy_policy
 
 TOKEN_A_MS = FittedJct(step_ms=0.0, miss_token_ms=1.0, pair_ms=0.0, cached_token_ms=0.0)
@@ -96,7 +96,7 @@ def test_a_step_of_several_requests_is_paid_for_once() -> None:
 
 
 def test_a_replay_runs_the_policy_with_what_the_engines_options_say() -> None:
-    """In pages: the credit for waiting is worth the same, and `--max-queue-s` holds for every policy."""
+    """In pages: the credit for waiting is worth the same, and `max_queue_s` holds for every policy."""
     found = settings_of(PrefillConfig(max_queue_s=3.0, scheduling="srjf"), TOKEN_A_MS, page_tokens=PAGE)
     assert (found.max_queue_s, found.counts_sharers) == (3.0, True)
     assert found.fairness_lambda == pytest.approx(500.0)
@@ -190,8 +190,8 @@ def test_the_command_prints_a_row_for_each_setting(tmp_path: Path, capsys: pytes
         ('{"arrival_s": 1, "prefix_id": "a", "prefix_tokens": 1, "tail_tokens": 1}', ["--rate", "-1"], "--rate"),
         (
             '{"arrival_s": 1, "prefix_id": "a", "prefix_tokens": 1, "tail_tokens": 1}',
-            ["--max-queue-s", "-1"],
-            "--max-queue-s",
+            ["--set", "max_queue_s=-1"],
+            "--set max_queue_s",
         ),
         ("[1]", [], "line 1"),
     ],

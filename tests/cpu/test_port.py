@@ -16,20 +16,11 @@ from sglang.srt.environ import envs
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
 import sgl_prefill.port
-from sgl_prefill.api import routes
 from sgl_prefill.config import PrefillConfig
+from sgl_prefill.entry import activation, fingerprints
+from sgl_prefill.entry.hooks import FEATURES, HOOKS, fingerprinted_targets, hooks_for
 from sgl_prefill.errors import SeamError
-from sgl_prefill.port import activation, fingerprints
-from sgl_prefill.port.hooks import (
-    HOOKS,
-    OVERRIDES,
-    POKES,
-    RELIED_UPON,
-    ROUTES,
-    SWITCHES,
-    fingerprinted_targets,
-    hooks_for,
-)
+from sgl_prefill.http import routes
 
 
 @pytest.fixture
@@ -84,15 +75,28 @@ def test_source_that_is_read_from_a_file_is_what_inspect_gives() -> None:
 
 def test_the_lists_say_everything_once_and_why() -> None:
     """Features and processes may share a hooked function; what is overridden is not also called."""
-    hooks = [(hook.target, hook.process, hook.feature) for hook in HOOKS]
-    routes = [route.path for route in ROUTES]
-    others = [*{route.stock_endpoint for route in ROUTES}, *(relied.target for relied in RELIED_UPON)]
-    overrides = [(override.target, override.by) for override in OVERRIDES]
-    for entries in (hooks, routes, others, overrides):
+    overrides = [one for feature in FEATURES for one in feature.overrides]
+    patches = [one for feature in FEATURES for one in feature.patches]
+    relied = [one for feature in FEATURES for one in feature.relied]
+    relied_targets = [target for one in relied for target in one.targets]
+    overridden = [(target, one.by) for one in overrides for target in one.targets]
+    for entries in (
+        [(hook.target, hook.process) for hook in HOOKS],
+        [route.path for route in routes.ROUTES],
+        [*{route.stock_endpoint for route in routes.ROUTES}, *relied_targets],
+        overridden,
+        [(one.owner, attribute) for one in patches for attribute in one.attributes],
+    ):
         assert len(set(entries)) == len(entries)
-    assert not {target for target, _ in overrides} & set(others)
-    declared: list[Any] = [*HOOKS, *OVERRIDES, *ROUTES, *RELIED_UPON, *POKES, *SWITCHES]
-    assert all(entry.reason for entry in declared)
+    assert not {target for target, _ in overridden} & set(relied_targets)
+    declared: list[Any] = [*HOOKS, *overrides, *patches, *relied]
+    assert all(entry.reason.endswith(".") and len(entry.reason.split()) > 3 for entry in declared)
+
+
+def test_hooks_and_patches_stay_few() -> None:
+    """Each makes every release of SGLang dearer."""
+    assert len(HOOKS) <= 44
+    assert sum(len(patch.attributes) for feature in FEATURES for patch in feature.patches) <= 45
 
 
 NEEDS_A_DEVICE = "shared_prefix_fa3"  # its import does
@@ -120,8 +124,9 @@ def test_every_override_is_declared_and_every_declared_one_is_there() -> None:
                     for name, value in vars(ours).items()
                     if inspect.isfunction(value) and name in vars(base) and name != "__subclasshook__"
                 }
-    declared = {(override.target.rsplit(".", 1)[1], override.by) for override in OVERRIDES}
-    file = Path(sgl_prefill.__file__).parent / "port" / f"{NEEDS_A_DEVICE}.py"
+    overrides = [one for feature in FEATURES for one in feature.overrides]
+    declared = {(method, one.by) for one in overrides for method in one.methods}
+    file = Path(sgl_prefill.__file__).parent / "port/runner" / f"{NEEDS_A_DEVICE}.py"
     (ours_there,) = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
     methods = {node.name for node in ours_there.body if isinstance(node, ast.FunctionDef)}
     not_sglangs = {"_plan", "_attend"}
@@ -132,6 +137,10 @@ def test_every_attribute_that_is_set_on_sglangs_objects_is_declared() -> None:
     """Assignments to attributes of anything but `self` and our own objects, found in the source of the port and of the CPU
     platform. What an attribute is called is SGLang's: one that it renames is not in the source of its owner any more."""
     ours = {
+        "record",
+        "logger",
+        "parts",
+        "ours",
         "self",
         "request_state",
         "state",
@@ -146,7 +155,7 @@ def test_every_attribute_that_is_set_on_sglangs_objects_is_declared() -> None:
     }
     found = set()
     package = Path(sgl_prefill.__file__).parent
-    for file in [*(package / "port").glob("*.py"), *(package / "cpu").glob("*.py")]:
+    for file in [*(package / "port").rglob("*.py"), *(package / "entry").glob("*.py"), *(package / "cpu").glob("*.py")]:
         for node in ast.walk(ast.parse(file.read_text())):
             alone: Any = getattr(node, "target", None)
             targets: list[Any] = node.targets if isinstance(node, ast.Assign) else [alone]
@@ -159,14 +168,15 @@ def test_every_attribute_that_is_set_on_sglangs_objects_is_declared() -> None:
                             root = root.value if isinstance(root, ast.Attribute) else root.func
                         if isinstance(root, ast.Name) and root.id not in ours:
                             found.add(element.attr)
-    assert found - {poke.attribute for poke in POKES} == KNOWN_AS_OURS
-    for poke in POKES:
-        owner = pkgutil.resolve_name(poke.owner)
-        is_ours = poke.attribute.startswith("sgl_prefill")
+    patches = [(one.owner, name) for feature in FEATURES for one in feature.patches for name in one.attributes]
+    assert found - {name for _, name in patches} == KNOWN_AS_OURS
+    for path, name in patches:
+        owner = pkgutil.resolve_name(path)
+        is_ours = name.startswith("sgl_prefill")
         module = inspect.getmodule(owner)
         assert module is not None
-        is_known = is_ours or hasattr(owner, poke.attribute) or poke.attribute in inspect.getsource(module)
-        assert is_known, f"{poke.owner} knows no {poke.attribute}"
+        is_known = is_ours or hasattr(owner, name) or name in inspect.getsource(module)
+        assert is_known, f"{path} knows no {name}"
 
 
 # Set on objects that are ours, through a name that does not say so.
@@ -177,29 +187,30 @@ def test_every_environment_switch_that_is_set_is_declared() -> None:
     """`envs.NAME.set(...)`, found in the source; and SGLang knows each."""
     package = Path(sgl_prefill.__file__).parent
     found = {name for file in package.rglob("*.py") for name in re.findall(r"\benvs\.(\w+)\.set\(", file.read_text())}
-    assert found == {switch.name for switch in SWITCHES}
+    assert found == {name for feature in FEATURES for name in feature.switches}
     assert all(hasattr(envs, name) for name in found)
 
 
-def test_only_the_port_the_cpu_platform_and_the_routes_know_sglang() -> None:
-    """Of all modules, by what they import, types alone included; examples are programs of users."""
+def test_only_four_rooms_know_sglang() -> None:
+    """By what their modules import, types included; examples are programs of users."""
     package = Path(sgl_prefill.__file__).parent
-    outside = []
+    knowing = set()
     for file in package.rglob("*.py"):
-        if file.relative_to(package).parts[0] in ("port", "cpu", "api", "examples"):
+        if "examples" in file.parts:
             continue
         for node in ast.walk(ast.parse(file.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             if any(name.split(".")[0] == "sglang" for name in names):
-                outside.append(str(file.relative_to(package)))
-    assert outside == []
+                knowing.add(file.relative_to(package))
+    assert {path.parts[0] for path in knowing} == {"port", "cpu", "http", "entry"}
+    assert len(knowing) <= 57
 
 
 @pytest.mark.usefixtures("clean_registry")
 def test_with_our_features_off_only_what_surrounds_a_forward_pass_is_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each technique has its own switch; with all off, what computes an answer on a GPU is SGLang's."""
-    monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: True)
+    monkeypatch.setattr("sgl_prefill.startup.device.has_accelerator", lambda: True)
     off = PrefillConfig(
         scheduling="stock",
         logits_dtype="model",
@@ -244,7 +255,7 @@ def test_with_our_features_off_only_what_surrounds_a_forward_pass_is_hooked(monk
 @pytest.mark.usefixtures("clean_registry")
 def test_activation_wraps_every_target_and_writes_the_record() -> None:
     """What the record names is what is in place."""
-    written = activation.activate(PrefillConfig(fairness_lambda=7.0), "scheduler").record()
+    written = activation.activate(PrefillConfig(fairness_lambda=7.0), "scheduler").record.shown()
     assert written["hooks"] == [hook.target for hook in hooks_for(PrefillConfig(), "scheduler")]
     assert written["config"]["fairness_lambda"] == 7.0
     for hook in hooks_for(PrefillConfig(), "scheduler"):

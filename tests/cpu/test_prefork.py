@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sgl_prefill.port import prefork
+from sgl_prefill.entry import prefork
 
 
 def test_a_process_gets_the_environment_of_the_moment_it_is_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,15 +14,20 @@ from sglang.srt.entrypoints.openai.protocol import MessageProcessingResult
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from sgl_prefill.api import conversations
-from sgl_prefill.api.cut_requests import CutRequests
-from sgl_prefill.api.prompt_parts import PartTokenizer
-from sgl_prefill.api.protocol import LabelChatCompletionRequest, LabelCompletionRequest, LabelGenerateReqInput, marks_of
-from sgl_prefill.api.text_limit import CUT_CHARACTERS_PER_TOKEN
-from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.prompt_parts import KEEPS
 from sgl_prefill.errors import BadRequestError
+from sgl_prefill.http import conversations
+from sgl_prefill.http.cut_requests import CutRequests
+from sgl_prefill.http.parted_requests import PartTokenizer
+from sgl_prefill.http.protocol import (
+    LabelChatCompletionRequest,
+    LabelCompletionRequest,
+    LabelGenerateReqInput,
+    marks_of,
+)
+from sgl_prefill.http.text_limit import CUT_CHARACTERS_PER_TOKEN
+from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
 
 LONGEST_INPUT_TOKENS = 60
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[answer]"

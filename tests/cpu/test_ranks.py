@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from sgl_prefill.config import PrefillConfig
 from sgl_prefill.cpu import ranks
-from sgl_prefill.engine_state import EngineState
+from sgl_prefill.entry import processes
+from sgl_prefill.entry.prefork import Launcher
+from sgl_prefill.entry.processes import ProcessState
 from sgl_prefill.errors import ParityError
-from sgl_prefill.port import processes
-from sgl_prefill.port.prefork import Launcher
 
 
 @pytest.mark.parametrize(("text", "cores"), [("0", [0]), ("0-3,8", [0, 1, 2, 3, 8]), ("5,7", [5, 7])])
@@ -47,7 +46,7 @@ def test_a_rank_that_cannot_start_lets_rank_0_speak_first_and_then_ends_all(
     def fails(*_: Any) -> None:
         raise ParityError("the paths disagree")
 
-    state = EngineState(PrefillConfig(), launcher=Launcher(1, 1))
+    state = ProcessState(Launcher(1, 1))
     scheduler: Any = object()
     arguments: Any = SimpleNamespace(device="cpu", model_path="m")
     processes.around_scheduler_init(state, fails, scheduler, arguments, None, 0, rank)

@@ -20,12 +20,13 @@ from sglang.srt.model_executor.runner import PrefillCudaGraphRunner
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import enable_breakable_cuda_graph
 
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.engine_state import EngineState
-from sgl_prefill.port import answer_trees, hybrid, replays
-from sgl_prefill.port.engine import sglang_defaults
-from sgl_prefill.port.hooks import hooks_for
+from sgl_prefill.entry.engine import sglang_defaults
+from sgl_prefill.entry.hooks import hooks_for
+from sgl_prefill.port.runner import answer_trees, forward, replays
+from sgl_prefill.port.runner.runner_state import RunnerState
 from sgl_prefill.startup import arguments
 from sgl_prefill.startup.arguments import DEVICE_MAX_REQUESTS, DEVICE_REPLAYED_TOKENS
+from sgl_prefill.startup.record import StartRecord
 from tests.support import tiny_models
 
 GRAPH_FLAGS = {"cuda_graph_max_bs_prefill", "disable_decode_cuda_graph", "max_running_requests"}
@@ -34,7 +35,7 @@ GRAPH_FLAGS = {"cuda_graph_max_bs_prefill", "disable_decode_cuda_graph", "max_ru
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if this machine had a GPU, for our own part."""
-    monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: True)
+    monkeypatch.setattr("sgl_prefill.startup.device.has_accelerator", lambda: True)
 
 
 @pytest.fixture
@@ -135,7 +136,7 @@ def test_stock_scheduling_with_whole_kv_keeps_sglangs_graphs_and_rows(on_device:
 
 def test_a_host_stays_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """There are no graphs, and memory for the table comes as it is written."""
-    monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: False)
+    monkeypatch.setattr("sgl_prefill.startup.device.has_accelerator", lambda: False)
     for config in (PrefillConfig(), PrefillConfig(paper=True), PrefillConfig(allow_generation=True)):
         assert not GRAPH_FLAGS & set(arguments.default_settings(config))
     assert replays.around_can_run_graph not in [hook.function for hook in hooks_for(PrefillConfig(), "scheduler")]
@@ -175,7 +176,7 @@ def batch(n_tokens: int, rids: list[str]) -> Any:
     )
 
 
-def asked(state: EngineState, runner: Any, step: Any) -> bool:
+def asked(state: RunnerState, runner: Any, step: Any) -> bool:
     """What SGLang is told with our hook in place."""
     return replays.around_can_run_graph(state, PrefillCudaGraphRunner.can_run_graph, runner, step)
 
@@ -184,20 +185,20 @@ def asked(state: EngineState, runner: Any, step: Any) -> bool:
 def test_steps_of_hits_with_labels_are_replayed(n_tokens: int, is_replayed: bool) -> None:
     """By SGLang's own judgement, which is left alone."""
     runner = recorded([4, 16, 160, 2048])
-    assert asked(EngineState(PrefillConfig()), runner, batch(n_tokens, ["a", "b"])) is is_replayed
+    assert asked(RunnerState(StartRecord(PrefillConfig())), runner, batch(n_tokens, ["a", "b"])) is is_replayed
 
 
 def test_a_step_with_answers_of_several_tokens_is_not_replayed() -> None:
     """The logits processor would take the answers' tokens for requests: a replay hands it a batch without names."""
-    step = batch(20, ["a", answer_trees.NOBODYS])
+    step = batch(20, ["a", answer_trees.NO_REQUEST])
     assert answer_trees.are_in(step)
     assert PrefillCudaGraphRunner.can_run_graph(recorded([32]), step)
-    assert not asked(EngineState(PrefillConfig()), recorded([32]), step)
+    assert not asked(RunnerState(StartRecord(PrefillConfig())), recorded([32]), step)
 
 
 def test_nothing_is_replayed_while_the_start_compares_paths() -> None:
     """And again afterwards, also where it fails."""
-    state, runner = EngineState(PrefillConfig()), recorded([64])
+    state, runner = RunnerState(StartRecord(PrefillConfig())), recorded([64])
 
     def fail() -> None:
         with replays.none(state):
@@ -244,9 +245,9 @@ def test_while_a_graph_is_recorded_sglangs_layers_run(monkeypatch: pytest.Monkey
     body = torch.nn.Module()
     vars(body)["forward"] = lambda *_: "plain"
     chunked: Any = SimpleNamespace(chunk_tokens=1024, serves_short=False, n_passes=0, run=lambda *_: "hybrid")
-    monkeypatch.setattr(hybrid, "BatchIO", lambda *_: None)
+    monkeypatch.setattr(forward, "BatchIO", lambda *_: None)
     body.layers = torch.nn.ModuleList()
-    hybrid._route(body, chunked, hybrid.ExpertContext(body), reads_last_rows=False)
+    forward._route(body, chunked, forward.ExpertContext(body), reads_last_rows=False)
     step = SimpleNamespace(forward_mode=ForwardMode.EXTEND, rids=[], out_cache_loc=None)
     tokens = torch.zeros(2048, dtype=torch.int64)
     with enable_breakable_cuda_graph():

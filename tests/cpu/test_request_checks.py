@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
-from sgl_prefill.api.request_checks import check_lists_against_prompts, check_sampling_options
-from sgl_prefill.api.rids import Rids
-from sgl_prefill.api.tokenizer_manager import PrefillTokenizerManager
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError
+from sgl_prefill.http.request_checks import check_lists_against_prompts, check_sampling_options
+from sgl_prefill.http.rids import Rids
+from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
 
 VOCABULARY_SIZE = 100
 TOKENIZER = SimpleNamespace(encode=lambda text, add_special_tokens: list(text))

@@ -14,17 +14,17 @@ from fastapi.responses import StreamingResponse
 from sglang.srt.entrypoints.openai.protocol import RerankResponse
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sgl_prefill.api.reply_options import ReplyOptions
-from sgl_prefill.api.rerank import Reranker, _reply, format_of_v1
-from sgl_prefill.api.rerank_replies import Result, Serialiser, to_cohere, to_jina, to_sglang
-from sgl_prefill.api.rerank_request import RerankRequest, understood
-from sgl_prefill.api.scored_prompt import ScoredPrompt, with_reply
-from sgl_prefill.calibrations import ModelName, StoredCalibration
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.label_calibration import Calibration
 from sgl_prefill.core.labels import Label, restrict
 from sgl_prefill.errors import BadRequestError, ConfigurationError
+from sgl_prefill.http.reply_options import ReplyOptions
+from sgl_prefill.http.rerank import Reranker, _reply, format_of_v1
+from sgl_prefill.http.rerank_replies import Result, Serialiser, to_cohere, to_jina, to_sglang
+from sgl_prefill.http.rerank_request import RerankRequest, understood
+from sgl_prefill.http.scored_prompt import ScoredPrompt, with_reply
 from sgl_prefill.startup import arguments
+from sgl_prefill.startup.calibrations import ModelName, StoredCalibration
 
 GOOD: dict[str, Any] = {"query": "q", "documents": ["a", "b", "c"]}
 OBJECTS = [{"title": "t", "text": "a", "year": 5}, {"title": "u"}]

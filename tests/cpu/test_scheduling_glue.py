@@ -18,11 +18,13 @@ from sgl_prefill.core.calibration import Calibration
 from sgl_prefill.core.job import Job
 from sgl_prefill.core.policies.fifo import Fifo
 from sgl_prefill.core.policy import Policy, PolicySettings
-from sgl_prefill.engine_state import EngineState
 from sgl_prefill.errors import SeamError
-from sgl_prefill.port import request_state, scheduler
-from sgl_prefill.port.radix_cache import RadixTree, WatchedRadixCache
-from sgl_prefill.port.waiting_list import WaitingList
+from sgl_prefill.port import loop
+from sgl_prefill.port.kv.radix_cache import RadixTree, WatchedRadixCache
+from sgl_prefill.port.steps import jobs, request_state
+from sgl_prefill.port.steps.step_state import StepState
+from sgl_prefill.port.steps.waiting_list import WaitingList
+from sgl_prefill.startup.record import StartRecord
 
 
 def key(tokens: list[int], extra_key: str | None = None) -> RadixKey:
@@ -126,11 +128,11 @@ class Engine(NamedTuple):
     """SGLang's scheduler as far as our hooks look at it, and what they know."""
 
     scheduler: Any
-    state: EngineState
+    state: StepState
 
     def step(self, admit: Any) -> Any:
         """One prefill admission; `admit` stands in for SGLang's."""
-        return scheduler.around_get_new_batch_prefill(self.state, admit, self.scheduler, SimpleNamespace(reqs=[]))
+        return loop.around_get_new_batch_prefill(self.state, admit, self.scheduler, SimpleNamespace(reqs=[]))
 
 
 def engine_with(tree: Any, waiting: list[Any], fairness_lambda: float = 0.0, **options: Any) -> Engine:
@@ -139,8 +141,8 @@ def engine_with(tree: Any, waiting: list[Any], fairness_lambda: float = 0.0, **o
         tree_cache=tree, waiting_queue=waiting, max_total_num_tokens=1000, **{**defaults, **options}
     )
     config = PrefillConfig(fairness_lambda=fairness_lambda, jct_model="cache-miss", pack_step_tokens=0)
-    state = EngineState(config)
-    scheduler.after_init_schedule_policy(state, None, stand_in)
+    state = StepState(StartRecord(config))
+    jobs.after_init_schedule_policy(state, None, stand_in)
     return Engine(stand_in, state)
 
 

@@ -16,17 +16,17 @@ from sglang.srt.entrypoints.openai.serving_score import OpenAIServingScore
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager_score_mixin import TokenizerManagerScoreMixin
 
-from sgl_prefill.api import label_scoring
-from sgl_prefill.api.label_scoring import AllowedAnswers, LabelScorer
-from sgl_prefill.api.reply_options import ReplyOptions
-from sgl_prefill.api.routes import PrefillRoutes
-from sgl_prefill.api.scored_prompt import ScoredPrompt
-from sgl_prefill.api.scores import LabelScoringRequest
-from sgl_prefill.calibrations import ModelName, StoredCalibration
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.label_calibration import Calibration
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.port.client import Caller
+from sgl_prefill.http import label_scoring
+from sgl_prefill.http.label_scoring import AllowedAnswers, LabelScorer
+from sgl_prefill.http.reply_options import ReplyOptions
+from sgl_prefill.http.routes import PrefillRoutes
+from sgl_prefill.http.scored_prompt import ScoredPrompt
+from sgl_prefill.http.scores import LabelScoringRequest
+from sgl_prefill.port.steps.clients import Caller
+from sgl_prefill.startup.calibrations import ModelName, StoredCalibration
 
 YES, NO = ord("y"), ord("n")
 VOCABULARY = 128

@@ -19,19 +19,17 @@ from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.managers.io_struct import GetInternalStateReqOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import enable_breakable_cuda_graph
 from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import set_tc_piecewise_forward_context
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.shared_groups import Group
-from sgl_prefill.engine_state import EngineState
+from sgl_prefill.entry.hooks import hooks_for
 from sgl_prefill.errors import ConfigurationError
 from sgl_prefill.gpu import plans, two_parts
-from sgl_prefill.port import shared_prefix_attention, shared_prefixes
-from sgl_prefill.port.hooks import hooks_for
-from sgl_prefill.port.shared_prefix_attention import (
+from sgl_prefill.port.runner import at_start, shared_prefix_attention, shared_prefixes
+from sgl_prefill.port.runner.shared_prefix_attention import (
     SharedPrefixFlashInfer,
     SharedPrefixTriton,
     Sharing,
@@ -484,9 +482,8 @@ def both_of(prefill: Any, decode: Any) -> Any:
 
 
 def checked(switch: str, backend: Any) -> None:
-    state = EngineState(PrefillConfig(shared_prefix_attention=switch))
     runner: Any = SimpleNamespace(attn_backend=backend)
-    shared_prefixes.after_init_attention_backends(state, None, runner)
+    shared_prefixes.set_up(switch, runner)
 
 
 def test_on_is_refused_where_no_kernel_reads_a_prefix_for_several() -> None:
@@ -508,10 +505,10 @@ def test_on_is_refused_where_no_kernel_reads_a_prefix_for_several() -> None:
     ("has_accelerator", "switch", "expected"),
     [
         (False, "auto", set()),
-        (False, "on", {"after_init_attention_backends"}),
-        (False, "off", {"after_init_attention_backends"}),
+        (False, "on", set()),
+        (False, "off", set()),
         (True, "auto", set()),
-        (True, "on", {"around_init_new", "after_get_internal_state", "after_init_attention_backends"}),
+        (True, "on", {"around_init_new"}),
         (True, "off", set()),
     ],
 )
@@ -519,10 +516,13 @@ def test_one_switch_is_for_both_kinds_of_machine(
     has_accelerator: bool, switch: str, expected: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is as SGLang or as the CPU kernel has it, is not hooked."""
-    monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: has_accelerator)
-    hooks = hooks_for(PrefillConfig(shared_prefix_attention=switch), "scheduler")
+    monkeypatch.setattr("sgl_prefill.startup.device.has_accelerator", lambda: has_accelerator)
+    config = PrefillConfig(shared_prefix_attention=switch, hybrid_prefill="off")
+    hooks = hooks_for(config, "scheduler")
     ours = {hook.function.__name__ for hook in hooks if hook.function.__module__ == shared_prefixes.__name__}
     assert ours == expected
+    is_checked = at_start.after_init_attention_backends in [hook.function for hook in hooks]
+    assert is_checked is (switch == "on" or (switch == "off" and not has_accelerator))
 
 
 def test_auto_on_a_gpu_waits_for_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -530,9 +530,8 @@ def test_auto_on_a_gpu_waits_for_a_proof(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [two_parts.asked_for(switch) for switch in ("auto", "on", "off")] == ["off", "on", "off"]
     monkeypatch.setattr(two_parts, "AUTO_IS_PROVED", True)
     assert [two_parts.asked_for(switch) for switch in ("auto", "on", "off")] == ["auto", "on", "off"]
-    monkeypatch.setattr("sgl_prefill.device.has_accelerator", lambda: True)
-    hooks = {hook.function.__name__ for hook in hooks_for(PrefillConfig(), "scheduler")}
-    assert {"around_init_new", "after_get_internal_state"} <= hooks
+    monkeypatch.setattr("sgl_prefill.startup.device.has_accelerator", lambda: True)
+    assert "around_init_new" in {hook.function.__name__ for hook in hooks_for(PrefillConfig(), "scheduler")}
 
 
 def test_what_was_read_together_is_counted_and_told() -> None:
@@ -541,16 +540,10 @@ def test_what_was_read_together_is_counted_and_told() -> None:
     backend = triton_backend(step)
     for changed in ({}, {}, {"extend_prefix_lens_cpu": [0, 0, 0, 0]}):
         backend.sharing.plan(step.batch(**changed), lambda table, parts: parts)
-    runner = SimpleNamespace(attn_backend=both_of(backend, SimpleNamespace()))
-    scheduler: Any = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
-    told = shared_prefixes.after_get_internal_state(GetInternalStateReqOutput(internal_state={"a": 1}), scheduler, None)
-    assert told.internal_state == {
-        "a": 1,
-        "shared_prefix_attention": {"steps": 2, "requests": 8, "saved_tokens": 2 * 3 * 128},
-    }
+    runner: Any = SimpleNamespace(attn_backend=both_of(backend, SimpleNamespace()))
+    assert shared_prefixes.counts_of(runner) == {"steps": 2, "requests": 8, "saved_tokens": 2 * 3 * 128}
     runner.attn_backend = SimpleNamespace()
-    told = shared_prefixes.after_get_internal_state(GetInternalStateReqOutput(internal_state={}), scheduler, None)
-    assert told.internal_state == {}
+    assert shared_prefixes.counts_of(runner) is None
 
 
 @pytest.mark.parametrize(

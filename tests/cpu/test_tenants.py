@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sgl_prefill.core.job import Job
-from sgl_prefill.port.namespaces import Namespace
-from sgl_prefill.port.radix_cache import RadixTree, WatchedRadixCache
+from sgl_prefill.port.kv.namespaces import Namespace
+from sgl_prefill.port.kv.radix_cache import RadixTree, WatchedRadixCache
 from tests.cpu.test_scheduling_glue import count_cached_tokens, insert, watched_tree
 
 ANN, BOB, NOBODY = Namespace("a/"), Namespace("b/"), Namespace("/")

@@ -13,8 +13,10 @@ from sglang.srt.observability.trace import TraceNullContext
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.job import Job
+from sgl_prefill.entry import processes
 from sgl_prefill.errors import ConfigurationError
-from sgl_prefill.port import processes, reply_facts, traces
+from sgl_prefill.port.steps import time_stats, traces
+from sgl_prefill.port.steps.step_state import StartedStep
 from sgl_prefill.startup import arguments, examine
 
 
@@ -43,7 +45,7 @@ def started(*contexts: Any) -> list[tuple[Job, Any]]:
 
 def test_each_request_of_a_step_is_told_with_whom_it_was_picked() -> None:
     first, second = Context(), Context()
-    traces.add_picked(started(first, second), 3.0, 12.3456, 7)
+    traces.Traces().on_step_start(StartedStep(7, 3.0, 12.3456, started(first, second)))
     ((name, level, ts_ns, told),) = second.events
     assert (name, level) == (traces.EVENT, traces.LEVEL)
     assert ts_ns > 1e18  # since 1970
@@ -62,7 +64,7 @@ def test_each_request_of_a_step_is_told_with_whom_it_was_picked() -> None:
 def test_an_unknown_prediction_is_left_out() -> None:
     """OpenTelemetry has no attribute without a value, and a policy without a JCT model predicts no time."""
     context = Context()
-    traces.add_picked(started(context), 3.0, None, 1)
+    traces.Traces().on_step_start(StartedStep(1, 3.0, None, started(context)))
     assert context.events[0][3]["sgl_prefill.step"] == 1
     assert "sgl_prefill.predicted_ms" not in context.events[0][3]
 
@@ -70,13 +72,13 @@ def test_an_unknown_prediction_is_left_out() -> None:
 def test_nothing_is_made_where_nobody_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang gives each request a context all the same, which would take any event."""
     monkeypatch.setattr(traces, "_attributes", lambda *_: pytest.fail("attributes were made"))
-    traces.add_picked(started(TraceNullContext()), 3.0, None, 1)
+    traces.Traces().on_step_start(StartedStep(1, 3.0, None, started(TraceNullContext())))
 
 
 def test_a_root_span_gets_numbers_and_nothing_else_of_the_facts() -> None:
     """Among the facts of a reply are lists of scores, which are no attribute."""
     stats = SimpleNamespace()
-    reply_facts.add(stats, kept_tokens=3, evicted_tokens=4, answers=[[0.5]])
+    time_stats.add_facts(stats, kept_tokens=3, evicted_tokens=4, answers=[[0.5]])
     assert traces.of_answered(stats) == {"sgl_prefill.kept_tokens": 3, "sgl_prefill.evicted_tokens": 4}
 
 

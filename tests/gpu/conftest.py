@@ -20,7 +20,7 @@ import torch
 
 from benchmarks import shapes
 from benchmarks.gpu_hits.run import Passes, passes_in
-from sgl_prefill import local_server
+from sgl_prefill.entry import local_server
 from tests.support import (
     quiet_imports,  # noqa: F401  (before all else that imports SGLang)
     tiny_models,
@@ -38,7 +38,7 @@ N_VOCABULARY, CONTEXT_TOKENS = 512, 16_384
 DURABLE_TOKENS, LONGEST_TOKENS = 4_000, 12_000
 # Of each server: two are up at a time, on the smallest card too.
 MEMORY = ["--mem-fraction-static", "0.3"]
-ON = ["--suffix-kv", "evict", "--hybrid-prefill", "on", "--hybrid-chunk-tokens", "1024"]
+ON = ["--suffix-kv", "evict", "--hybrid-prefill", "on", "--set", "hybrid_chunk_tokens=1024"]
 ON += ["--max-total-tokens", str(DURABLE_TOKENS), "--max-input-length", str(LONGEST_TOKENS), *MEMORY]
 # Its KV pool holds the longest input whole, which is the difference that is to make none.
 STOCK = ["--max-total-tokens", str(3 * LONGEST_TOKENS), "--disable-decode-cuda-graph", *MEMORY]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_prefill.device import Device, this_device
 from sgl_prefill.errors import AliasedMemoryError
+from sgl_prefill.startup.device import Device, this_device
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

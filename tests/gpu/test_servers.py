@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sgl_prefill import local_server
+from sgl_prefill.entry import local_server
 from sgl_prefill.errors import ServerStartError
 from tests.gpu.conftest import (
     DURABLE_TOKENS,

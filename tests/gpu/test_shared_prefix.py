@@ -1,6 +1,6 @@
 """Requests of a step that attend to a shared prefix together, with each attention backend, against each request alone.
 
-The right answers are transformers' in float32; those of `--shared-prefix-attention off` say how far bfloat16 alone is from them.
+The right answers are transformers' in float32; those of `--set shared_prefix_attention=off` say how far bfloat16 alone is off.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 import requests
 import torch
 
-from sgl_prefill.port.shared_prefixes import COUNTS_KEY
+from sgl_prefill.port.runner.shared_prefixes import COUNTS_KEY
 from tests.gpu.conftest import MEMORY, Scored, Server, difference, prompt
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -27,7 +27,7 @@ MAX_LOGPROB_DIFFERENCE, MAX_MEAN_RATIO = 2.0, 1.25
 PREFIX_TOKENS, SHARERS = 4_000, 24
 # (tokens of the prefix, how many share it)
 GROUPS = ((PREFIX_TOKENS, SHARERS), (1_100, 7), (64, 2), (3_000, 1))
-FLAGS = ["--max-input-length", "8000", "--max-total-tokens", "24000", "--pack-step-tokens", "8192", *MEMORY]
+FLAGS = ["--max-input-length", "8000", "--max-total-tokens", "24000", "--set", "pack_step_tokens=8192", *MEMORY]
 ANSWERS = ["t40 t50", "t40 t60 t70", "t80 t90 t100"]
 TOKEN_IDS = range(30, 60)
 
@@ -63,7 +63,7 @@ def apart(start: Callable[..., Server], model: Path, backend: str) -> Iterator[S
 
 
 def _started(start: Callable[..., Server], model: Path, backend: str, switch: str) -> Iterator[Server]:
-    flags = ["--attention-backend", backend, "--shared-prefix-attention", switch, *FLAGS]
+    flags = ["--attention-backend", backend, "--set", f"shared_prefix_attention={switch}", *FLAGS]
     with ExitStack() as stack:
         server = start("sgl_prefill.launch_server", model, *flags, stack=stack)
         for prefix in PREFIXES:

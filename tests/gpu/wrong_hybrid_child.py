@@ -8,8 +8,8 @@ from typing import Any
 
 def run_scheduler_process(*arguments: Any, **options: Any) -> None:
     """Runs SGLang's scheduler process with a body that hands on the rows of its tokens in the wrong order."""
+    from sgl_prefill.entry import processes
     from sgl_prefill.hybrid.body import HybridBody
-    from sgl_prefill.port import processes
 
     right = HybridBody.run
 
@@ -22,19 +22,19 @@ def run_scheduler_process(*arguments: Any, **options: Any) -> None:
 
 def main() -> int:
     from sgl_prefill import launch_server
-    from sgl_prefill.port import launch
+    from sgl_prefill.entry import launch
 
     vars(launch)["processes"] = _Processes()
     return launch_server.main()
 
 
 class _Processes:
-    """`port.processes` with another scheduler process."""
+    """`entry.processes` with another scheduler process."""
 
     run_scheduler_process = staticmethod(run_scheduler_process)
 
     def __getattr__(self, name: str) -> Any:
-        from sgl_prefill.port import processes
+        from sgl_prefill.entry import processes
 
         return getattr(processes, name)
 

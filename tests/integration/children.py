@@ -21,7 +21,7 @@ from typing import Any
 
 import setproctitle
 
-from sgl_prefill.local_server import LocalServer, free_port
+from sgl_prefill.entry.local_server import LocalServer, free_port
 
 # SGLang takes 20 seconds to import: children are forked from one process that has done so.
 _FORKED = multiprocessing.get_context("forkserver")

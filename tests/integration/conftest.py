@@ -14,12 +14,13 @@ import pytest
 import requests
 
 from benchmarks import shapes
-from sgl_prefill import calibrate, local_server
-from sgl_prefill.calibrations import ModelName, StoredCalibration, fingerprint_of
+from sgl_prefill import calibrate
 from sgl_prefill.core.label_calibration import Calibration
+from sgl_prefill.entry import local_server
+from sgl_prefill.entry.local_server import LocalServer
 from sgl_prefill.examples import demo_model
 from sgl_prefill.examples.label_reviews import NEGATIVE, POSITIVE
-from sgl_prefill.local_server import LocalServer
+from sgl_prefill.startup.calibrations import ModelName, StoredCalibration, fingerprint_of
 from tests.integration.children import begin_server
 from tests.support.otlp_collector import Collector, collector
 
@@ -184,7 +185,7 @@ def bank(tmp_path_factory: pytest.TempPathFactory, demo_folder: Path, spans: Col
     (folder / "system.txt").write_text(SYSTEM)
     flags = ["--model-path", str(demo_folder), "--served-model-name", "demo", "--memory-budget-gb", "2"]
     flags += ["--api-key", "user", "--isolate-by", "user"]
-    flags += ["--shared-prefix", str(folder / "system.txt"), "--max-client-waiting-requests", str(MOST_WAITING)]
+    flags += ["--shared-prefix", str(folder / "system.txt"), "--max-client-waiting", str(MOST_WAITING)]
     flags += ["--log-requests", "--log-requests-level", "0", "--log-requests-format", "json"]
     if not examine.trace_problems():
         flags += ["--enable-trace", "--otlp-traces-endpoint", spans.url]

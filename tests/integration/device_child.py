@@ -45,7 +45,7 @@ def device(folder: Path) -> dict[str, Any]:
                 "answers": [answer.label_logprobs for answer in answers],
                 "cached": answers[1].cached_tokens,
                 "kept": answers[0].meta["kept_tokens"],
-                "memory": engine.state.record()["memory"],
+                "memory": engine.parts.record.shown()["memory"],
                 "free_bytes": card.free_bytes,
                 "n_allocations": card.n_allocations,
             }

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from sgl_prefill import Engine
-from sgl_prefill.calibrations import ModelName, StoredCalibration
 from sgl_prefill.core.label_calibration import Calibration
 from sgl_prefill.core.labels import LabelError
 from sgl_prefill.errors import BadRequestError, SglPrefillError
 from sgl_prefill.examples import demo_model
+from sgl_prefill.startup.calibrations import ModelName, StoredCalibration
 from tests.integration.prompts import CANDIDATES, LONG_LABELS, LONG_PROMPTS, PROMPTS
 
 

@@ -20,8 +20,8 @@ from sgl_prefill.core.answer_tree import AnswerTree
 from sgl_prefill.core.jct import FittedJct
 from sgl_prefill.cpu.native.library import native
 from sgl_prefill.errors import SglPrefillError
-from sgl_prefill.port import answer_trees
-from sgl_prefill.port.loaded_model import SglangModel
+from sgl_prefill.port.runner import answer_trees
+from sgl_prefill.port.runner.sglang_model import SglangModel
 from sgl_prefill.startup import memory_profile, parity_gate
 from tests.support import tiny_models
 from tests.support.in_process import Answer, InProcessScheduler
@@ -228,7 +228,7 @@ def faults(folder: Path) -> dict[str, Any]:
     rng = random.Random(2)
     result["exact"] = engine.ask(prompt(rng, 900)).finish_reason
     result["one_over"] = engine.ask(prompt(rng, 901)).finish_reason
-    result["memory"] = engine.state.record()["memory"]
+    result["memory"] = engine.parts.record.shown()["memory"]
 
     run = engine.hybrid.run
 
@@ -272,7 +272,7 @@ def faults(folder: Path) -> dict[str, Any]:
     result["plain_family_answers"] = largest_difference(
         answer_logprobs(plain, text := prompt(rng, 300)), asked_one_by_one(plain, text)
     )
-    result["plain_family_is_hybrid"] = plain.state.hybrid is not None
+    result["plain_family_is_hybrid"] = plain.parts.runner.hybrid is not None
     result["plain_family_on"] = raised(lambda: start(folder, "gpt2"))
     result["too_long"] = raised(lambda: start(folder, "llama", config={"max_input_length": 4096}))
     small = {"memory_budget_gb": 0.004, "max_input_length": 4000}
@@ -422,7 +422,7 @@ def stable(folder: Path) -> dict[str, Any]:
                 n_answers += 1
                 n_cached += answer.cached_tokens > 0
         differing += answer_logprobs(engine, texts[one]) != alone[one][1]
-    return {"differing": differing, "cached": n_cached, "record": engine.state.record()["stable_answers"]}
+    return {"differing": differing, "cached": n_cached, "record": engine.parts.record.shown()["stable_answers"]}
 
 
 def profile(folder: Path) -> dict[str, Any]:
@@ -435,7 +435,7 @@ def profile(folder: Path) -> dict[str, Any]:
     whole = memory_profile.peak_tensor_bytes(lambda: memory_profile._run(engine.model, 12001))
     with memory_profile._memory_decides_only(engine.model):
         short = memory_profile._tensor_bytes(engine.model, 12001)
-    rows = {row["what"].split(" of ")[0]: row for row in engine.state.record()["memory"]["rows"]}
+    rows = {row["what"].split(" of ")[0]: row for row in engine.parts.record.shown()["memory"]["rows"]}
     planned_mib = rows["activations, fixed"]["mib"] + rows["activations"]["bytes_per_token"] * 12001 / 2**20
     return {
         "whole": whole,

@@ -13,8 +13,8 @@ FOLDER = "RANKS_CHILD_FOLDER"  # a variable: where they write
 def run_scheduler_process(*arguments: Any, **options: Any) -> None:
     """Runs one rank. Its file gets the ids of the requests in the order in which they run."""
     from sgl_prefill.core.job import Job
-    from sgl_prefill.port import processes
-    from sgl_prefill.port.scheduler import SchedulerPort
+    from sgl_prefill.entry import processes
+    from sgl_prefill.port.steps.jobs import SchedulerPort
 
     _, environment, _, _, _, rank, *_ = arguments  # (config, environment, server_args, port_args, gpu_id, tp_rank, ...)
     file = Path(environment._variables[FOLDER], f"rank-{rank}").open("w", buffering=1)  # noqa: SIM115
@@ -30,19 +30,19 @@ def run_scheduler_process(*arguments: Any, **options: Any) -> None:
 
 def main() -> int:
     from sgl_prefill import launch_server
-    from sgl_prefill.port import launch
+    from sgl_prefill.entry import launch
 
     vars(launch)["processes"] = _Processes()
     return launch_server.main()
 
 
 class _Processes:
-    """`port.processes` with another scheduler process."""
+    """`entry.processes` with another scheduler process."""
 
     run_scheduler_process = staticmethod(run_scheduler_process)
 
     def __getattr__(self, name: str) -> Any:
-        from sgl_prefill.port import processes
+        from sgl_prefill.entry import processes
 
         return getattr(processes, name)
 

@@ -23,7 +23,7 @@ from sglang.srt.model_executor.model_runner_components.layer_setup import comput
 from sglang.srt.model_executor.runner import PrefillCudaGraphRunner, prefill_cuda_graph_runner
 from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend import BreakableCudaGraphBackend
 
-from sgl_prefill.port import answer_trees, replays
+from sgl_prefill.port.runner import answer_trees, replays
 from sgl_prefill.startup import parity_gate
 from tests.integration.memory_child import answer_logprobs, prompt, start
 from tests.support import quiet_imports  # noqa: F401  (before all else that imports SGLang)
@@ -126,7 +126,7 @@ def eager_and_replayed(folder: Path) -> dict[str, Any]:
     result: dict[str, Any] = {}
 
     def can_run_graph(graphs: Any, batch: Any) -> bool:
-        return replays.around_can_run_graph(engine.state, original, graphs, batch)
+        return replays.around_can_run_graph(engine.parts.runner, original, graphs, batch)
 
     with mock.patch.object(PrefillCudaGraphRunner, "can_run_graph", can_run_graph):
         for name, step in steps.items():

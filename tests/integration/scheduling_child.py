@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from sgl_prefill.port import scheduler
+from sgl_prefill.port import loop
 from tests.integration.memory_child import largest_difference, prompt, start
 from tests.support import toy_policy
 from tests.support.in_process import InProcessScheduler
@@ -208,8 +208,8 @@ def deadlines(engine: InProcessScheduler) -> dict[str, Any]:
     n_left = len(live.policy.waiting), live.n_pending_tokens
     sharers = prompt(rng, 1000)
     group = [engine.submit([*sharers, *prompt(rng, 10)]) for _ in range(5)]
-    assert engine.state.scheduling is not None
-    engine.state.scheduling.follow(engine.scheduler.waiting_queue)
+    assert engine.parts.steps.scheduling is not None
+    engine.parts.steps.scheduling.follow(engine.scheduler.waiting_queue)
     forecast = live.policy.forecast(list(live.policy.waiting)[-1])
     assert forecast is not None
     model = live.predictor.model
@@ -257,9 +257,7 @@ def credit(folder: Path, fairness_lambda: float) -> str:
 def clock_ahead(seconds: float) -> Iterator[SimpleNamespace]:
     """The policy's clock, and nobody else's, runs so many seconds ahead; they may be changed on the way."""
     clock = SimpleNamespace(seconds=seconds)
-    with mock.patch.object(
-        scheduler, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + clock.seconds)
-    ):
+    with mock.patch.object(loop, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + clock.seconds)):
         yield clock
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from sgl_prefill import calibrate
-from sgl_prefill.calibrations import StoredCalibration
 from sgl_prefill.core.rerank_template import load
 from sgl_prefill.examples.label_reviews import NEGATIVE, POSITIVE, REVIEWS
+from sgl_prefill.startup.calibrations import StoredCalibration
 from tests.integration.conftest import CALIBRATIONS, FORMS, Server
 
 LABELS = {"allowed_tokens": [POSITIVE, NEGATIVE]}

@@ -20,9 +20,9 @@ import psutil
 import pytest
 import requests
 
-from sgl_prefill import local_server
-from sgl_prefill.local_server import free_port
-from sgl_prefill.port import client
+from sgl_prefill.entry import local_server
+from sgl_prefill.entry.local_server import free_port
+from sgl_prefill.port.steps import clients
 
 pytest.importorskip("smg")
 MODULE = "sgl_prefill.cluster"
@@ -41,7 +41,7 @@ class Cluster(NamedTuple):
     log: Path
 
     def ask(self, path: str, body: Any, user: str | None = None, url: str | None = None) -> requests.Response:
-        headers = {} if user is None else {client.HEADER: user}
+        headers = {} if user is None else {clients.HEADER: user}
         return requests.post((url or self.url) + path, json={"model": "demo", **body}, headers=headers, timeout=120)
 
     def engine_of(self, user: str) -> str:

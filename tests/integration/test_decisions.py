@@ -10,7 +10,7 @@ import requests
 
 from sgl_prefill import plan
 from sgl_prefill.planner import workloads
-from sgl_prefill.scheduling.request_log import PAGE_TOKENS
+from sgl_prefill.port.steps.request_log import PAGE_TOKENS
 from tests.integration.conftest import Server
 
 N_PROMPTS = 6

@@ -15,10 +15,10 @@ import psutil
 import pytest
 import requests
 
-from sgl_prefill import local_server
-from sgl_prefill.local_server import LocalServer
-from sgl_prefill.port.priority import NICENESS
-from sgl_prefill.secret import MASK
+from sgl_prefill.entry import local_server
+from sgl_prefill.entry.local_server import LocalServer
+from sgl_prefill.entry.priority import NICENESS
+from sgl_prefill.startup.secret import MASK
 from tests.integration.children import begin_server
 from tests.integration.conftest import Server, healthy
 from tests.integration.rights import KEYS, assert_rights

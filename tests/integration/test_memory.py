@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sgl_prefill.device import Host
+from sgl_prefill.startup.device import Host
 from tests.integration.children import run_scenario
 from tests.support.tiny_models import FAMILIES
 

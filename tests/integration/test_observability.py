@@ -7,7 +7,7 @@ import re
 import requests
 
 from scripts import monitoring
-from sgl_prefill.observability.metric_list import METRICS, PREFIX
+from sgl_prefill.core.metric_list import METRICS, PREFIX
 from tests.integration.conftest import Server
 
 MOST_START_LINES = 30

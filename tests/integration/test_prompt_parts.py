@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_prefill.api.prompt_parts import PartTokenizer
 from sgl_prefill.core.prompt_parts import KEEPS, CannotCutError, Span, cut
+from sgl_prefill.http.parted_requests import PartTokenizer
 from tests.integration.conftest import Server
 
 LABELS = [" yes", " no"]

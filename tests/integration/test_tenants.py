@@ -119,10 +119,7 @@ def test_a_client_with_much_that_waits_is_refused_more(bank: Server) -> None:
         assert more.status_code == 429, more.text
         assert int(more.headers["retry-after"]) >= 1
         message = more.json()["error"]["message"]
-        assert (
-            f"{MOST_WAITING} requests of this client wait and --max-client-waiting-requests is {MOST_WAITING}"
-            in message
-        )
+        assert f"{MOST_WAITING} requests of this client wait and --max-client-waiting is {MOST_WAITING}" in message
         assert other.status_code == 200
         assert many.result().status_code == 200
     too_many = ask(bank, "ann", "/generate", batch("third", n=MOST_WAITING + 1))

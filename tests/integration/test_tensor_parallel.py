@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import shapes
-from sgl_prefill import local_server
+from sgl_prefill.entry import local_server
 from tests.integration import ranks_child
 from tests.integration.conftest import Server
 from tests.support import tiny_models
@@ -21,7 +21,16 @@ from tests.support import tiny_models
 LABELS = list(range(3, 40))
 CHUNK_TOKENS = 64
 N_LAYERS = 4
-FLAGS = ["--tp-size", "2", "--dtype", "float32", "--hybrid-prefill", "on", "--hybrid-chunk-tokens", str(CHUNK_TOKENS)]
+FLAGS = [
+    "--tp-size",
+    "2",
+    "--dtype",
+    "float32",
+    "--hybrid-prefill",
+    "on",
+    "--set",
+    f"hybrid_chunk_tokens={CHUNK_TOKENS}",
+]
 CHILD = "tests.integration.ranks_child"
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import requests
 
-from sgl_prefill.port import traces
+from sgl_prefill.port.steps import traces
 from sgl_prefill.startup import examine
 from tests.integration.conftest import KEY, Server
 from tests.support.otlp_collector import Collector

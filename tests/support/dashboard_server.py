@@ -15,9 +15,9 @@ import uvicorn
 from fastapi import FastAPI
 from sglang.srt.utils.auth import add_api_key_middleware
 
-from sgl_prefill.api import dashboard as routes
-from sgl_prefill.port import dashboard
-from sgl_prefill.port.ending import Ending
+from sgl_prefill.http import dashboard_routes as routes
+from sgl_prefill.http.shutdown import Ending
+from sgl_prefill.port.dashboard import watch
 from tests.support.filled_engine import FilledEngine
 
 
@@ -32,10 +32,10 @@ class Manager:
         pass
 
     async def get_internal_state_communicator(self, question: Any) -> list[Any]:
-        assert question.rid == dashboard.NAME
+        assert question.rid == watch.NAME
         self.n_asked += 1
-        text = dashboard.taken(self._engine.state, self._engine.scheduler).decode()
-        return [SimpleNamespace(internal_state={dashboard.NAME: text})]
+        text = watch.taken(self._engine.state, self._engine.scheduler).decode()
+        return [SimpleNamespace(internal_state={watch.NAME: text})]
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def dashboard_server(engine: FilledEngine, *, port: int = 0, api_key: str | None
     ending = Ending(0)
     refused = Counter({"invalid": 3, "deadline_expired": 2})
     app = FastAPI()
-    routes.add_routes(app, routes.Feed(lambda: manager, engine.state.config, ending, refused))
+    routes.add_routes(app, routes.Feed(lambda: manager, engine.state.record.config, ending, refused))
     if api_key is not None:
         add_api_key_middleware(app, api_key=api_key, admin_api_key=None)
     settings = uvicorn.Config(routes.AskForKey(app), log_level="error", lifespan="off")

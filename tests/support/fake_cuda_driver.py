@@ -21,8 +21,8 @@ from unittest import mock
 
 import torch
 
-from sgl_prefill.device import Accelerator
 from sgl_prefill.kv import cuda, host
+from sgl_prefill.startup.device import Accelerator
 
 GRANULE_BYTES = 64 << 10  # small, so that small tests have many
 SUCCESS, INVALID_VALUE, OUT_OF_MEMORY, NOT_MAPPED = 0, 1, 2, 211

@@ -19,11 +19,12 @@ from sgl_prefill.core.job import Job
 from sgl_prefill.core.memory_plan import MemoryUse, plan_memory
 from sgl_prefill.core.packing import StepSize
 from sgl_prefill.core.policy import PolicySettings
-from sgl_prefill.engine_state import EngineState
-from sgl_prefill.port.radix_cache import RadixTree, WatchedRadixCache
-from sgl_prefill.port.scheduler import SchedulerPort
-from sgl_prefill.scheduling.live import LiveScheduling
-from sgl_prefill.scheduling.recent import Answered
+from sgl_prefill.port.kv.radix_cache import RadixTree, WatchedRadixCache
+from sgl_prefill.port.steps import time_stats
+from sgl_prefill.port.steps.jobs import SchedulerPort
+from sgl_prefill.port.steps.live import LiveScheduling
+from sgl_prefill.port.steps.step_state import Answered, EndedStep, StepState
+from sgl_prefill.startup.record import StartRecord
 
 JCT = FittedJct(step_ms=8.0, miss_token_ms=0.4, pair_ms=0.00002, cached_token_ms=0.001, request_ms=0.2)
 KNEE_TOKENS = 256
@@ -33,8 +34,15 @@ VOCABULARY = 32_000
 class FilledEngine(SimpleNamespace):
     """What the dashboard's hook gets."""
 
-    state: EngineState
+    state: StepState
     scheduler: Any
+
+
+def kept_whole(n_tokens: int) -> Any:
+    """A request that has run, all of whose KV is durable."""
+    req = SimpleNamespace(time_stats=SimpleNamespace())
+    time_stats.add_facts(req.time_stats, kept_tokens=n_tokens, evicted_tokens=0)
+    return req
 
 
 def filled_engine(
@@ -89,17 +97,19 @@ def filled_engine(
             )
             for place in range(10)
         ]
-        port.recent.add(
-            number=number,
-            begin_s=begin_s,
-            end_s=begin_s + 0.2,
-            predicted_ms=190.0 + number % 20,
-            policy_s=0.002,
-            score=None,
-            is_waited_for=True,
-            requests=answered,
+        port.recent.on_step_end(
+            EndedStep(
+                number=number,
+                begin_s=begin_s,
+                end_s=begin_s + 0.2,
+                predicted_ms=190.0 + number % 20,
+                policy_s=0.002,
+                score=None,
+                is_waited_for=True,
+                reqs=[kept_whole(one.n_input_tokens) for one in answered],
+                answered=answered,
+            )
         )
-        port.recent.count(answered, [(one.n_input_tokens, 0) for one in answered])
     plan = plan_memory(
         MemoryUse(300 << 20, 3 << 30, 60 << 20, 2000.0, 768, 23_040),
         8000,
@@ -107,7 +117,7 @@ def filled_engine(
         min_durable_tokens=1,
         page_size=1,
     )
-    state = EngineState(config, memory_plan=plan, scheduling=port)
+    state = StepState(StartRecord(config, memory_plan=plan), scheduling=port)
     scheduler = SimpleNamespace(
         tree_cache=cache, max_total_num_tokens=1_000_000, server_args=SimpleNamespace(served_model_name="filled")
     )

@@ -20,11 +20,13 @@ import prometheus_client
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.jct import FittedJct
+from sgl_prefill.entry import scheduler_alone
+from sgl_prefill.entry.engine import sglang_defaults
 from sgl_prefill.hybrid.body import HybridBody
-from sgl_prefill.port import answer_trees, deadlines, reply_facts, scheduler_alone
-from sgl_prefill.port.engine import sglang_defaults
-from sgl_prefill.port.loaded_model import SglangModel
-from sgl_prefill.scheduling.live import LiveScheduling
+from sgl_prefill.port.runner import answer_trees
+from sgl_prefill.port.runner.sglang_model import SglangModel
+from sgl_prefill.port.steps import custom_params, time_stats
+from sgl_prefill.port.steps.live import LiveScheduling
 from sgl_prefill.startup import jct_profile
 
 
@@ -64,7 +66,7 @@ class InProcessScheduler:
         }
         told = mock.patch.object(jct_profile, "fitted_model", return_value=jct_ms)
         with nullcontext() if jct_ms is None else told:
-            self.state, self.scheduler = scheduler_alone.build(config, ServerArgs(**options))
+            self.parts, self.scheduler = scheduler_alone.build(config, ServerArgs(**options))
         self._numbers = itertools.count()
         self._outputs: dict[str, Any] = {}
         self.answered: list[str] = []  # in the order in which they finished; `flush` forgets them
@@ -105,7 +107,7 @@ class InProcessScheduler:
         from sglang.srt.sampling.sampling_params import SamplingParams
 
         deadline_ms = options.pop("deadline_ms", None)
-        custom = deadlines.custom_params(deadline_ms)
+        custom = custom_params.with_deadline(deadline_ms)
         if (tree := options.pop("answers", None)) is not None:
             custom = {**(custom or {}), answer_trees.PARAMETER: [tuple(node) for node in tree.nodes]}
         params = SamplingParams(
@@ -179,7 +181,7 @@ class InProcessScheduler:
             input_logprobs=[x for x in (inputs[index] if inputs else []) if x is not None and not math.isnan(x)],
             cached_tokens=output.cached_tokens[index],
             finish_reason=output.finished_reasons[index],
-            meta=reply_facts.read(unwrap_from_pickle(output.time_stats)[index]),
+            meta=time_stats.facts_of(unwrap_from_pickle(output.time_stats)[index]),
         )
 
     def has_answer(self, rid: str) -> bool:
@@ -196,18 +198,18 @@ class InProcessScheduler:
 
     @property
     def hybrid(self) -> HybridBody:
-        assert self.state.hybrid is not None
-        return self.state.hybrid
+        assert self.parts.runner.hybrid is not None
+        return self.parts.runner.hybrid
 
     @property
     def live(self) -> LiveScheduling:
-        assert self.state.scheduling is not None
-        return self.state.scheduling.live
+        assert self.parts.steps.scheduling is not None
+        return self.parts.steps.scheduling.live
 
     @property
     def model(self) -> SglangModel:
         """As the start sees it."""
-        return SglangModel(self.state, self.scheduler.tp_worker.model_runner)
+        return SglangModel(self.parts.runner, self.scheduler.tp_worker.model_runner)
 
     @property
     def allocator(self) -> Any:

@@ -1,0 +1,1 @@
+"""The command line, the offline engine, and the hooks: declared, applied, verified."""

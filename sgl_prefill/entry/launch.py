@@ -1,0 +1,84 @@
+"""SGLang's HTTP server with our process functions."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import os
+from typing import TYPE_CHECKING
+
+from sgl_prefill.config import PrefillConfig
+from sgl_prefill.cpu import ranks
+from sgl_prefill.entry import activation, prefork, priority, processes
+from sgl_prefill.errors import ProcessError
+from sgl_prefill.startup.device import this_device
+from sgl_prefill.startup.secret import FIELDS, Secret
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+
+# New objects of the HTTP process until garbage is looked for. Python's 700 are one request: all that thousands of waiting ones
+# hold was looked at again and again, a fifth of the event loop's time.
+GC_THRESHOLD = 50_000
+# What SGLang says where the scheduler is gone before it is ready.
+ENDED_AT_START = ("died during initialization", "Initialization failed")
+
+
+def server_args_of(flags: list[str]) -> ServerArgs:
+    """Does SGLang's own parsing and resolution of a command line."""
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()  # our entry point adds the CPU attention backend to the choices
+    found = prepare_server_args(flags)
+    keys = {name: Secret(value) for name in FIELDS if (value := getattr(found, name))}
+    if keys:
+        found.override("sgl_prefill", **keys)
+    return found
+
+
+def serve(config: PrefillConfig, server_args: ServerArgs) -> int:
+    """Blocks until the server ends, and returns its status. No process that was started for it is left."""
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.utils import kill_process_tree
+
+    from sgl_prefill.http import routes
+    from sgl_prefill.http.shutdown import Ending
+
+    ending = Ending()
+    activation.activate(config, "http").processes.is_of_server = True
+    routes.install(http_server.app, config, ending)
+    if server_args.gc_threshold is None:
+        gc.set_threshold(GC_THRESHOLD)
+    priority.give_way()
+    if this_device().is_host:
+        ranks.share_cores(server_args.tp_size)
+    environment = prefork.ParentEnvironment(processes.REPORTED_FAILURE)
+    try:
+        http_server.launch_server(
+            server_args,
+            init_tokenizer_manager_func=functools.partial(processes.init_tokenizer_manager, config, ending=ending),
+            run_scheduler_process_func=functools.partial(processes.run_scheduler_process, config, environment),
+            run_detokenizer_process_func=functools.partial(processes.run_detokenizer_process, config, environment),
+            execute_warmup_func=functools.partial(processes.execute_warmup, config),
+        )
+    except (EOFError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(words in str(error) for words in ENDED_AT_START):
+            raise
+        why = f": {error}" if str(error) else ", for the reason above"
+        raise ProcessError(f"a process of the server ended while it started{why}") from error
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+    return ending.status
+
+
+def print_sglangs_help() -> None:
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    parser = argparse.ArgumentParser(prog="and every flag of sglang.launch_server", add_help=False)
+    ServerArgs.add_cli_args(parser)
+    parser.print_help()

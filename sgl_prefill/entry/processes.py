@@ -1,0 +1,251 @@
+"""What SGLang runs for us in each of its processes. The configuration travels as an argument, never by environment.
+
+HTTP and tokenizer process      init_tokenizer_manager, execute_warmup     (and api.routes)
+scheduler process, one a rank   run_scheduler_process
+detokenizer process             run_detokenizer_process
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import psutil
+import requests
+
+from sgl_prefill.config import PrefillConfig
+from sgl_prefill.entry import prefork, priority, quiet_start
+from sgl_prefill.entry.prefork import Launcher, ParentEnvironment
+from sgl_prefill.errors import ConfigurationError, MemoryPlanError, SglPrefillError
+from sgl_prefill.startup import examine
+from sgl_prefill.startup.device import device_of, is_out_of_memory
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
+    from sgl_prefill.http.shutdown import Ending
+
+logger = logging.getLogger(__name__)
+
+WARM_UP_TIMEOUT_S = 600
+BIND_TIMEOUT_S = 10.0  # uvicorn binds as soon as the warm-up's thread is started
+END_TIMEOUT_S = 10
+OTHER_RANKS_WAIT_S = 2  # for rank 0, which most often says the same, and ends all
+# From a process that cannot start, and has said why, to a launcher of ours. To a user's program SGLang's own: SIGQUIT.
+REPORTED_FAILURE = signal.SIGUSR2
+
+
+@dataclasses.dataclass
+class ProcessState:
+    launcher: Launcher | None = None  # in the processes that a launcher of this package started
+    is_of_server: bool = False  # in the HTTP process of `launch_server`, which may end it; else it is a user's program
+
+
+def run_scheduler_process(
+    config: PrefillConfig, environment: ParentEnvironment, server_args: ServerArgs, *args: Any, **kwargs: Any
+) -> None:
+    """Runs SGLang's scheduler process with our hooks in place.
+
+    Used as `functools.partial(run_scheduler_process, config, ParentEnvironment(signal))`.
+    """
+    launcher = environment.adopt()
+    from sglang.srt.managers import scheduler
+
+    _activate_or_end(config, "scheduler", launcher)
+    scheduler.run_scheduler_process(server_args, *args, **kwargs)
+
+
+def run_detokenizer_process(config: PrefillConfig, environment: ParentEnvironment, *args: Any, **kwargs: Any) -> None:
+    """Does the same for SGLang's detokenizer process, in which SGLang itself loads no plugins."""
+    launcher = environment.adopt()
+    from sglang.srt.managers import detokenizer_manager
+
+    _activate_or_end(config, "detokenizer", launcher)
+    priority.give_way()
+    detokenizer_manager.run_detokenizer_process(*args, **kwargs)
+
+
+def _activate_or_end(config: PrefillConfig, process: str, launcher: Launcher) -> None:
+    from sgl_prefill.entry import activation
+
+    try:
+        activation.activate(config, process).processes.launcher = launcher
+    except SglPrefillError as error:
+        end_with_launcher(error, launcher)
+
+
+def around_scheduler_init(
+    state: ProcessState, original: Callable[..., None], scheduler: Scheduler, *arguments: Any, **options: Any
+) -> None:
+    """Hook: an error that was written for people is shown as it is, and ends the start. On a device: whether the model's weights
+    fit is seen before they are loaded, and running out of memory is such an error too.
+    """
+    server_args, _, gpu_id, tp_rank, *_ = arguments if arguments[3:] else _scheduler_arguments(*arguments, **options)
+    logger.info("reads the weights of %s", server_args.model_path)
+    try:
+        with _named_out_of_memory(server_args, gpu_id):
+            original(scheduler, *arguments, **options)
+        quiet_start.end()
+    except SglPrefillError as error:
+        if state.launcher is None:  # nobody waits for this scheduler but who made it
+            raise
+        if tp_rank > 0:
+            time.sleep(OTHER_RANKS_WAIT_S)
+        end_with_launcher(error, state.launcher)
+
+
+def _scheduler_arguments(
+    server_args: ServerArgs, port_args: PortArgs, gpu_id: int, tp_rank: int, **_: Any
+) -> tuple[Any, ...]:
+    return server_args, port_args, gpu_id, tp_rank
+
+
+@contextmanager
+def _named_out_of_memory(server_args: ServerArgs, gpu_id: int) -> Iterator[None]:
+    """On a device: refuses weights that do not fit, and says what it means that memory has run out. Raises MemoryPlanError."""
+    device = device_of(server_args.device if server_args.device == "cpu" else f"{server_args.device}:{gpu_id}")
+    if device.is_host:
+        yield
+        return
+    is_changed = server_args.quantization is not None or server_args.cpu_offload_gb > 0
+    free_bytes = device.free_bytes()
+    examine.check_card(device, server_args.model_path, server_args.tp_size, loads_all_as_it_is=not is_changed)
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryPlanError(examine.out_of_memory(device, server_args.model_path, free_bytes, error)) from error
+
+
+def end_with_launcher(error: SglPrefillError, launcher: Launcher) -> None:
+    """Ends a start in which nothing is served: the message goes to stderr, and the launcher ends all processes."""
+    print(f"sgl_prefill: cannot start\n{error}", file=sys.stderr, flush=True)
+    launcher.report_failure()
+    # A pipe that closes before the signal arrives would be taken for the reason.
+    time.sleep(END_TIMEOUT_S)
+    os._exit(1)
+
+
+def after_set_envs_and_config(state: ProcessState, result: None, server_args: ServerArgs) -> None:
+    """Hook: SGLang has chosen how its processes are started, and what happens where one of them fails."""
+    prefork.fork_from_here(server_args)
+    if state.is_of_server:
+        # Until the first request: afterwards SGLang's own handler of SIGQUIT is in the place of ours.
+        signal.signal(
+            signal.SIGQUIT, lambda *_: _end_all("sgl_prefill: a process has failed, for the reason above\n", 1)
+        )
+        signal.signal(REPORTED_FAILURE, lambda *_: _end_all("", 2))
+
+
+def _end_all(message: str, status: int) -> NoReturn:
+    from sglang.srt.utils import kill_process_tree
+
+    logging.disable()  # SGLang's lines about it would stand behind the reason
+    kill_process_tree(os.getpid(), include_parent=False)
+    print(message, end="", file=sys.stderr, flush=True)
+    os._exit(status)
+
+
+def init_tokenizer_manager(
+    config: PrefillConfig, server_args: ServerArgs, port_args: PortArgs, *, ending: Ending | None = None
+) -> Any:
+    """Returns (tokenizer manager, template manager), ours and SGLang's. ending: of a server of ours."""
+    from sglang.srt.entrypoints.engine import init_tokenizer_manager as stock
+
+    from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
+
+    return stock(server_args, port_args, functools.partial(PrefillTokenizerManager, config=config, ending=ending))
+
+
+def execute_warmup(config: PrefillConfig, server_args: ServerArgs) -> bool:
+    """Sends two prefill-only requests through HTTP, where SGLang would generate 8 tokens, and computes what all tenants share;
+    then the server reports healthy.
+
+    Runs in a thread of the HTTP process once uvicorn is about to start. On failure ends the server.
+    """
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+    from sgl_prefill.http import shared_prefix
+
+    manager = http_server._global_state.tokenizer_manager
+    route = "/generate" if manager.is_generation else "/encode"
+    prompt: dict[str, Any] = {"input_ids": [10, 11, 12]} if manager.tokenizer is None else {"text": "warm-up"}
+    try:
+        session = _session(server_args)
+        _wait_until_listening(session, server_args)
+        # With labels, so that what looks them up is ready before the first request.
+        labels = {"allowed_token_ids": [10, 11]} if manager.is_generation else {}
+        body = {**prompt, **labels, "sampling_params": {"max_new_tokens": 0, "temperature": 0}}
+        session.post(server_args.url() + route, json=body, timeout=WARM_UP_TIMEOUT_S).raise_for_status()
+        # From now on full garbage collections pass over what has been loaded; each would stop all requests for that long.
+        asyncio.run_coroutine_threadsafe(manager.freeze_gc(), manager.event_loop).result(WARM_UP_TIMEOUT_S)
+        # The scheduler does this while it computes nothing: this request waits for it, in the place of a client's.
+        session.post(server_args.url() + route, json=body, timeout=WARM_UP_TIMEOUT_S).raise_for_status()
+        if config.shared_prefix is not None:
+            text = Path(config.shared_prefix).read_text(encoding="utf-8")
+            shared = shared_prefix.share(manager, http_server.app.state.openai_serving_chat, text)
+            asyncio.run_coroutine_threadsafe(shared, manager.event_loop).result(WARM_UP_TIMEOUT_S)
+    except requests.RequestException as error:
+        _end_all(f"sgl_prefill: cannot start\nthe warm-up request failed: {error}\n", 1)
+    except SglPrefillError as error:
+        _end_all(f"sgl_prefill: cannot start\n{error}\n", 2)
+    quiet_start.end_launchers(_what_is_served(server_args))
+    manager.server_status = ServerStatus.Up
+    return True
+
+
+def _what_is_served(server_args: ServerArgs) -> str:
+    metrics = f", metrics at {server_args.url()}/metrics" if server_args.enable_metrics else ""
+    return f"serves {server_args.served_model_name} at {server_args.url()}{metrics}"
+
+
+def _session(server_args: ServerArgs) -> requests.Session:
+    session = requests.Session()
+    session.trust_env = False  # the server is on this machine: no proxy
+    session.verify = server_args.ssl_verify()
+    if server_args.api_key:
+        session.headers["Authorization"] = f"Bearer {server_args.api_key}"
+    return session
+
+
+def _listens(port: int) -> bool:
+    """Whether this process does, itself or by a socket that it was given."""
+    sockets = psutil.Process().net_connections("inet")
+    return any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in sockets)
+
+
+def _wait_until_listening(session: requests.Session, server_args: ServerArgs) -> None:
+    """Raises ConfigurationError where nobody will listen: another process has taken the port while the model was loaded."""
+    url = server_args.url()
+    began = time.monotonic()
+    deadline = began + WARM_UP_TIMEOUT_S
+    while True:
+        try:
+            session.get(url + "/model_info", timeout=5).raise_for_status()
+            return
+        except requests.RequestException:
+            # Where uvicorn cannot bind it does not end: SGLang's shutdown waits for this thread.
+            is_late = time.monotonic() > began + BIND_TIMEOUT_S and not _listens(server_args.port)
+            if is_late or not threading.main_thread().is_alive():
+                listening = [("--port", server_args.host, server_args.port)]
+                reason = (
+                    "\n".join(examine.port_problems(listening)) or "the HTTP server has ended, as its log above says"
+                )
+                raise ConfigurationError(reason) from None
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)

@@ -1,0 +1,130 @@
+"""Conversations: checks before a chat template is rendered, and rendering of long ones in another thread."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import copy
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from sgl_prefill.errors import BadRequestError
+from sgl_prefill.http.text_limit import OFF_LOOP_CHARACTERS
+
+if TYPE_CHECKING:
+    import fastapi
+    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+    from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
+
+    from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
+
+PART_CHARACTERS = 40  # a template's work for a message or a part of one, in characters of text
+FEWEST_PARTS = 4_096  # lower bound of the limit on messages and parts
+# In JSON, a quote within a client's text is escaped, so these count only keys.
+ROLE, TYPE = b'"role"', b'"type"'
+_filled: contextvars.ContextVar[Future[Any] | None] = contextvars.ContextVar("filled_template", default=None)
+
+
+def check_size(body: bytes, longest_input_tokens: int) -> None:
+    """Raise BadRequestError for a JSON body with more parts than the server takes tokens, before it is parsed."""
+    most = max(longest_input_tokens, FEWEST_PARTS)
+    for name, things in ((ROLE, "messages"), (TYPE, "parts and tools")):
+        if (n := body.count(name)) > most:
+            raise BadRequestError(
+                f"the request holds {n} {things}, and this server takes at most {most}"
+                f" ({longest_input_tokens} tokens): shorten it"
+            )
+
+
+def check(request: ChatCompletionRequest, longest_input_tokens: int) -> None:
+    """Raise BadRequestError for a conversation that must not be rendered."""
+    messages = request.messages
+    if "chat_template" in (request.chat_template_kwargs or {}):
+        raise BadRequestError(
+            "chat_template_kwargs holds chat_template, and a template is a program that all others would wait for: leave it"
+            " out, or start the server with --chat-template"
+        )
+    if len(messages) > (most := max(longest_input_tokens, FEWEST_PARTS)):
+        raise BadRequestError(f"the request holds {len(messages)} messages, and this server takes at most {most}")
+    last_is_continued = request.continue_final_message and messages and messages[-1].role == "assistant"
+    if len(messages) == (1 if last_is_continued else 0) and request.input_ids is None:
+        why = " but for the one that continue_final_message goes on with" if last_is_continued else ""
+        raise BadRequestError(f"messages is empty{why}: give at least one message")
+
+
+def around_process_messages(
+    original: Callable[..., Any], serving: Any, request: ChatCompletionRequest, *arguments: Any, **options: Any
+) -> Any:
+    """Hook on every route that renders a chat template: runs `check`, and returns what `fill_beside` or `fill_with` prepared."""
+    filled = _filled.get()
+    if filled is not None and filled.done():
+        return filled.result()
+    try:
+        check(request, serving.tokenizer_manager.longest_input_tokens)
+        result = original(serving, request, *arguments, **options)
+    except Exception as error:
+        if filled is not None:
+            filled.set_exception(error)
+        raise
+    if filled is not None:
+        filled.set_result(result)
+    return result
+
+
+async def fill_beside(
+    serving: OpenAIServingBase, request: ChatCompletionRequest, raw_request: fastapi.Request | None
+) -> None:
+    """Renders and tokenises a long conversation in another thread, for the next conversion by `serving` in this request."""
+    _filled.set(None)  # the task may have rendered another conversation before
+    if work_characters(request) < OFF_LOOP_CHARACTERS:
+        return
+    manager: PrefillTokenizerManager = serving.tokenizer_manager
+    _filled.set(Future())
+    context = contextvars.copy_context()
+
+    def convert(twin: PrefillTokenizerManager) -> None:
+        beside = copy.copy(serving)
+        beside.tokenizer_manager = twin
+        with contextlib.suppress(Exception):  # the next conversion raises it too
+            context.run(beside._convert_to_internal_request, request, raw_request)
+
+    await manager.run_beside(convert)
+
+
+def fill_with(result: Any) -> None:
+    """Makes the next conversion in this request take `result` as its rendered template."""
+    filled: Future[Any] = Future()
+    filled.set_result(result)
+    _filled.set(filled)
+
+
+def fill_in_thread(serving: Any, request: ChatCompletionRequest, raw_request: fastapi.Request | None) -> Any:
+    """Returns SGLang's rendered conversation, for `fill_with`. For a thread beside the event loop: `serving` must have a
+    tokenizer of its own. Raises the errors of the template and of SGLang."""
+    filled = Future[Any]()
+    context = contextvars.copy_context()
+    context.run(_filled.set, filled)
+    try:
+        context.run(serving._convert_to_internal_request, request, raw_request)
+    except Exception:  # also in `filled`, if the template raised it
+        if not filled.done():
+            raise
+    return filled.result()
+
+
+def work_characters(request: ChatCompletionRequest) -> int:
+    """The work of rendering and tokenising a conversation, as the length of a text with the same work."""
+    texts = list(texts_of(request))
+    return sum(map(len, texts)) + PART_CHARACTERS * (len(texts) + len(request.tools or ()))
+
+
+def texts_of(request: ChatCompletionRequest) -> Iterator[str]:
+    """Yields the texts of the messages and of their parts."""
+    for message in request.messages:
+        content = getattr(message, "content", None)
+        if isinstance(content, str):
+            yield content
+        for part in content if isinstance(content, list) else []:
+            if isinstance(text := getattr(part, "text", None), str):
+                yield text

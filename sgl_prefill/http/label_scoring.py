@@ -1,0 +1,424 @@
+"""Label scoring (PrefillOnly, section 2.3): the probabilities of a few allowed answers in one prefill.
+
+A scoring request runs with `max_new_tokens=0` and `token_ids_logprob`, SGLang's prefill-only path: no sampling, one
+log-softmax row. The prompts were rendered by SGLang's own routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import fastapi
+
+from sgl_prefill.core.answer_tree import Tokens
+from sgl_prefill.core.labels import (
+    CONTEXT_CHARACTERS,
+    CONTEXT_TOKENS,
+    Label,
+    check_distinct,
+    resolve_in_context,
+    tokens_in_context,
+)
+from sgl_prefill.core.long_labels import (
+    END_TOKEN,
+    MOST_FORM_TOKENS,
+    AnswerOptions,
+    ScoredLabels,
+    check_tokens,
+    ways_to_end,
+)
+from sgl_prefill.core.long_labels import score as score_forms
+from sgl_prefill.errors import BadRequestError
+from sgl_prefill.http.long_label_requests import TreeRequests
+from sgl_prefill.http.reply_options import PLAIN, ReplyOptions
+from sgl_prefill.http.request_checks import MOST_LABELS, check_ids_in_vocabulary, count_prompts
+from sgl_prefill.http.scored_prompt import ScoredPrompt, scored_of, with_reply
+from sgl_prefill.port.steps import custom_params
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
+
+# The look-up of a label after one end of a prompt takes some 30 microseconds, so the limit is a second of one core.
+MOST_RESOLUTIONS = 30_000
+SLICE = 500  # labels; then other requests' look-ups have their turn
+MOST_LABEL_CHARACTERS = 1_000
+LEAST_LEFT_MS = 1e-3  # deadline of a request that is late already: the scheduler refuses it
+
+ANYWHERE = ""  # stands for all ends of prompts in the look-ups of token ids
+
+T = TypeVar("T")
+_End = str | tuple[int, ...]  # of a prompt
+_Asked = tuple[str, tuple[str, ...] | tuple[int, ...], bool]  # tenant, labels, whether they may have several tokens
+
+
+class AllowedAnswers(NamedTuple):
+    """The labels of a request. `token_ids` or `tokens` is set; or `long`, whose look-up sets `tokens` too."""
+
+    tokens: list[str] | None  # as text, resolved after each prompt
+    token_ids: list[int] | None  # as ids, the same after every prompt
+    long: AnswerOptions | None = None  # as texts of any length, resolved after each prompt
+
+    @property
+    def field(self) -> str:
+        return "allowed_tokens" if self.long is None else "allowed_answers"
+
+    @property
+    def way(self) -> dict[str, Any]:
+        """How labels of any length get their probabilities; empty for the default. A calibration holds for one way only."""
+        if self.long is None:
+            return {}
+        forms = {label.name: sorted(label.forms) for label in self.long.labels if label.forms != (label.name,)}
+        found = {
+            "normalise": self.long.normalise if self.long.normalise != "sum" else None,
+            "answer_end": END_TOKEN if self.long.ends_with_token else self.long.end_text,
+            "forms": forms,
+        }
+        return {name: value for name, value in found.items() if value}
+
+
+class LabelScorer:
+    """Scores prompts through the tokenizer manager; one instance serves all routes."""
+
+    def __init__(self, tokenizer_manager: PrefillTokenizerManager) -> None:
+        self._manager = tokenizer_manager
+        # A copy for the look-up thread: the event loop uses SGLang's at the same time, and tokenizers are not thread-safe.
+        self._tokenizer = copy.deepcopy(tokenizer_manager.tokenizer)
+        # Fast tokenizers encode a batch of texts without the GIL.
+        self._backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            self._backend.no_padding()
+            self._backend.no_truncation()
+        # Labels by end of prompt. Per tenant, since the time of a look-up would reveal what other tenants asked.
+        self._known: dict[_Asked, dict[_End, list[Label]]] = {}
+        self._n_known = 0  # labels in `_known`
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="labels")
+
+    async def score(
+        self,
+        obj: GenerateReqInput,
+        answers: AllowedAnswers,
+        raw_request: fastapi.Request | None = None,
+        deadline_ms: float | None = None,
+        reply: ReplyOptions = PLAIN,
+    ) -> list[ScoredPrompt]:
+        """Returns one result a prompt, in order. `obj` names the prompts (and adapter, priority, images) and is changed.
+
+        `deadline_ms`: of each prompt, see `port.steps.refusals`; a late one raises fastapi.HTTPException (429 or 504).
+
+        Raises BadRequestError (400) for labels that cannot be scored; what SGLang raises for the rest passes through.
+        """
+        if answers.long is not None:
+            self._check_reply(
+                reply, answers, [[label.name for label in answers.long.labels]] * len(_prompts_of(obj)), obj
+            )
+            scored = await self._score_long(obj, answers.long, raw_request, deadline_ms, reply)
+        else:
+            labels = await self._labels_after(obj, answers, raw_request, reply, deadline_ms)
+            outputs = await self._answered(obj, raw_request)
+            scored = [scored_of(of_prompt, output) for of_prompt, output in zip(labels, outputs, strict=True)]
+        return await self._with_reply(scored, reply)
+
+    async def _tenant(self, raw_request: fastapi.Request | None) -> str:
+        return self._manager.tenant_of(await self._manager.caller_of(raw_request))
+
+    def _check_reply(
+        self, reply: ReplyOptions, answers: AllowedAnswers, names: list[list[str]], obj: GenerateReqInput
+    ) -> None:
+        """Raises BadRequestError if these options do not fit the labels. names: the labels' names per prompt; prompts may share a
+        list."""
+        n_alternatives = len(names) * reply.top_alternatives
+        if n_alternatives and (n := n_alternatives + sum(map(len, names))) > MOST_LABELS:
+            raise BadRequestError(
+                f"top_alternatives {reply.top_alternatives} after {len(names)} prompts makes, with the labels, {n}"
+                f" probabilities, and {MOST_LABELS} are the limit of one request: send fewer prompts in each"
+            )
+        if reply.calibration is not None:
+            paths = obj.lora_path if isinstance(obj.lora_path, list) else [obj.lora_path]
+            for of_prompt in {id(of_prompt): of_prompt for of_prompt in names}.values():
+                reply.calibration.check(of_prompt, answers.way, set(paths))
+
+    async def _with_reply(self, scored: list[ScoredPrompt], reply: ReplyOptions) -> list[ScoredPrompt]:
+        """Returns the answers with the additions that `reply` asks for."""
+        if reply == PLAIN:
+            return scored
+        texts: dict[int, str] = {}
+        if reply.top_alternatives:
+            ids = list({token_id for one in scored for _, token_id, _ in one.meta_info["output_top_logprobs"][0]})
+            texts = {label.token_id: label.text for label in await self._in_slices(self._labels_of, ids)}
+        return [with_reply(one, reply, texts) for one in scored]
+
+    async def _labels_after(
+        self,
+        obj: GenerateReqInput,
+        answers: AllowedAnswers,
+        raw_request: fastapi.Request | None,
+        reply: ReplyOptions,
+        deadline_ms: float | None = None,
+    ) -> list[list[Label]]:
+        """Returns the labels of one token after each prompt, and makes `obj` a request for their log-probabilities."""
+        labels = await self._resolve(answers, _prompts_of(obj), await self._tenant(raw_request))
+        if reply != PLAIN:
+            names = {id(of_prompt): [label.text for label in of_prompt] for of_prompt in labels}
+            self._check_reply(reply, answers, [names[id(of_prompt)] for of_prompt in labels], obj)
+        ids = [[label.token_id for label in of_prompt] for of_prompt in labels]
+        _ask_for_logprobs(obj, deadline_ms, reply.top_alternatives)
+        obj.token_ids_logprob = ids if count_prompts(obj) is not None else ids[0]
+        return labels
+
+    async def score_each(
+        self,
+        obj: GenerateReqInput,
+        answers: AllowedAnswers,
+        raw_request: fastapi.Request | None = None,
+        reply: ReplyOptions = PLAIN,
+    ) -> AsyncIterator[tuple[int, ScoredPrompt]]:
+        """Yields the index and the result of each prompt of a list when it is computed. The prompts are sent as one group, as by
+        `score`. For labels of one token. A failed prompt aborts all."""
+        assert isinstance(obj.text, list)
+        labels = await self._labels_after(obj, answers, raw_request, reply)
+        obj.stream = True
+        async for output in self._manager.generate_request(obj, raw_request):
+            reason = output["meta_info"].get("finish_reason") or {}
+            if reason.get("status_code"):  # refused, not aborted by its client
+                caller = await self._manager.caller_of(raw_request)
+                caller.refused_for, caller.retry_after_s = reason.get("reason"), reason.get("retry_after_s")
+                self._manager.abort_request(obj.rid)
+            (one,) = await self._with_reply([scored_of(labels[output["index"]], output)], reply)
+            yield output["index"], one
+
+    async def _answered(self, obj: GenerateReqInput, raw_request: fastapi.Request | None) -> list[dict[str, Any]]:
+        outputs = await self._manager.generate_request(obj, raw_request).__anext__()
+        return outputs if isinstance(outputs, list) else [outputs]
+
+    async def _score_long(
+        self,
+        obj: GenerateReqInput,
+        options: AnswerOptions,
+        raw_request: fastapi.Request | None,
+        deadline_ms: float | None,
+        reply: ReplyOptions,
+    ) -> list[ScoredPrompt]:
+        """As `score`, for labels of any length: the tokens of all labels run in the step of their prompt."""
+        tenant = await self._tenant(raw_request)
+        end_ids = sorted(self._manager.end_token_ids) if options.ends_with_token else []
+        if options.ends_with_token and not end_ids:
+            raise BadRequestError(f"answer_end is {END_TOKEN!r}, and this model's configuration names no end token")
+        baseline = None if options.baseline is None else _beside(obj, options.baseline)
+        asked = [await self._trees(obj, options, end_ids, tenant)]
+        if baseline is not None:
+            asked.append(await self._trees(baseline, options, end_ids, tenant))
+        why_not = self._manager.no_long_answers
+        if why_not is not None and any(n for _, trees in asked for n in trees.n_nodes):
+            raise BadRequestError(
+                f"allowed_answers holds labels of several tokens, which this engine cannot compute: {why_not}. Shorten them"
+            )
+        started_s = time.monotonic()
+        outputs: list[list[dict[str, Any]]] = []
+        # In turn: each request hits the prefixes that the earlier ones have computed.
+        for one in (one for _, trees in asked for one in trees.requests):
+            left_ms = (
+                None if deadline_ms is None else max(deadline_ms - 1e3 * (time.monotonic() - started_s), LEAST_LEFT_MS)
+            )
+            _ask_for_logprobs(one, left_ms, 0 if outputs else reply.top_alternatives)
+            outputs.append(await self._answered(one, raw_request))
+        n_main = len(asked[0][1].requests)
+        (forms, trees), outputs_of_prompts = asked[0], outputs[:n_main]
+        logprobs = trees.logprobs(outputs_of_prompts)
+        without: tuple[Sequence[Tokens], dict[Tokens, float] | None] = ((), None)
+        if baseline is not None:
+            ((baseline_forms,), baseline_trees) = asked[1]
+            without = baseline_forms, baseline_trees.logprobs(outputs[n_main:])[0]
+        scored = [
+            score_forms(options, of_prompt, end_ids, found, *without)
+            for of_prompt, found in zip(forms, logprobs, strict=True)
+        ]
+        return [
+            ScoredPrompt(_labels_of(options, one), one.distribution, output["meta_info"], one, n_nodes)
+            for one, output, n_nodes in zip(scored, outputs_of_prompts[0], trees.n_nodes, strict=True)
+        ]
+
+    async def _trees(
+        self, obj: GenerateReqInput, options: AnswerOptions, end_ids: list[int], tenant: str
+    ) -> tuple[list[list[Tokens]], TreeRequests]:
+        """Returns the tokens of each form after each prompt, and the requests for them."""
+        prompts = _prompts_of(obj)
+        labels = await self._resolve(AllowedAnswers(options.texts, None, options), prompts, tenant)
+        forms = [[label.token_ids for label in of_prompt] for of_prompt in labels]
+        ways = [[way for answer in of_prompt for way in ways_to_end(answer, end_ids)] for of_prompt in forms]
+        return forms, TreeRequests(obj, prompts, ways)
+
+    async def _resolve(
+        self, answers: AllowedAnswers, prompts: list[str] | list[list[int]], tenant: str = ""
+    ) -> list[list[Label]]:
+        """Returns the labels after each prompt."""
+        _check_size(answers, len(prompts))
+        if answers.token_ids is not None:
+            return [await self._labels_of_ids(answers.token_ids, tenant)] * len(prompts)
+        return await self._labels_of_texts(answers, prompts, tenant)
+
+    async def _labels_of_ids(self, token_ids: list[int], tenant: str) -> list[Label]:
+        check_distinct(token_ids, "allowed_token_ids")
+        check_ids_in_vocabulary(token_ids, self._manager.model_config.vocab_size, "allowed_token_ids")
+        key: _Asked = (tenant, tuple(token_ids), False)
+        labels = self._known.get(key, {}).get(ANYWHERE)
+        if labels is None:
+            labels = await self._in_slices(self._labels_of, token_ids)
+            self._remember(key, {ANYWHERE: labels})
+        return labels
+
+    async def _labels_of_texts(
+        self, answers: AllowedAnswers, prompts: list[str] | list[list[int]], tenant: str
+    ) -> list[list[Label]]:
+        """Looks up each distinct end of a prompt once, in another thread: prompts of one template share their end, and so do
+        requests."""
+        assert answers.tokens is not None
+        is_long = answers.long is not None
+        if not is_long:
+            check_distinct(answers.tokens, "allowed_tokens")
+        texts = tuple(answers.tokens)
+        key: _Asked = (tenant, texts, is_long)
+        ends = [_end_of(prompt) for prompt in prompts]
+        for index, end in enumerate(ends):
+            if not isinstance(end, str):  # decoded here; the tokenizer manager checks the rest of the prompt
+                check_ids_in_vocabulary(list(end), self._manager.model_config.vocab_size, f"prompt {index}")
+        known = self._known.get(key, {})
+        found = {end: known.get(end, []) for end in ends}
+        missing = [end for end, labels in found.items() if not labels]
+        if (n := len(missing) * len(texts)) > MOST_RESOLUTIONS:
+            raise BadRequestError(
+                f"{len(texts)} {answers.field} after {len(missing)} different ends of prompts are {n} labels to look up, and"
+                f" {MOST_RESOLUTIONS} are the limit: give allowed_token_ids, or fewer prompts in one request"
+            )
+        for end in missing:
+            found[end] = await self._in_slices(functools.partial(self._resolve_after, end, is_long), texts)
+            if is_long:
+                check_tokens(texts, [label.token_ids for label in found[end]])
+            else:
+                _check_distinct_tokens(found[end])
+        self._remember(key, {end: found[end] for end in missing})
+        return [found[end] for end in ends]
+
+    async def _in_slices(self, look_up: Callable[[Sequence[T]], list[Label]], asked: Sequence[T]) -> list[Label]:
+        """Looks labels up in the thread, slice by slice, so that other requests have their turn."""
+        loop, labels = asyncio.get_running_loop(), list[Label]()
+        for start in range(0, len(asked), SLICE):
+            labels += await loop.run_in_executor(self._thread, look_up, asked[start : start + SLICE])
+        return labels
+
+    def _remember(self, asked: _Asked, found: dict[_End, list[Label]]) -> None:
+        """Keeps look-ups, and drops the oldest above the limit. Another request may have added the same meanwhile."""
+        known = self._known.setdefault(asked, {})
+        self._n_known += len(asked[1]) * sum(end not in known for end in found)
+        known |= found
+        while self._n_known > MOST_RESOLUTIONS:
+            oldest = next(iter(self._known))
+            self._n_known -= len(oldest[1]) * len(self._known.pop(oldest))
+
+    def _labels_of(self, token_ids: Sequence[int]) -> list[Label]:
+        return [Label(self._decode([token_id]), token_id) for token_id in token_ids]
+
+    def _resolve_after(self, end: _End, is_long: bool, texts: Sequence[str]) -> list[Label]:
+        prompt_end = end if isinstance(end, str) else self._decode(list(end))
+        if is_long:
+            found = tokens_in_context(texts, prompt_end, self._encode, self._decode)
+            return [Label(text, tokens[0], tuple(tokens[1:])) for text, tokens in zip(texts, found, strict=True)]
+        token_ids = resolve_in_context(texts, prompt_end, self._encode, self._decode)
+        return [Label(text, token_id) for text, token_id in zip(texts, token_ids, strict=True)]
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        if self._tokenizer is None:
+            raise BadRequestError(
+                "this server runs without a tokenizer: give allowed_token_ids instead of allowed_tokens"
+            )
+        if self._backend is not None:
+            return [encoding.ids for encoding in self._backend.encode_batch(list(texts), add_special_tokens=False)]
+        return [list(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        """Decodes; "" if the server runs without a tokenizer."""
+        if self._tokenizer is None:
+            return ""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+
+def _check_size(answers: AllowedAnswers, n_prompts: int) -> None:
+    """Raises BadRequestError for too many or too long labels: the event loop writes an entry of JSON for each label of each
+    prompt."""
+    asked = answers.token_ids if answers.token_ids is not None else answers.tokens or []
+    if (n := n_prompts * len(asked)) > MOST_LABELS:
+        raise BadRequestError(
+            f"{len(asked)} allowed answers after {n_prompts} prompts are {n} probabilities, and {MOST_LABELS} are the limit"
+            " of one request: send fewer prompts in each"
+        )
+    if (longest := max(map(len, answers.tokens or [""]), default=0)) > MOST_LABEL_CHARACTERS:
+        raise BadRequestError(
+            f"{answers.field} holds a label of {longest} characters, and {MOST_LABEL_CHARACTERS} are the limit: a label is"
+            f" {'one token' if answers.long is None else f'at most {MOST_FORM_TOKENS} tokens'}"
+        )
+
+
+def _check_distinct_tokens(labels: Sequence[Label]) -> None:
+    by_id: dict[int, str] = {}
+    for label in labels:
+        if label.token_id in by_id:
+            raise BadRequestError(
+                f"allowed_tokens {by_id[label.token_id]!r} and {label.text!r} are the same token"
+                f" {label.token_id} after this prompt: keep one of them"
+            )
+        by_id[label.token_id] = label.text
+
+
+def _end_of(prompt: str | list[int]) -> _End:
+    return prompt[-CONTEXT_CHARACTERS:] if isinstance(prompt, str) else tuple(prompt[-CONTEXT_TOKENS:])
+
+
+def _prompts_of(obj: GenerateReqInput) -> list[str] | list[list[int]]:
+    """Returns the prompts as a list. Raises BadRequestError naming the index of an empty one."""
+    given = obj.text if obj.text is not None else obj.input_ids
+    if given is None:
+        raise BadRequestError("label scoring needs a prompt as text or as token ids")
+    is_single = isinstance(given, str) or (len(given) > 0 and isinstance(given[0], int))
+    prompts: Any = [given] if is_single else given
+    for index, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise BadRequestError(f"prompt {index} is empty: it must hold at least one token")
+    if not prompts:
+        raise BadRequestError("the prompt is empty: it must hold at least one token")
+    return prompts  # type: ignore[no-any-return]
+
+
+def _ask_for_logprobs(obj: GenerateReqInput, deadline_ms: float | None, n_alternatives: int) -> None:
+    """Makes this a request for the log-probabilities after its prompts, and nothing else."""
+    parameters = custom_params.with_deadline(deadline_ms)
+    obj.sampling_params = {"max_new_tokens": 0, "temperature": 0.0, "custom_params": parameters}
+    obj.return_logprob, obj.logprob_start_len, obj.top_logprobs_num = True, -1, n_alternatives
+    obj.return_text_in_logprobs = obj.stream = False
+
+
+def _beside(obj: GenerateReqInput, prompt: str | tuple[int, ...]) -> GenerateReqInput:
+    """Returns a request for one further prompt, with the adapter, priority and prefix namespace of `obj`."""
+
+    def first(given: Any) -> Any:
+        return given[0] if isinstance(given, list) and given else given
+
+    kept = {name: first(getattr(obj, name)) for name in ("extra_key", "lora_path", "priority")}
+    text, ids = (prompt, None) if isinstance(prompt, str) else (None, list(prompt))
+    return type(obj)(text=text, input_ids=ids, **kept)
+
+
+def _labels_of(options: AnswerOptions, scored: ScoredLabels) -> list[Label]:
+    """Each label with the tokens of its likeliest form."""
+    found = []
+    for label, forms in zip(options.labels, scored.forms, strict=True):
+        best = max(forms, key=lambda form: form.logprob).token_ids
+        found.append(Label(label.name, best[0], best[1:]))
+    return found

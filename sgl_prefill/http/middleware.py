@@ -1,0 +1,198 @@
+"""ASGI middleware around SGLang's app: body limits, one format of errors, refusals at shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+from fastapi import HTTPException
+
+from sgl_prefill.core import metric_list
+from sgl_prefill.http.error_format import INTERNAL_ERROR, Refusal, refusal_of, with_nested_error
+from sgl_prefill.port.steps import clients
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from sgl_prefill.config import PrefillConfig
+    from sgl_prefill.http.shutdown import Ending
+
+BODY_TIMEOUT_S = 60.0
+COMPUTING_METHODS = ("POST", "PUT")
+# The label `reason` of the metric `refused_requests`, by HTTP status.
+REFUSAL_REASONS = {
+    400: "invalid",
+    408: "body_too_slow",
+    413: "body_too_large",
+    429: "deadline_unreachable",
+    503: "overloaded",
+    504: "deadline_expired",
+}
+
+
+class Middleware:
+    """The outermost ASGI application of the server.
+
+    Args:
+        check_body: raises BadRequestError for a body that would take too long to parse; called with path and body.
+        n_refused: counts refusals by reason, for the dashboard.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: PrefillConfig,
+        ending: Ending,
+        check_body: Callable[[str, bytes], None] | None = None,
+        n_refused: Counter[str] | None = None,
+    ) -> None:
+        self._app = app
+        self._config = config
+        self._ending = ending
+        self._check_body = check_body
+        self._n_refused: Counter[str] = Counter() if n_refused is None else n_refused
+        self._refused = metric_list.BY_NAME["refused_requests"].make([])  # SGLang has set its directory by now
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        computes = scope["method"] in COMPUTING_METHODS
+        with clients.calling(clients.Caller.of_headers(dict(scope["headers"]))) as caller:
+            if computes:  # a health probe gets 503 while the server starts, which is no refusal
+                send = self._counted(caller, send)
+            self._ending.n_in_flight += computes
+            try:
+                await self._answer(scope, receive, send, computes=computes)
+            finally:
+                self._ending.n_in_flight -= computes
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, *, computes: bool) -> None:
+        answer = _Answer(send)
+        try:
+            body = await self._read(receive)
+            if body is None:
+                return
+            if (
+                not dict(scope["headers"]).get(b"authorization", b"").isascii()
+            ):  # SGLang's comparison of keys fails at it
+                raise HTTPException(HTTPStatus.UNAUTHORIZED, "the Authorization header contains non-ASCII bytes")
+            if computes:
+                self._check(scope["path"], body)
+            await self._app(scope, _replay(body, receive), answer.send)
+        except Exception as error:
+            if answer.has_begun:
+                raise
+            refusal = refusal_of(error)
+            headers, text = refusal.headers_and_body()
+            await send({"type": "http.response.start", "status": int(refusal.status), "headers": headers})
+            await send({"type": "http.response.body", "body": text})
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        """Reads the whole body; None: the client has closed the connection. A body over the limit is read to its end, since
+        a client that is still sending does not see an answer."""
+        parts, n_bytes, more = [], 0, True
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                while more:
+                    message = await receive()
+                    if message["type"] != "http.request":
+                        return None
+                    part, more = message.get("body", b""), message.get("more_body", False)
+                    n_bytes += len(part)
+                    if n_bytes <= self._config.max_body_bytes:
+                        parts.append(part)
+        except TimeoutError:
+            raise HTTPException(
+                HTTPStatus.REQUEST_TIMEOUT,
+                f"the request body was incomplete after {BODY_TIMEOUT_S:g} s: send it faster, or in several requests",
+            ) from None
+        if n_bytes > self._config.max_body_bytes:
+            raise HTTPException(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"the request body has {n_bytes} bytes, and this server takes at most {self._config.max_body_bytes}: send"
+                " fewer prompts in one request, or start the server with a larger --max-body-mb",
+            )
+        return b"".join(parts)
+
+    def _check(self, path: str, body: bytes) -> None:
+        """Raises HTTPException at shutdown, BadRequestError for a body that is not parsed."""
+        if self._ending.reason is not None:
+            raise HTTPException(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"{self._ending.reason}: send the request again, to another server or later",
+            )
+        if self._check_body is not None:
+            self._check_body(path, body)
+
+    def _counted(self, caller: clients.Caller, send: Send) -> Send:
+        """Counts a refusal, and adds `Retry-After` to it."""
+
+        async def counted_send(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] in REFUSAL_REASONS:
+                reason = caller.refused_for or REFUSAL_REASONS[message["status"]]
+                self._refused.labels(reason=reason).inc()
+                self._n_refused[reason] += 1
+                is_last = self._ending.reason is not None
+                retry_after_s = self._ending.retry_after_s if is_last else caller.retry_after_s
+                headers = [] if retry_after_s is None else [(b"retry-after", str(retry_after_s).encode())]
+                if is_last or message["status"] == HTTPStatus.REQUEST_TIMEOUT:
+                    headers.append((b"connection", b"close"))
+                message["headers"] = [*message["headers"], *headers]
+            await send(message)
+
+        return counted_send
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Returns the body in one message; after that, what the client sends: that it has closed the connection."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replay
+
+
+class _Answer:
+    """Sends what the app answers, errors in both formats. The head waits for the first bytes of the body: a stream may fail
+    before them."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._head: Message | None = None
+        self._error = b""
+        self.has_begun = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._head = message
+            return
+        if self._head is not None:
+            if self._head["status"] >= HTTPStatus.BAD_REQUEST:
+                self._error += message.get("body", b"")
+                if message.get("more_body", False):
+                    return
+                self._head, message = _in_both_formats(self._head, self._error)
+            head, self._head, self.has_begun = self._head, None, True
+            await self._send(head)
+        await self._send(message)
+
+
+def _in_both_formats(head: Message, body: bytes) -> tuple[Message, Message]:
+    if (
+        head["status"] == HTTPStatus.NOT_IMPLEMENTED
+    ):  # SGLang's status for what a route does not support, such as a stream
+        head = {**head, "status": int(HTTPStatus.BAD_REQUEST)}
+    is_json = dict(head["headers"]).get(b"content-type", b"").startswith(b"application/json")
+    if not is_json and head["status"] == HTTPStatus.INTERNAL_SERVER_ERROR:
+        refusal = Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError", INTERNAL_ERROR)
+        headers, body = refusal.headers_and_body()
+    else:
+        body = with_nested_error(body) if is_json else body
+        headers = [(name, value) for name, value in head["headers"] if name.lower() != b"content-length"]
+        headers.append((b"content-length", str(len(body)).encode()))
+    return {**head, "headers": headers}, {"type": "http.response.body", "body": body}

@@ -1,0 +1,257 @@
+"""The request bodies of the label routes: SGLang's with additional fields, and checks for options that contradict them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, StrictBool, StrictInt, field_validator, model_validator
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from sgl_prefill.core import long_labels
+from sgl_prefill.core.labels import LabelError
+from sgl_prefill.errors import BadRequestError
+from sgl_prefill.http.label_scoring import AllowedAnswers
+from sgl_prefill.http.reply_options import ReplyFields
+from sgl_prefill.port.steps import custom_params
+
+# Penalties depend on generated tokens, and cannot change an answer of one token. Each with its neutral value.
+PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+
+LABEL_FIELDS = ("allowed_tokens", "allowed_token_ids", "allowed_answers")
+LONG_LABEL_OPTIONS = ("answer_end", "normalise", "baseline_prompt")  # in the order of `long_labels.parse`
+
+# Fields that change what is generated, or ask for more than one answer: together with labels they contradict.
+CONTRADICTING_FIELDS = (
+    *("best_of", "echo", "suffix", "n", "logit_bias", "regex", "json_schema", "ebnf", "response_format", "tools"),
+    *("custom_logit_processor", "min_tokens", "return_hidden_states", "continue_final_message"),
+    *PENALTIES,
+)
+
+
+class Mark(NamedTuple):
+    """A message of a chat with a `keep` field: whether it must stay if the conversation is too long."""
+
+    message: int  # its index
+    keep: bool
+
+
+class LabelFields(ReplyFields):
+    """Fields that this package adds to SGLang's request bodies."""
+
+    allowed_tokens: list[str] | None = None
+    allowed_token_ids: list[StrictInt] | None = None
+    allowed_answers: Any = None  # checked with the next three by `core.long_labels.parse`
+    answer_end: Any = None
+    normalise: Any = None
+    baseline_prompt: Any = None
+    deadline_ms: float | None = None
+    prompt_parts: Any = None  # refused in chats
+    on_overflow: Any = None
+    max_prompt_tokens: Any = None
+
+
+class LabelCompletionRequest(LabelFields, CompletionRequest):  # type: ignore[misc]
+    """/v1/completions. `max_tokens` left out means 1 on a prefill-only server; 0 is accepted too."""
+
+    max_tokens: int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parts_are_a_prompt(cls, values: Any) -> Any:
+        """SGLang's `prompt` is required; `prompt_parts` is put there after it was cut."""
+        if isinstance(values, dict) and values.get("prompt_parts") is not None:
+            if values.get("prompt") is not None:
+                raise ValueError("prompt and prompt_parts are both given: give the prompt once")
+            return {**values, "prompt": ""}
+        return values
+
+    @field_validator("max_tokens")
+    @classmethod
+    def validate_max_tokens_positive(cls, value: int | None) -> int | None:
+        """Overrides SGLang's validator of this name, which refuses 0."""
+        if value is not None and value < 0:
+            raise ValueError(f"max_tokens is {value}: it must be 0 or more")
+        return value
+
+
+class LabelChatCompletionRequest(LabelFields, ChatCompletionRequest):  # type: ignore[misc]
+    """/v1/chat/completions. `max_tokens` and `max_completion_tokens` left out mean 1 on a prefill-only server."""
+
+    _marks: tuple[Mark, ...] = ()
+
+    @property
+    def marks(self) -> tuple[Mark, ...]:
+        """Messages with a `keep` field, which SGLang's message types drop."""
+        return self._marks
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _remember_marks(cls, values: Any, handler: Callable[[Any], Any]) -> Any:
+        request = handler(values)
+        request._marks = marks_of(values)
+        return request
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_an_object(cls, values: Any) -> Any:
+        """Runs before SGLang's own validators, which end in a 500 for a body that is a list or a text."""
+        if not isinstance(values, dict):
+            raise ValueError("the request body must be a JSON object")
+        if not isinstance(values.get("response_format"), dict | None):
+            raise ValueError("response_format must be an object")
+        return values
+
+
+def marks_of(body: Any) -> tuple[Mark, ...]:
+    """Finds the messages with `keep` in the JSON of a chat, whatever its shape. Raises ValueError for a part with `keep`."""
+    messages = body.get("messages") if isinstance(body, dict) else None
+    found = []
+    for index, message in enumerate(messages if isinstance(messages, list) else []):
+        if not isinstance(message, dict):
+            continue
+        content = message.get("content")
+        for place, part in enumerate(content if isinstance(content, list) else []):
+            if isinstance(part, dict) and "keep" in part:
+                raise ValueError(
+                    f"messages[{index}].content[{place}] has keep: whole messages are kept or dropped, give keep beside content"
+                )
+        if "keep" in message:
+            if not isinstance(message["keep"], bool):
+                raise ValueError(
+                    f"messages[{index}].keep is {message['keep']!r}: give false (the message may be dropped) or true"
+                )
+            found.append(Mark(index, message["keep"]))
+    return tuple(found)
+
+
+@dataclasses.dataclass
+class LabelGenerateReqInput(GenerateReqInput):  # type: ignore[misc]
+    """/generate."""
+
+    allowed_tokens: list[str] | None = dataclasses.field(default=None, kw_only=True)
+    allowed_token_ids: list[StrictInt] | None = dataclasses.field(default=None, kw_only=True)
+    allowed_answers: Any = dataclasses.field(default=None, kw_only=True)
+    answer_end: Any = dataclasses.field(default=None, kw_only=True)
+    normalise: Any = dataclasses.field(default=None, kw_only=True)
+    baseline_prompt: Any = dataclasses.field(default=None, kw_only=True)
+    deadline_ms: float | None = dataclasses.field(default=None, kw_only=True)
+    calibration: str | None = dataclasses.field(default=None, kw_only=True)
+    raw_scores: StrictBool = dataclasses.field(default=False, kw_only=True)
+    top_alternatives: StrictInt | None = dataclasses.field(default=None, kw_only=True)
+    cache_salt: str | None = dataclasses.field(default=None, kw_only=True)
+    prompt_parts: Any = dataclasses.field(default=None, kw_only=True)
+    on_overflow: Any = dataclasses.field(default=None, kw_only=True)
+    max_prompt_tokens: Any = dataclasses.field(default=None, kw_only=True)
+    is_single = True  # until SGLang sets it: error handling reads it of requests that were refused before
+
+
+def allowed_answers(request: Any) -> AllowedAnswers | None:
+    """The allowed answers of a request; None without label scoring. Raises BadRequestError."""
+    given = [name for name in LABEL_FIELDS if getattr(request, name) is not None]
+    if len(given) > 1:
+        raise BadRequestError(f"{' and '.join(given)} are both given: give the answers once")
+    if request.allowed_answers is None:
+        beside = [name for name in LONG_LABEL_OPTIONS if getattr(request, name) is not None]
+        if beside:
+            raise BadRequestError(
+                f"{', '.join(beside)} goes with allowed_answers: give the labels there, or leave it out"
+            )
+        return AllowedAnswers(request.allowed_tokens, request.allowed_token_ids) if given else None
+    try:
+        options = long_labels.parse(request.allowed_answers, *(getattr(request, name) for name in LONG_LABEL_OPTIONS))
+    except LabelError as error:
+        raise BadRequestError(str(error)) from error
+    return AllowedAnswers(None, None, options)
+
+
+def check_keys(request: CompletionRequest | ChatCompletionRequest) -> None:
+    """Raise BadRequestError for a list in a field that takes one text on SGLang's routes."""
+    for name in ("cache_salt", "extra_key"):
+        if isinstance(getattr(request, name, None), list):
+            raise BadRequestError(f"{name} is a list: give one text, or a request for each prompt")
+
+
+def pass_deadline(request: CompletionRequest | ChatCompletionRequest) -> None:
+    """Pass the deadline of a request without allowed answers to the scheduler in `custom_params`."""
+    request.custom_params = custom_params.with_deadline(request.deadline_ms, request.custom_params)
+
+
+def pass_generate_deadline(obj: GenerateReqInput) -> None:
+    """As `pass_deadline`, for /generate: one set of sampling options, or one per prompt."""
+    if obj.deadline_ms is None:
+        return
+    put = functools.partial(custom_params.put, name=custom_params.DEADLINE, value=obj.deadline_ms)
+    obj.sampling_params = custom_params.for_each(obj.sampling_params, put)
+
+
+def pass_salt(obj: LabelGenerateReqInput) -> None:
+    """Put `cache_salt` of /generate before `extra_key`, as SGLang's OpenAI routes do."""
+    if isinstance(obj.extra_key, list):
+        obj.extra_key = [f"{obj.cache_salt or ''}{key}" for key in obj.extra_key]
+    else:
+        obj.extra_key = f"{obj.cache_salt or ''}{obj.extra_key or ''}" or None
+
+
+def check_penalties(request: CompletionRequest | ChatCompletionRequest, max_tokens: int | None) -> None:
+    """Raise BadRequestError for penalties that the client sent and that cannot change an answer of this length."""
+    _check_penalties({name: getattr(request, name) for name in request.model_fields_set & set(PENALTIES)}, max_tokens)
+
+
+def check_generate_penalties(obj: GenerateReqInput) -> None:
+    """As `check_penalties`, for /generate."""
+    for of_prompt in _sampling_params_of(obj):
+        _check_penalties(of_prompt, of_prompt.get("max_new_tokens"))
+
+
+def _sampling_params_of(obj: GenerateReqInput) -> list[dict[str, Any]]:
+    params: Any = obj.sampling_params or {}
+    return params if isinstance(params, list) else [params]
+
+
+def _check_penalties(given: Mapping[str, Any], max_tokens: int | None) -> None:
+    if found := _penalties(given):
+        values = ", ".join(f"{name} is {given[name]}" for name in found)
+        if isinstance(max_tokens, int) and max_tokens <= 1:
+            raise BadRequestError(
+                f"{values}: penalties are for tokens that an answer has already, and this answer is one: leave them out"
+            )
+
+
+def _penalties(given: Mapping[str, Any]) -> list[str]:
+    return [name for name, none in PENALTIES.items() if given.get(name) not in (None, none)]
+
+
+def check_label_request(request: BaseModel, max_tokens: int | None) -> None:
+    """Raise BadRequestError naming all options that label scoring would have to ignore."""
+    fields = type(request).model_fields
+    given = [
+        name
+        for name in CONTRADICTING_FIELDS
+        if name in request.model_fields_set
+        and getattr(request, name) not in (fields[name].default, PENALTIES.get(name))
+    ]
+    _refuse("max_tokens", max_tokens, given)
+
+
+def check_generate_label_request(obj: GenerateReqInput) -> None:
+    """As `check_label_request`, for /generate, whose options are in `sampling_params`."""
+    for of_prompt in _sampling_params_of(obj):
+        names = ("n", "regex", "json_schema", "ebnf", "logit_bias")
+        given = [name for name in names if of_prompt.get(name) not in (None, 1)]
+        given += _penalties(of_prompt)
+        _refuse("max_new_tokens", of_prompt.get("max_new_tokens"), given)
+
+
+def _refuse(length_field: str, asked_tokens: Any, contradicting: list[str]) -> None:
+    if isinstance(asked_tokens, int) and asked_tokens > 1:
+        raise BadRequestError(
+            f"{length_field} is {asked_tokens}, and labels are scored, not generated: leave it out, or ask for 0 or 1;"
+            " for longer answers drop the allowed answers and start the server with --allow-generation"
+        )
+    if contradicting:
+        them = "it" if len(contradicting) == 1 else "them"
+        raise BadRequestError(f"{', '.join(contradicting)} cannot be combined with allowed answers: leave {them} out")

@@ -1,0 +1,209 @@
+"""Checks of requests before the scheduler: an error message instead of a wrong answer, a 500, or a crash of the scheduler."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection
+from http import HTTPStatus
+from typing import Any
+
+import fastapi
+import msgspec
+from sglang.srt.managers.embed_types import PositionalEmbeds
+from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, SessionParams
+from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
+
+from sgl_prefill.errors import BadRequestError
+from sgl_prefill.port.steps import custom_params
+
+# Set by SGLang itself; a client that sent them would bypass its checks.
+INTERNAL_SAMPLING_FIELDS = {"stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"}
+SAMPLING_OPTION_TYPES = {
+    field.name: field.type
+    for field in msgspec.structs.fields(SamplingParams)
+    if field.name not in INTERNAL_SAMPLING_FIELDS
+}
+# top_k and the seed become tensors of 32 and 64 bits in the scheduler; n is the number of answers.
+SAMPLING_OPTION_RANGES = (("top_k", -1, TOP_K_ALL), ("sampling_seed", -(2**63), 2**63 - 1), ("n", 1, 1024))
+
+# Of one request: its answer is written in the event loop, prompt by prompt and label by label.
+MOST_PROMPTS, MOST_LABELS = 10_000, 50_000
+# Each stop is tokenised or compiled in the event loop and in the scheduler.
+MOST_STOPS, MOST_STOP_CHARACTERS = 256, 16_384
+MOST_LOGIT_BIAS = 1e30  # a logit plus a bias must fit float32
+
+# Options of GenerateReqInput that take one value, or a list with one value per prompt.
+PER_PROMPT_FIELDS = (
+    *("rid", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "lora_path", "lora_id"),
+    *("extra_key", "custom_logit_processor", "return_hidden_states", "return_sampling_mask"),
+    *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size"),
+)
+MEDIA = ("image_data", "video_data", "audio_data")
+
+
+def check_session(params: dict[str, Any]) -> None:
+    """Raise BadRequestError naming an unknown or wrong option of a session."""
+    types = {field.name: field.type for field in msgspec.structs.fields(SessionParams)}
+    for name, value in params.items():
+        if name not in types:
+            raise BadRequestError(f"session_params holds {name!r}, which is no option of a session")
+        try:
+            msgspec.convert(value, types[name])
+        except msgspec.ValidationError as error:
+            raise BadRequestError(f"session_params: {name} is {value!r}: {error}") from error
+
+
+def check_metric_labels(labels: Collection[str], allowed: Collection[str]) -> None:
+    """Raise BadRequestError for a label unknown to the metrics: SGLang's metrics would raise and stop the server."""
+    for label in labels:
+        if label not in allowed:
+            raise BadRequestError(
+                f"custom_labels holds {label!r}, and this server counts its requests by"
+                f" {', '.join(allowed) or 'no labels of clients'}: leave it out, or start the server with"
+                " --tokenizer-metrics-custom-labels-header and --tokenizer-metrics-allowed-custom-labels"
+            )
+
+
+def count_prompts(obj: GenerateReqInput | EmbeddingReqInput) -> int | None:
+    """The number of prompts in the request's list; None for a single prompt outside a list."""
+    prompts = obj.text if obj.text is not None else obj.input_ids
+    if prompts is None:
+        prompts = getattr(obj, "input_embeds", None)
+        is_batch = (
+            isinstance(prompts, list)
+            and bool(prompts)
+            and isinstance(prompts[0], list)
+            and (bool(prompts[0]) and isinstance(prompts[0][0], list))
+        )
+    else:
+        is_batch = isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], str | list)
+    return len(prompts) if is_batch and prompts is not None else None
+
+
+def check_lists_of_embedding(obj: EmbeddingReqInput, *, takes_media: bool) -> None:
+    """Raise BadRequestError if lists of an embedding request do not match its prompts. takes_media: a prompt may be an image or
+    other media without text."""
+    n_prompts = count_prompts(obj)
+    if [] in (obj.text, obj.input_ids):
+        raise BadRequestError("the prompt is empty: the list holds no prompt")
+    if obj.text is None and (obj.is_cross_encoder_request or not (takes_media or obj.input_ids)):
+        raise BadRequestError(
+            "the request holds no prompt: give text" + ("" if obj.is_cross_encoder_request else " or input_ids")
+        )
+    _check_adapter_ids(obj)
+    if isinstance(obj.rid, list) and len(obj.rid) != n_prompts:
+        shown = "one prompt, which is in no list" if n_prompts is None else f"{n_prompts} prompts"
+        raise BadRequestError(f"rid has {len(obj.rid)} values, and the request has {shown}")
+    if isinstance(obj.sampling_params, list) and len(obj.sampling_params) != n_prompts:
+        raise BadRequestError("sampling_params is a list, and has no value for each of the prompts: give one object")
+    for name in (*MEDIA, "embed_overrides", "positional_embed_overrides"):
+        value = getattr(obj, name)
+        if n_prompts is None or value is None or isinstance(value, PositionalEmbeds):
+            continue
+        if not isinstance(value, list) or len(value) != n_prompts:
+            raise BadRequestError(f"{name} is no list with one value for each of the {n_prompts} prompts")
+
+
+def _check_adapter_ids(obj: GenerateReqInput | EmbeddingReqInput) -> None:
+    """Unlike for other options, SGLang does not apply a single `lora_id` to all prompts."""
+    n_prompts, given = count_prompts(obj), obj.lora_id
+    if n_prompts is not None and given is not None and (isinstance(given, str) or len(given) != n_prompts):
+        shown = "one value" if isinstance(given, str) else f"{len(given)} values"
+        raise BadRequestError(f"lora_id has {shown}, and the request has {n_prompts} prompts")
+
+
+def check_lists_against_prompts(obj: GenerateReqInput) -> None:
+    """Raise BadRequestError if a list of one value per prompt does not match the prompts."""
+    if obj.text is not None and obj.input_ids is not None:
+        raise BadRequestError("text and input_ids are both given: give the prompt once")
+    prompts = obj.text if obj.text is not None else obj.input_ids if obj.input_ids is not None else obj.input_embeds
+    if prompts == []:
+        raise BadRequestError("the prompt is empty: the list holds no prompt")
+    _check_adapter_ids(obj)
+    is_batch = count_prompts(obj) is not None
+    ids = obj.token_ids_logprob  # one list for all prompts, or one per prompt
+    has_lists_of_ids = isinstance(ids, list) and any(isinstance(one, list) for one in ids)
+    # A single prompt may have these lists too.
+    lists = ("video_data", "audio_data", "modalities", *(["token_ids_logprob"] if has_lists_of_ids else []))
+    for field in (*(lists if is_batch else ()), *PER_PROMPT_FIELDS):
+        value = getattr(obj, field)
+        if not isinstance(value, list):
+            continue
+        if not is_batch:
+            raise BadRequestError(f"{field} is a list, and the request has one prompt: give one value")
+        if len(value) != len(prompts):
+            raise BadRequestError(f"{field} has {len(value)} values, and the request has {len(prompts)} prompts")
+
+
+def check_sampling_options(options: dict[str, Any], vocab_size: int, tokenizer: Any) -> None:
+    """Raise BadRequestError naming an unknown or wrong sampling option.
+
+    SGLang does not check types: a wrong one, or a token id outside the vocabulary, would stop the scheduler. `null` means
+    "not given", as in SGLang.
+    """
+    for name, value in options.items():
+        if name not in SAMPLING_OPTION_TYPES:
+            raise BadRequestError(f"sampling_params holds {name!r}, which is no sampling option of this server")
+        if value is None:
+            continue
+        try:
+            msgspec.convert(value, SAMPLING_OPTION_TYPES[name])
+        except msgspec.ValidationError as error:
+            raise BadRequestError(f"sampling_params: {name} is {value!r}: {error}") from error
+    for name, lowest, highest in SAMPLING_OPTION_RANGES:
+        value = options.get(name)
+        if value is not None and not lowest <= value <= highest:
+            raise BadRequestError(f"sampling_params: {name} is {value}: it must be from {lowest} to {highest}")
+    for name in ("stop", "stop_regex"):
+        stops = [options[name]] if isinstance(options.get(name), str) else options.get(name) or []
+        n_characters = sum(map(len, stops))
+        if len(stops) > MOST_STOPS or n_characters > MOST_STOP_CHARACTERS:
+            raise BadRequestError(
+                f"sampling_params: {name} holds {len(stops)} texts with {n_characters} characters: at most {MOST_STOPS}, and"
+                f" {MOST_STOP_CHARACTERS} characters together"
+            )
+    if stop_ids := options.get("stop_token_ids"):
+        check_ids_in_vocabulary(stop_ids, vocab_size, "stop_token_ids")
+    deadline_ms = (options.get("custom_params") or {}).get(custom_params.DEADLINE)
+    if deadline_ms is not None:
+        check_deadline(deadline_ms)
+    for token, bias in (options.get("logit_bias") or {}).items():
+        if not (token.isascii() and token.isdigit()) or not abs(bias) <= MOST_LOGIT_BIAS:
+            raise BadRequestError(
+                f"sampling_params: logit_bias holds {token!r}: {bias}: a token id, and a number from {-MOST_LOGIT_BIAS:g} to"
+                f" {MOST_LOGIT_BIAS:g}"
+            )
+    try:
+        parsed = SamplingParams(**options)
+        parsed.normalize(tokenizer)
+        parsed.verify(vocab_size)
+    except (ValueError, re.error) as error:
+        raise BadRequestError(f"sampling_params: {error}") from error
+
+
+def check_has_logprobs(meta_info: dict[str, Any]) -> None:
+    """Raise HTTPException if an output has no log-probabilities of labels: its request was aborted, or failed."""
+    if not meta_info.get("output_token_ids_logprobs"):
+        reason = meta_info.get("finish_reason") or {}
+        raise fastapi.HTTPException(
+            reason.get("status_code") or HTTPStatus.SERVICE_UNAVAILABLE,
+            reason.get("message") or "the request was aborted before it was computed: send it again",
+        )
+
+
+def check_deadline(deadline_ms: Any) -> None:
+    """Raise BadRequestError for anything but a positive number."""
+    is_number = isinstance(deadline_ms, int | float) and not isinstance(deadline_ms, bool)
+    if not is_number or not 0 < deadline_ms < math.inf:
+        raise BadRequestError(f"deadline_ms is {deadline_ms!r}: it must be a positive number of milliseconds")
+
+
+def check_ids_in_vocabulary(token_ids: list[int], vocab_size: int, where: str) -> None:
+    """Raise BadRequestError naming the first id outside [0, vocab_size). Added tokens are inside."""
+    if min(token_ids) >= 0 and max(token_ids) < vocab_size:
+        return
+    bad = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+    raise BadRequestError(
+        f"{where} holds token id {bad}, and the vocabulary has {vocab_size} tokens (0 to {vocab_size - 1})"
+    )

@@ -1,0 +1,242 @@
+"""Reranking with any causal language model: P(yes) that a document answers the query, one prefill per document.
+
+SGLang reranks with a causal model only if its chat template is a reranker's; for others it asks for an embedding model.
+Where the query stands before the document, all documents of a call share it in the prefix cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pydantic
+from fastapi.responses import Response, StreamingResponse
+from sglang.srt.entrypoints.openai.protocol import V1RerankReqInput
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from sgl_prefill.core import rerank_template
+from sgl_prefill.errors import BadRequestError
+from sgl_prefill.http import reply_options
+from sgl_prefill.http.error_format import refusal_of, with_nested_error
+from sgl_prefill.http.label_scoring import AllowedAnswers, LabelScorer
+from sgl_prefill.http.reply_options import PLAIN, ReplyOptions
+from sgl_prefill.http.rerank_replies import Reply, Result, Serialiser, jina_result, to_jina, to_sglang
+from sgl_prefill.http.rerank_request import Asked, RerankRequest, understood
+from sgl_prefill.http.scored_prompt import ScoredPrompt, usage
+
+if TYPE_CHECKING:
+    import fastapi
+
+    from sgl_prefill.config import PrefillConfig
+    from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
+
+
+class Reranker:
+    """Answers rerank requests, with a template's prompts or by SGLang's own handler.
+
+    Args:
+        scorer: called per request, since SGLang creates its tokenizer manager late.
+        stock_endpoint: SGLang's handler of /v1/rerank.
+        reply_options: reads the label options of a request; its second argument is the HTTP request.
+    """
+
+    def __init__(
+        self,
+        config: PrefillConfig,
+        scorer: Callable[[], LabelScorer],
+        stock_endpoint: Callable[..., Awaitable[Any]],
+        reply_options: Callable[[RerankRequest, Any], Awaitable[ReplyOptions]],
+    ) -> None:
+        self._replaces_sglangs = config.rerank_template is not None
+        self._template = rerank_template.load(config.rerank_template or rerank_template.DEFAULT)
+        self._answers = AllowedAnswers(list(self._template.labels), None)
+        self._scorer, self._stock_endpoint, self._reply_options = scorer, stock_endpoint, reply_options
+
+    async def answer(
+        self, serving: Any, request: RerankRequest, raw_request: fastapi.Request, serialise: Serialiser | None
+    ) -> Any:
+        """Returns the reply, or a stream of it. Raises BadRequestError; errors of scoring pass through.
+
+        Args:
+            serving: SGLang's object for its own handler.
+            serialise: None for /v1/rerank, where SGLang's handler answers with its list, and ours by `format_of_v1`.
+        """
+        manager = serving.tokenizer_manager
+        reply_options.check(request, has_answers=True)
+        if not self._replaces_sglangs and not sglang_would_refuse(serving, request):
+            return await self._by_sglang(manager, request, raw_request, serialise or to_sglang)
+        if not manager.is_generation:
+            raise BadRequestError(
+                "this server was started with --rerank-template, which asks a causal language model, and its model is none: it"
+                " serves without that flag"
+            )
+        if request.is_multimodal():
+            raise BadRequestError("this model reranks text only: give the query and the documents as strings")
+        asked = understood(request)
+        if asked.instruction is not None and not self._template.takes_instruction:
+            raise BadRequestError("this server's --rerank-template has no place for an instruction: leave it out")
+        obj = GenerateReqInput(text=self._template.prompts(asked.instruction, asked.query, asked.passages))
+        options = await self._reply_options(request, raw_request)
+        to_json = serialise or format_of_v1(request)
+
+        def whole(scored: list[ScoredPrompt]) -> Any:
+            results = [_result(request, index, one) for index, one in enumerate(scored)]
+            return to_json(_reply(manager, request, asked, results, _usage(scored)))
+
+        if request.stream:
+            events = self._events(manager, obj, request, whole, options, raw_request)
+            return StreamingResponse(events, media_type="text/event-stream")
+        return _json(whole(await self._scorer().score(obj, self._answers, raw_request, reply=options)))
+
+    async def _by_sglang(
+        self,
+        manager: PrefillTokenizerManager,
+        request: RerankRequest,
+        raw_request: fastapi.Request,
+        serialise: Serialiser,
+    ) -> Any:
+        """Lets SGLang's handler score the texts. Requests with images get its own reply."""
+        if names := reply_options.given(request):
+            remedy = ", or start the server with --rerank-template" if manager.is_generation else ""
+            raise BadRequestError(
+                f"{names}: SGLang's own handler, which serves this model, has a score of a document and no more: leave it"
+                f" out{remedy}"
+            )
+        if request.is_multimodal():
+            try:
+                stock = V1RerankReqInput(**request.model_dump(exclude_none=True))
+                return await self._stock_endpoint(stock, raw_request)
+            except pydantic.ValidationError as error:
+                raise BadRequestError(str(error)) from error
+        asked = understood(request)
+        if request.stream:
+            raise BadRequestError(
+                "stream is true, and SGLang's own handler, which serves this model, scores all documents at once: leave it out,"
+                " or start the server with --rerank-template"
+            )
+        stock = V1RerankReqInput(
+            query=asked.query, documents=asked.passages, instruct=asked.instruction, return_documents=False
+        )
+        found = await self._stock_endpoint(stock, raw_request)
+        if isinstance(found, Response):
+            return found
+        results = [Result(one.index, one.score, request.documents[one.index], one.meta_info, {}) for one in found]
+        return _json(serialise(_reply(manager, request, asked, results, usage_from_sglang(results))))
+
+    async def _events(
+        self,
+        manager: PrefillTokenizerManager,
+        obj: GenerateReqInput,
+        request: RerankRequest,
+        whole: Callable[[list[ScoredPrompt]], Any],
+        options: ReplyOptions,
+        raw_request: fastapi.Request,
+    ) -> AsyncIterator[bytes]:
+        """Yields each document as it is scored, then the reply. Aborts the remaining documents if the client disconnects."""
+        found: asyncio.Queue[tuple[int, ScoredPrompt] | Exception] = asyncio.Queue()
+        task = asyncio.create_task(self._put_scored(obj, options, raw_request, found))
+        scored: dict[int, ScoredPrompt] = {}
+        n_documents = len(request.documents)
+        try:
+            while len(scored) < n_documents:
+                one = await found.get()
+                if isinstance(one, Exception):
+                    raise one
+                index, scored[index] = one
+                yield _event(jina_result(_result(request, *one), request.return_documents))
+            yield _event(whole([scored[index] for index in range(len(scored))]))
+        except Exception as error:
+            if not scored:  # nothing has been sent: the answer is a status
+                raise
+            yield b"data: " + with_nested_error(orjson.dumps(refusal_of(error).flat)) + b"\n\n"
+        finally:
+            if task.done():
+                pass
+            elif obj.rid is None:  # nothing has been sent to the scheduler
+                task.cancel()
+            else:  # SGLang would forget a cancelled task's requests without aborting them in the scheduler
+                manager.abort_request(obj.rid)
+        yield b"data: [DONE]\n\n"
+
+    async def _put_scored(
+        self,
+        obj: GenerateReqInput,
+        options: ReplyOptions,
+        raw_request: fastapi.Request,
+        found: asyncio.Queue[tuple[int, ScoredPrompt] | Exception],
+    ) -> None:
+        """Puts each scored document, or the error, into the queue. A task of its own, which outlives the stream's reader."""
+        try:
+            async for one in self._scorer().score_each(obj, self._answers, raw_request, options):
+                found.put_nowait(one)
+        except Exception as error:
+            found.put_nowait(error)
+
+
+def format_of_v1(request: RerankRequest) -> Serialiser:
+    """/v1/rerank is SGLang's and Jina's: Jina's clients name a model. SGLang's gateway does too, and reads SGLang's list; it
+    always sends `rid`."""
+    is_jinas = request.model is not None and "rid" not in (request.model_extra or {})
+    return to_jina if is_jinas else to_sglang
+
+
+def sglang_would_refuse(serving: Any, request: RerankRequest) -> bool:
+    """True for a generative model without a reranker's chat template."""
+    from sglang.srt.entrypoints.openai.serving_rerank import _detect_rerank_backend
+
+    manager = serving.tokenizer_manager
+    template = getattr(manager.tokenizer, "chat_template", None)
+    backend = _detect_rerank_backend(
+        request=request,
+        chat_template=template if isinstance(template, str) else None,
+        model_path=manager.model_config.model_path,
+    )
+    return bool(manager.is_generation) and backend == "cross_encoder"
+
+
+def usage_from_sglang(results: Sequence[Result]) -> dict[str, Any] | None:
+    """The prompt tokens that SGLang's own handler reports; None if a document has no count."""
+    counts = [(one.meta_info or {}).get("prompt_tokens") for one in results]
+    known = [count for count in counts if count is not None]
+    return {"prompt_tokens": sum(known), "total_tokens": sum(known)} if len(known) == len(counts) else None
+
+
+def _usage(scored: list[ScoredPrompt]) -> dict[str, Any]:
+    """Counts prompts alone: no token is generated."""
+    counted = usage(scored)
+    return {**counted, "completion_tokens": 0, "total_tokens": counted["prompt_tokens"]}
+
+
+def _reply(
+    manager: PrefillTokenizerManager,
+    request: RerankRequest,
+    asked: Asked,
+    results: Sequence[Result],
+    usage: dict[str, Any] | None,
+) -> Reply:
+    """Keeps the best documents by `top_n` and `min_score`; equal scores stay in the request's order."""
+    best = sorted(results, key=lambda one: -one.score)
+    if (lowest := asked.min_score) is not None:
+        best = [one for one in best if one.score >= lowest]
+    model = request.model or manager.served_model_name
+    return Reply(best[: asked.top_n], len(asked.passages), model, usage, request.return_documents)
+
+
+def _result(request: RerankRequest, index: int, one: ScoredPrompt) -> Result:
+    """The score is the probability of the template's first label, calibrated if asked for."""
+    score, extra = one.distribution.probabilities[0], dict[str, Any]()
+    if one.calibrated is not None:
+        extra["probability"], score = score, one.calibrated[0]
+    if one.options != PLAIN:
+        extra["label_scores"] = one.labels_to_json()
+    return Result(index, score, request.documents[index], None, extra)
+
+
+def _json(shown: Any) -> Response:
+    return Response(orjson.dumps(shown), media_type="application/json")
+
+
+def _event(shown: Any) -> bytes:
+    return b"data: " + orjson.dumps(shown) + b"\n\n"

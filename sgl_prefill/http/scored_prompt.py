@@ -1,0 +1,178 @@
+"""The answer to one prompt: its distribution over the labels, the requested additions, and the JSON of replies."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from sgl_prefill.core.labels import Label, LabelDistribution, restrict
+from sgl_prefill.core.long_labels import ScoredLabels
+from sgl_prefill.http.parted_requests import SHOWN
+from sgl_prefill.http.reply_options import PLAIN, ReplyOptions
+from sgl_prefill.http.request_checks import check_has_logprobs
+
+
+class Alternative(NamedTuple):
+    """One of the likeliest tokens after a prompt."""
+
+    token_id: int
+    text: str
+    logprob: float  # over the whole vocabulary
+    is_label: bool  # by itself
+
+
+class ScoredPrompt(NamedTuple):
+    """The answer to one prompt."""
+
+    labels: list[Label]  # in the order of the request
+    distribution: LabelDistribution
+    meta_info: dict[str, Any]  # SGLang's, of this prompt
+    long: ScoredLabels | None = None  # of labels of any length
+    n_answer_tokens: int = 0  # that were computed beside the prompt's
+    options: ReplyOptions = PLAIN
+    calibrated: list[float] | None = None  # P(label) by the calibration that was asked for
+    alternatives: list[Alternative] | None = None  # the likeliest first
+
+    @property
+    def best_index(self) -> int:
+        """The index of the likeliest label, by the calibrated distribution if there is one; the first of equals."""
+        if self.calibrated is None:
+            return self.distribution.best
+        return max(range(len(self.calibrated)), key=self.calibrated.__getitem__)
+
+    @property
+    def best(self) -> Label:
+        return self.labels[self.best_index]
+
+    def _tokens_json(self) -> list[dict[str, Any]]:
+        """Each label's tokens, as the reply shows them."""
+        if self.long is None:
+            return [{"token_id": label.token_id} for label in self.labels]
+        return [
+            {"score": score, "forms": [form._asdict() for form in forms]}
+            for score, forms in zip(self.long.scores, self.long.forms, strict=True)
+        ]
+
+    def _values_json(self) -> list[dict[str, float]]:
+        """Each label's probability or raw score."""
+        values = [{"probability": probability} for probability in self.distribution.probabilities]
+        if self.options.raw_scores:
+            scores = self.distribution.logprobs if self.long is None else self.long.scores
+            values = [{"raw_score": score} for score in scores]
+        if self.calibrated is not None:
+            for value, calibrated in zip(values, self.calibrated, strict=True):
+                value["calibrated_probability"] = calibrated
+        return values
+
+    def _additions_json(self) -> dict[str, Any]:
+        """The requested additions."""
+        found: dict[str, Any] = {}
+        if self.options.calibration is not None:
+            found["calibration"] = self.options.calibration.name
+        if self.alternatives is not None:
+            found["top_alternatives"] = [one._asdict() for one in self.alternatives]
+        return found
+
+    def labels_to_json(self) -> dict[str, Any]:
+        """The part of the reply's `label_scores` about the labels, without the prompt's token counts and times."""
+        return {
+            "labels": [
+                {"label": label.text, **tokens, **values, "logprob": logprob}
+                for label, tokens, values, logprob in zip(
+                    self.labels, self._tokens_json(), self._values_json(), self.distribution.logprobs, strict=True
+                )
+            ],
+            "label_mass": self.distribution.label_mass,
+            **self._additions_json(),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """The reply's `label_scores` object."""
+        meta = self.meta_info
+        actual_s = meta["prefill_finished_time"] - meta["forward_entry_time"]
+        queue_s = meta["forward_entry_time"] - meta["api_server_dispatch_finish_ts"]
+        return {
+            **self.labels_to_json(),
+            "prompt_tokens": meta["prompt_tokens"],
+            **({} if self.long is None else {"answer_tokens": self.n_answer_tokens}),
+            "cached_tokens": meta["cached_tokens"],
+            "kept_tokens": meta.get("kept_tokens", meta["prompt_tokens"]),
+            "evicted_tokens": meta.get("evicted_tokens", 0),
+            "queue_ms": round(max(queue_s, 0.0) * 1e3, 3),
+            "predicted_jct_ms": meta.get("predicted_jct_ms"),
+            "actual_ms": round(actual_s * 1e3, 3),
+            **({SHOWN: meta[SHOWN]} if SHOWN in meta else {}),
+        }
+
+
+def scored_of(labels: list[Label], output: dict[str, Any]) -> ScoredPrompt:
+    """Makes the answer for labels of one token from SGLang's output. Raises HTTPException if the request failed."""
+    meta_info = output["meta_info"]
+    check_has_logprobs(meta_info)
+    by_id = {token_id: logprob for logprob, token_id, _ in meta_info["output_token_ids_logprobs"][0]}
+    return ScoredPrompt(labels, restrict([by_id[label.token_id] for label in labels]), meta_info)
+
+
+def with_reply(scored: ScoredPrompt, reply: ReplyOptions, texts: dict[int, str]) -> ScoredPrompt:
+    """Returns the answer with the additions that `reply` asks for. texts: by token id, of all alternatives."""
+    calibrated = alternatives = None
+    if reply.calibration is not None:
+        names = [label.text for label in scored.labels]
+        calibrated = reply.calibration.probabilities(names, scored.distribution.probabilities)
+    if reply.top_alternatives:
+        forms = [label.token_ids for label in scored.labels]
+        if scored.long is not None:
+            forms = [form.token_ids for of_label in scored.long.forms for form in of_label]
+        alone = {tokens[0] for tokens in forms if len(tokens) == 1}
+        alternatives = [
+            Alternative(token_id, texts[token_id], logprob, token_id in alone)
+            for logprob, token_id, _ in scored.meta_info["output_top_logprobs"][0]
+        ]
+    return scored._replace(options=reply, calibrated=calibrated, alternatives=alternatives)
+
+
+def completion_choice(index: int, scored: ScoredPrompt, logprobs: int | None) -> dict[str, Any]:
+    """One choice of /v1/completions. Log-probabilities are over the whole vocabulary."""
+    shown = None
+    if logprobs is not None:
+        texts = [label.text for label in scored.labels]
+        shown = {
+            "tokens": [scored.best.text],
+            "token_logprobs": [scored.distribution.logprobs[scored.best_index]],
+            "top_logprobs": [dict(zip(texts, scored.distribution.logprobs, strict=True))],
+            "text_offset": [0],
+        }
+    return {
+        "index": index,
+        "text": scored.best.text,
+        "logprobs": shown,
+        "finish_reason": "stop",
+        "label_scores": scored.to_json(),
+    }
+
+
+def chat_choice(index: int, scored: ScoredPrompt, logprobs: bool, message_field: str) -> dict[str, Any]:
+    """One choice of /v1/chat/completions. message_field: "message", or "delta" in a stream."""
+    entries = [
+        {"token": label.text, "logprob": logprob, "bytes": list(label.text.encode())}
+        for label, logprob in zip(scored.labels, scored.distribution.logprobs, strict=True)
+    ]
+    shown = {"content": [{**entries[scored.best_index], "top_logprobs": entries}]} if logprobs else None
+    return {
+        "index": index,
+        message_field: {"role": "assistant", "content": scored.best.text},
+        "logprobs": shown,
+        "finish_reason": "stop",
+        "label_scores": scored.to_json(),
+    }
+
+
+def usage(scored: list[ScoredPrompt]) -> dict[str, Any]:
+    """The token counts of all prompts together. Cached tokens count as prompt tokens, the best label's as completion tokens."""
+    prompt_tokens = sum(one.meta_info["prompt_tokens"] for one in scored)
+    answer_tokens = sum(len(one.best.token_ids) for one in scored)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": answer_tokens,
+        "total_tokens": prompt_tokens + answer_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(one.meta_info["cached_tokens"] for one in scored)},
+    }

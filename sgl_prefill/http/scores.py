@@ -1,0 +1,83 @@
+"""/v1/score with raw scores, alternatives and calibrations. A request without these goes to SGLang's own handler.
+
+SGLang's handler keeps only the labels' log-probabilities. Here the same prompts are scored as on the label routes, and SGLang's
+arithmetic computes `scores` from the outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.entrypoints.openai.protocol import ScoringRequest, ScoringResponse, UsageInfo
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from sgl_prefill.core.labels import check_distinct
+from sgl_prefill.errors import BadRequestError
+from sgl_prefill.http import reply_options
+from sgl_prefill.http.reply_options import ReplyFields
+from sgl_prefill.http.request_checks import check_ids_in_vocabulary
+from sgl_prefill.http.scored_prompt import ScoredPrompt
+
+if TYPE_CHECKING:
+    from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
+
+# Fields of SGLang's that label scoring cannot serve.
+UNSERVED = ("embed_override_token_id", "query_embed_overrides", "item_embed_overrides", "return_pooled_hidden_states")
+
+
+class LabelScoringRequest(ReplyFields, ScoringRequest):  # type: ignore[misc]
+    """The body of /v1/score."""
+
+
+def check(request: LabelScoringRequest, manager: PrefillTokenizerManager) -> None:
+    """Raises BadRequestError for a request with label options that this server or route cannot serve."""
+    names = reply_options.given(request)
+    if not manager.is_generation:
+        raise BadRequestError(
+            f"{names} on /v1/score needs a causal language model, and this server's model has scores without a vocabulary:"
+            " leave it out"
+        )
+    if manager.server_args.enable_mis:
+        raise BadRequestError(
+            f"{names} on /v1/score needs a prompt for each item, and this server joins them into one (--enable-mis): leave it"
+            " out, or start the server without that flag"
+        )
+    if others := [name for name in UNSERVED if getattr(request, name) not in (None, False)]:
+        raise BadRequestError(f"{names} and {', '.join(others)} cannot be combined on /v1/score: leave one of them out")
+    if request.label_token_ids is None:
+        raise BadRequestError("label_token_ids is missing: give the token ids whose probabilities are asked for")
+    if isinstance(request.items, list):
+        manager.check_count(len(request.items))  # before they are joined
+    check_distinct(request.label_token_ids, "label_token_ids")
+    check_ids_in_vocabulary(request.label_token_ids, manager.model_config.vocab_size, "label_token_ids")
+
+
+def prompts_of(request: LabelScoringRequest) -> GenerateReqInput | None:
+    """Joins the query with each item as SGLang does, as texts or as token ids; None for an empty list."""
+    query, items = request.query, request.items
+    if items is None:
+        raise BadRequestError("items is missing: give a text, a list of texts or a list of lists of token ids")
+    if not items:
+        return None
+    if isinstance(items, str):
+        items = [items]
+    are_texts = isinstance(items[0], str)
+    if query is None or isinstance(query, str) != are_texts:
+        given = "missing" if query is None else "a text" if isinstance(query, str) else "token ids"
+        raise BadRequestError(
+            f"query is {given}, and items holds {'texts' if are_texts else 'token ids'}: give both in the same way"
+        )
+    joined = [item + query if request.item_first else query + item for item in items]
+    return GenerateReqInput(text=joined) if are_texts else GenerateReqInput(input_ids=joined)
+
+
+def reply_of(
+    request: LabelScoringRequest, scored: Sequence[ScoredPrompt], manager: PrefillTokenizerManager
+) -> dict[str, Any]:
+    """Returns SGLang's reply with the label scores of each item."""
+    outputs = [{"meta_info": one.meta_info} for one in scored]
+    found = manager._process_single_item_scoring_results(outputs, request.label_token_ids, request.apply_softmax)
+    usage = UsageInfo(prompt_tokens=found.prompt_tokens, total_tokens=found.prompt_tokens)
+    stock = ScoringResponse(scores=found.scores, model=request.model, usage=usage)
+    return {**stock.model_dump(), "label_scores": [one.to_json() for one in scored]}

@@ -1,0 +1,112 @@
+"""Snapshots of a scheduler process for `/dashboard`, by SGLang's request for its internal state under a request id of ours.
+
+The scheduler answers between two steps, as it answers /server_info. Otherwise steps and requests are only recorded as they end.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from sgl_prefill.core import memory_plan
+from sgl_prefill.port.dashboard import snapshot
+from sgl_prefill.port.dashboard.prefixes import Survey
+from sgl_prefill.port.kv.radix_cache import RadixTree, WatchedRadixCache
+from sgl_prefill.port.runner import shared_prefixes
+from sgl_prefill.port.steps.step_state import StepState
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateReqOutput
+    from sglang.srt.managers.scheduler import Scheduler
+
+
+# Request ids of the question for the internal state that ask for ours, and keys of the answer.
+NAME = "sgl_prefill:dashboard"
+DECISIONS_NAME = "sgl_prefill:decisions"
+
+
+class Watch:
+    """Kept between snapshots, from the first one on."""
+
+    def __init__(self, cache: Any) -> None:
+        self.start = secrets.token_hex(4)  # another one after a restart
+        self.survey: Survey | None = None
+        if isinstance(cache, WatchedRadixCache) and not cache.disable:
+            self.survey = Survey(RadixTree(cache), secrets.token_bytes(16))
+
+
+def around_get_internal_state(
+    state: StepState,
+    original: Callable[..., GetInternalStateReqOutput],
+    scheduler: Scheduler,
+    recv_req: GetInternalStateReq,
+) -> GetInternalStateReqOutput:
+    """Hook: answers the dashboard with a snapshot and /scheduler/decisions with the last steps; all else is SGLang's."""
+    if recv_req.rid not in (NAME, DECISIONS_NAME):
+        output = original(scheduler, recv_req)
+        if (counts := shared_prefixes.counts_of(scheduler.tp_worker.model_runner)) is not None:
+            output.internal_state[shared_prefixes.COUNTS_KEY] = counts
+        return output
+    from sglang.srt.managers.io_struct import GetInternalStateReqOutput
+
+    answer = taken(state, scheduler) if recv_req.rid == NAME else last_decisions(state)
+    return GetInternalStateReqOutput(internal_state={recv_req.rid: answer.decode()})
+
+
+def last_decisions(state: StepState) -> bytes:
+    """The last steps, the newest last, one JSON object a line."""
+    if state.scheduling is None:
+        return b""
+    offset_s = time.time() - time.perf_counter()
+    return b"".join(orjson.dumps(step.shown(offset_s)) + b"\n" for step in state.scheduling.recent.steps)
+
+
+def taken(state: StepState, scheduler: Any) -> bytes:
+    """Makes a snapshot, as JSON."""
+    began_s = time.perf_counter()
+    if state.watch is None:
+        state.watch = Watch(scheduler.tree_cache)
+    watch, port = state.watch, state.scheduling
+    if watch.survey is not None:
+        watch.survey.go_on()
+    found: dict[str, Any] = {
+        "start": watch.start,
+        "at_s": time.time(),
+        "scheduling": state.record.config.scheduling,
+        "model": scheduler.server_args.served_model_name,
+        "memory": None if state.record.memory_plan is None else memory_plan.shown(state.record.memory_plan),
+        "cache": _cache(state, scheduler, began_s),
+    }
+    if port is not None and port.is_first_rank:
+        found |= snapshot.of_policy(port.live.policy, port.recent, began_s)
+    found["took_ms"] = round(snapshot.age_of(began_s), 3)
+    return orjson.dumps(found)
+
+
+def _cache(state: StepState, scheduler: Any, now_s: float) -> dict[str, Any] | None:
+    cache, watch, port = scheduler.tree_cache, state.watch, state.scheduling
+    if not isinstance(cache, WatchedRadixCache) or watch is None:
+        return None
+    calibration = None if port is None else port.live.calibration
+    view = None if watch.survey is None else watch.survey.view
+    return {
+        "kv_tokens": scheduler.max_total_num_tokens,
+        "in_use_tokens": int(cache.protected_size()),
+        "cached_tokens": int(cache.evictable_size()),
+        "removed_tokens": cache.n_removed_tokens,  # since the start
+        "wanted_removals": 0 if calibration is None else calibration.n_wanted_removals,
+        "wanted_removed_tokens": 0 if calibration is None else calibration.n_wanted_removed_tokens,
+        "prefixes": None
+        if view is None
+        else {
+            "age_s": max(now_s - view.at_s, 0.0),
+            "count": view.n_prefixes,
+            "tokens": view.n_tokens,
+            "largest": view.largest,
+            "most_hit": view.most_hit,
+        },
+    }

@@ -1,0 +1,186 @@
+"""Suffix-KV eviction inside SGLang: the pool and its allocator, admission, allocation by plan, and the input limit.
+
+A request longer than the durable slots meets these ceilings in SGLang, and each has its hook here: the longest request that
+the worker reports, the admission budget, and the allocation. Its request table is as wide as the context length, and its
+static input buffers are left out by its own switch (`use_live_inputs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sgl_prefill.core.kv_plan import ceil_to, floor_to, plan_kv
+from sgl_prefill.core.ranks import smallest
+from sgl_prefill.errors import UnsupportedModelError
+from sgl_prefill.port.kv.allocator import SuffixKVAllocator
+from sgl_prefill.port.kv.pool import SuffixKVPool
+from sgl_prefill.port.runner.rank_group import these_ranks
+from sgl_prefill.port.steps import custom_params, request_state, time_stats
+from sgl_prefill.startup.arguments import DEVICE_MEMORY_FRACTION
+from sgl_prefill.startup.device import device_of
+from sgl_prefill.startup.record import StartRecord
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.mem_cache.memory_pool import KVCache
+
+    from sgl_prefill.port.kv.radix_cache import WatchedRadixCache
+
+
+def use_live_inputs() -> None:
+    """Turns off that SGLang copies each batch into static buffers as long as the KV pool; with this switch of its own it
+    does not.
+
+    The copies keep a batch's tensors alive for CUDA graphs and for the overlap loop, and we run extends without either.
+    """
+    from sglang.srt.environ import envs
+
+    envs.SGLANG_EAGER_INPUT_NO_COPY.set(True)
+
+
+def around_build_pool(
+    record: StartRecord,
+    original: Callable[..., KVCache],
+    configurator: KVCacheConfigurator,
+    *arguments: Any,
+    **options: Any,
+) -> KVCache:
+    """Hook: SuffixKVPool in the place of SGLang's MHA pool. Raises UnsupportedModelError for any other kind of pool."""
+    from sglang.srt.runtime_context import get_exec, get_parallel
+
+    _refuse_other_pools(configurator)
+    model = configurator.model_config
+    return SuffixKVPool(
+        durable_tokens=_most_durable_tokens(configurator, options["sizes"].max_total_num_tokens),
+        # For the longest input; memory for it comes only as it is used, or once the plan has been made.
+        scratch_tokens=ceil_to(record.config.max_input_length or model.context_len, configurator.pool_page_size),
+        page_size=configurator.pool_page_size,
+        dtype=configurator.kv_cache_dtype,
+        head_num=model.get_num_kv_heads(get_parallel().attn_tp_size),
+        head_dim=model.head_dim,
+        v_head_dim=model.v_head_dim,
+        layer_num=configurator.layer_info.num_effective_layers,
+        device=configurator.device,
+        enable_memory_saver=get_exec().features.enable_memory_saver,
+        start_layer=configurator.layer_info.start_layer,
+        end_layer=configurator.layer_info.end_layer,
+    )
+
+
+def _most_durable_tokens(configurator: KVCacheConfigurator, sglangs_tokens: int) -> int:
+    """Returns SGLang's number where the user has set it; on a device else all that is free now, since only as much gets memory
+    as the profile run leaves (see `arguments.DEVICE_MEMORY_FRACTION`).
+    """
+    from sglang.srt.runtime_context import get_parallel, get_schedule
+
+    device, schedule = device_of(configurator.device), get_schedule()
+    is_set = schedule.max_total_tokens is not None or schedule.mem_fraction_static < DEVICE_MEMORY_FRACTION
+    if device.backs_on_use or is_set:
+        return sglangs_tokens
+    model = configurator.model_config
+    row_bytes = model.get_num_kv_heads(get_parallel().attn_tp_size) * (model.head_dim + model.v_head_dim)
+    per_token = row_bytes * configurator.kv_cache_dtype.itemsize * configurator.layer_info.num_effective_layers
+    (free_bytes,) = smallest(these_ranks(), [device.free_bytes()])
+    return max(floor_to(free_bytes // per_token, configurator.pool_page_size), sglangs_tokens)
+
+
+def _refuse_other_pools(configurator: KVCacheConfigurator) -> None:
+    kinds = {
+        "multi-head latent attention (MLA)": configurator.use_mla_backend,
+        "a separate sliding-window pool": configurator.is_hybrid_swa,
+        "linear-attention or Mamba state": configurator.mambaish_config is not None,
+        "a quantized KV cache": configurator.kv_cache_dtype_str not in ("auto", "bfloat16", "bf16"),
+    }
+    if found := [kind for kind, is_there in kinds.items() if is_there]:
+        hint = " (--disable-hybrid-swa-memory may help)" if configurator.is_hybrid_swa else ""
+        raise UnsupportedModelError(
+            f"--suffix-kv evict keeps plain K and V heads only, and this model has {', '.join(found)}{hint}:"
+            " start with --suffix-kv keep"
+        )
+
+
+def around_build_allocator(
+    original: Callable[..., Any], configurator: KVCacheConfigurator, *arguments: Any, **options: Any
+) -> Any:
+    """Hook: the allocator that belongs to SuffixKVPool. It owns no durable slot until the memory profile is known."""
+    pool = options["token_to_kv_pool"]
+    return SuffixKVAllocator(
+        first_scratch_slot=pool.first_scratch_slot,
+        scratch_tokens=pool.scratch_tokens,
+        size=0,
+        page_size=pool.page_size,
+        dtype=configurator.kv_cache_dtype,
+        device=configurator.device,
+        kvcache=pool,
+        need_sort=False,
+    )
+
+
+def decodes(req: Req) -> bool:
+    """Tells whether the request goes on after its prefill, and so needs all of its KV."""
+    return bool(req.sampling_params.max_new_tokens > 1)
+
+
+def around_add_one_req(
+    original: Callable[..., AddReqResult], adder: PrefillAdder, req: Req, *arguments: Any, **options: Any
+) -> AddReqResult:
+    """Hook: for a request that ends with its prefill, scratch counts as room."""
+    # SGLang wants a page and one token more than it needs.
+    allocator = adder.token_to_kv_pool_allocator
+    credit_tokens = 0 if decodes(req) else allocator.scratch_tokens + 2 * allocator.page_size + 2
+    adder.rem_total_token_offset -= credit_tokens
+    adder.cur_rem_token_offset -= credit_tokens
+    try:
+        return original(adder, req, *arguments, **options)
+    finally:
+        adder.rem_total_token_offset += credit_tokens
+        adder.cur_rem_token_offset += credit_tokens
+
+
+def _room_for_background(cache: WatchedRadixCache, reqs: list[Req]) -> int | None:
+    """Counts the tokens that background jobs may evict; None where these are no background jobs, or keep all of their KV."""
+    if cache.of_background is None or not all(custom_params.is_background(req) and not decodes(req) for req in reqs):
+        return None
+    return cache.evictable_background_tokens() + cache.of_background.n_tokens_more
+
+
+def around_alloc_for_extend(
+    original: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]], batch: ScheduleBatch
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hook: plan each request's KV, evict for it, and let SGLang allocate what the plans name."""
+    cache: WatchedRadixCache = batch.tree_cache
+    allocator = cache.token_to_kv_pool_allocator
+    plans = []
+    n_promised = 0
+    n_for_background = _room_for_background(cache, batch.reqs)
+    for req in batch.reqs:
+        n_input, n_cached = req.extend_range.end, len(req.prefix_indices)
+        n_free = allocator.available_size() - n_promised
+        state = request_state.of(req)
+        if cache.advisor is None or state.job is None or decodes(req):
+            n_available = n_free + cache.evictable_size()
+        else:
+            n_missing = ceil_to(n_input - n_cached, allocator.page_size)
+            n_available = cache.advisor.room_for(state.job, n_cached, n_missing, n_free)
+        if n_for_background is not None:
+            n_available = min(n_available, max(n_free + n_for_background, 0))
+        plan = plan_kv(
+            n_input=n_input,
+            n_cached=n_cached,
+            n_available=n_available,
+            page_size=allocator.page_size,
+            all_durable=decodes(req),
+        )
+        n_promised += ceil_to(plan.n_new_durable, allocator.page_size)
+        plans.append(plan)
+    cache.evict_tokens(n_promised - allocator.available_size(), for_background=n_for_background is not None)
+    with allocator.serving(plans):
+        allocated = original(batch)
+    for req, plan in zip(batch.reqs, plans, strict=True):
+        request_state.of(req).kv_plan = plan
+        time_stats.add_facts(req.time_stats, kept_tokens=plan.n_durable, evicted_tokens=plan.n_scratch)
+    return allocated

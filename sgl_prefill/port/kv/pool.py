@@ -1,0 +1,142 @@
+"""SGLang's KV pool with suffix scratch: every layer's K and V buffer is one tensor whose tail all layers share.
+
+    slot:      0 .. page | page ........... first_scratch_slot | ............... n_slots
+    layer 0:   padding   | durable slots, this layer's own     | scratch, the same memory in every layer
+    layer 1:   padding   | durable slots, this layer's own     | scratch, the same memory in every layer
+
+A layer writes suffix K and V into scratch, attends, and the next layer overwrites them: one layer's KV is live at a time,
+and no attention kernel knows of it.
+
+Why the next layer never writes too early: in a forward pass all writes and reads of KV are enqueued on one stream, layer by
+layer, and the write of layer i + 1 needs the output of attention i. SGLang can put KV copies on a second stream (only while
+it captures a CUDA graph); this pool is built without that stream, so a captured graph has the same single order.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+from sgl_prefill.core.kv_plan import ceil_to
+from sgl_prefill.errors import AliasedMemoryError
+from sgl_prefill.startup.device import AliasedMemory, device_of
+
+
+class SuffixKVPool(MHATokenToKVPool):  # type: ignore[misc]
+    """`size` of the base class is durable and scratch tokens together. Buffers are freed at exit.
+
+    Raises AliasedMemoryError where memory is refused, or where SGLang is told to lay KV out in another way.
+    """
+
+    def __init__(self, durable_tokens: int, scratch_tokens: int, **options: Any) -> None:
+        """Makes the pool. Both are upper limits: only what `commit` and `commit_scratch` name gets memory. They are rounded up
+        to what the mapping granularity asks for.
+        """
+        page_size: int = options["page_size"]
+        unit = _slots_per_granule(options)
+        self.most_durable_tokens = durable_tokens
+        self.durable_tokens = ceil_to(durable_tokens + page_size, unit) - page_size
+        self.scratch_tokens = ceil_to(scratch_tokens, unit)
+        self.first_scratch_slot = page_size + self.durable_tokens
+        self.backed_scratch_tokens = self.scratch_tokens if device_of(options["device"]).backs_on_use else 0
+        self._memory: list[AliasedMemory] = []
+        try:
+            super().__init__(self.durable_tokens + self.scratch_tokens, enable_alt_stream=False, **options)
+            self._commit_own(0)  # the padding page, which SGLang reads and writes before there is a plan
+        except BaseException:
+            self.close()
+            raise
+        atexit.register(self.close)
+
+    @property
+    def backed_bytes(self) -> int:
+        """Counts the physical memory of a device behind the buffers; on a host 0."""
+        return sum(memory.backed_bytes for memory in self._memory)
+
+    @property
+    def rounding_bytes(self) -> int:
+        """Returns how much more memory of a device than their slots all durable and scratch slots may take; on a host 0."""
+        if device_of(self.device).backs_on_use:
+            return 0
+        padding: int = self.layer_num * self.page_size * sum(self._row_bytes())
+        return padding + sum(memory.rounding_bytes for memory in self._memory)
+
+    def commit(self, durable_tokens: int) -> None:
+        """Give the first `durable_tokens` durable slots memory, once it is known how many fit."""
+        assert durable_tokens <= self.durable_tokens
+        self._commit_own(durable_tokens)
+        self.durable_tokens = durable_tokens
+
+    def commit_scratch(self, n_tokens: int) -> None:
+        """Give the first `n_tokens` scratch slots memory. Raises NoMemoryLeftError, and some of them may have it then."""
+        assert n_tokens <= self.scratch_tokens, (n_tokens, self.scratch_tokens)
+        if n_tokens <= self.backed_scratch_tokens:
+            return
+        for memory, row_bytes in zip(self._memory, self._row_bytes(), strict=True):
+            memory.commit_shared(n_tokens * row_bytes)
+        self.backed_scratch_tokens = n_tokens
+
+    def release_scratch(self) -> None:
+        """Take a device's memory for scratch back."""
+        if device_of(self.device).backs_on_use:
+            return
+        for memory in self._memory:
+            memory.release_shared()
+        self.backed_scratch_tokens = 0
+
+    def fill_scratch(self, value: float, n_tokens: int | None = None) -> None:
+        """Fills scratch, for checks: whatever reads scratch that it has not written must show. None: all that has memory."""
+        first = self.first_scratch_slot
+        last = first + (self.backed_scratch_tokens if n_tokens is None else n_tokens)
+        for buffer in (self.k_buffer[0], self.v_buffer[0]):
+            buffer[first:last] = value
+
+    def _commit_own(self, durable_tokens: int) -> None:
+        for memory, row_bytes in zip(self._memory, self._row_bytes(), strict=True):
+            memory.commit_own((self.page_size + durable_tokens) * row_bytes)
+
+    def close(self) -> None:
+        """Gives all memory back; no buffer may be touched after it. Idempotent."""
+        for memory in self._memory:
+            memory.close()
+
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        """Returns (K, V): physical memory, scratch counted once."""
+        slots = self.page_size + self.durable_tokens
+        key, value = (
+            (self.layer_num * slots + self.backed_scratch_tokens) * row_bytes for row_bytes in self._row_bytes()
+        )
+        return key, value
+
+    def _row_bytes(self) -> tuple[int, int]:
+        itemsize = self.store_dtype.itemsize
+        return self.head_num * self.head_dim * itemsize, self.head_num * self.v_head_dim * itemsize
+
+    def _create_buffers_normal(self) -> None:
+        if self.kv_cache_layout != "nhd":
+            raise AliasedMemoryError(
+                f"--suffix-kv evict needs the KV cache layout nhd, and this is {self.kv_cache_layout}:"
+                " start with --suffix-kv keep"
+            )
+        key_bytes, value_bytes = self._row_bytes()
+        self.k_buffer = self._aliased(key_bytes, self.head_dim)
+        self.v_buffer = self._aliased(value_bytes, self.v_head_dim)
+
+    def _aliased(self, row_bytes: int, head_dim: int) -> list[torch.Tensor]:
+        own, shared = self.first_scratch_slot * row_bytes, self.scratch_tokens * row_bytes
+        memory = device_of(self.device).aliased_memory(self.layer_num, own, shared)
+        self._memory.append(memory)
+        return [flat.view(self.store_dtype).view(-1, self.head_num, head_dim) for flat in memory.tensors]
+
+
+def _slots_per_granule(options: dict[str, Any]) -> int:
+    """Counts the slots whose K and whose V both fill whole granules, in whole pages."""
+    granule = device_of(options["device"]).granularity_bytes()
+    itemsize = options["dtype"].itemsize
+    head_dims = (options["head_dim"], options.get("v_head_dim") or options["head_dim"])
+    slots = (granule // math.gcd(granule, options["head_num"] * head_dim * itemsize) for head_dim in head_dims)
+    return math.lcm(options["page_size"], *slots)

@@ -1,0 +1,324 @@
+"""SGLang's radix cache as ours: it reports each change of its tree, evicts last what waiting jobs will use and first what only
+background jobs have used, is shown only the durable part of a request, and has prefixes that all tenants share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    InsertParams,
+    InsertResult,
+    MatchPrefixParams,
+    MatchResult,
+)
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
+
+from sgl_prefill.core.background_kv import BackgroundKV
+from sgl_prefill.core.job import Job
+from sgl_prefill.core.kv_advisor import KVAdvisor
+from sgl_prefill.core.prefix_tree import Match, TreeListener
+from sgl_prefill.port.kv import namespaces
+from sgl_prefill.port.kv.namespaces import Namespace
+from sgl_prefill.port.steps import custom_params, request_state
+from sgl_prefill.startup.arguments import PREFIX_CACHE_NAME
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+
+class SharingKey(RadixKey):  # type: ignore[misc]
+    """A tenant's tokens, the first of which all share: they are looked up as nobody's.
+
+    [0, n_public)    in no namespace: nodes of the public prefix
+    [n_public, n)    in the tenant's: no node spans both
+    """
+
+    __slots__ = ("n_public", "namespace")
+
+    def __init__(self, tokens: array[int], namespace: str | None, n_public: int) -> None:
+        super().__init__(tokens, None if n_public else namespace)  # of the first token, which is what SGLang compares
+        self.namespace, self.n_public = namespace, n_public
+
+    def __getitem__(self, index: int | slice) -> RadixKey:
+        plain = super().__getitem__(index)
+        start = index if isinstance(index, int) else index.indices(len(self))[0]
+        n_public = min(max(self.n_public - start, 0), len(plain))
+        return SharingKey(plain.token_ids, self.namespace, n_public)
+
+
+class WatchedRadixCache(RadixCache):  # type: ignore[misc]
+    """All changes of the tree's shape go through the four methods below."""
+
+    listener: TreeListener | None = None
+    advisor: KVAdvisor | None = None
+    of_background: BackgroundKV | None = None
+    eviction_strategy: Any
+    n_removed_tokens = 0  # by eviction, since the start
+    _inserts_for_background = False
+    _public: tuple[array[int], ...] = ()  # prefixes that all share
+    _pinned: frozenset[int] = frozenset()  # those of them that stay in the cache, by their place
+
+    def connect(self, listener: TreeListener, advisor: KVAdvisor, kv_tokens: int = 0) -> None:
+        """Report to one from now on, and ask the other before anything is evicted.
+
+        Args:
+            kv_tokens: the cache's slots, of which background jobs get a share; 0 where there are no such jobs.
+        """
+        self.listener, self.advisor = listener, advisor
+        self.of_background = BackgroundKV(kv_tokens)
+        self.eviction_strategy = _UnwantedFirst(advisor, self.of_background, self.eviction_strategy)
+
+    def evict_tokens(self, n_tokens: int, *, for_background: bool = False) -> None:
+        """Make room for so many tokens, if any. Background jobs take from others what they may, and then from themselves."""
+        if n_tokens <= 0:
+            return
+        if for_background and self.of_background is not None:
+            n_of_any = min(n_tokens, self.of_background.n_tokens_more)
+            n_tokens -= n_of_any
+            self.evict_tokens(n_of_any)
+            with self.eviction_strategy.backgrounds_first():
+                self.evict_tokens(n_tokens)
+            return
+        self.evict(EvictParams(num_tokens=n_tokens))
+
+    def share(self, tokens: array[int]) -> None:
+        """Lets all tenants share a prefix, which stays in the cache once it has been computed."""
+        if tokens not in self._public:
+            self._public = (*self._public, tokens)
+
+    def count_public_tokens(self, tokens: array[int], namespace: str | None) -> int:
+        """Counts with how many tokens a prompt begins that all share, in whole pages."""
+        if not self._public or not isinstance(namespace, Namespace):
+            return 0
+        longest = max(_count_equal(tokens, public) for public in self._public)
+        return longest // int(self.page_size) * int(self.page_size)
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        return super().match_prefix(dataclasses.replace(params, key=self._sharing(params.key)))
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        return super().insert(dataclasses.replace(params, key=self._sharing(params.key)))
+
+    def _sharing(self, key: RadixKey) -> RadixKey:
+        n_public = self.count_public_tokens(key.token_ids, key.extra_key)
+        return key if n_public == 0 else SharingKey(key.raw_token_ids(), key.extra_key, min(n_public, len(key)))
+
+    def reset(self) -> None:
+        super().reset()
+        self._pinned = frozenset()
+        if self.of_background is not None:
+            self.of_background.cleared()
+        if self.listener is not None:
+            self.listener.cleared()
+
+    def evictable_background_tokens(self) -> int:
+        """Counts the tokens that eviction could take from what only background jobs have used."""
+        return 0 if self.of_background is None else self.of_background.evictable_tokens(_evictable_tokens)
+
+    def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
+        upper = super()._split_node(key, child, split_len)
+        if self.of_background is not None:
+            self.of_background.split(upper, child, split_len)
+        if self.listener is not None:
+            self.listener.split(upper, child)
+        return upper
+
+    def _insert_helper(self, node: TreeNode, key: RadixKey, value: Any, *rest: Any) -> tuple[int, TreeNode]:
+        n_public = key.n_public if isinstance(key, SharingKey) else 0
+        if n_public == 0:
+            return self._insert(node, key, value, *rest)
+        n_present, last = self._insert(node, key[:n_public], value[:n_public], *rest)
+        for place, public in enumerate(self._public):
+            if place not in self._pinned and n_public >= len(public) // self.page_size * self.page_size > 0:
+                self._pin(place)
+        if n_public == len(key):
+            return n_present, last
+        n_found, last = self._insert(node, key, value, *rest)
+        return (n_found if n_present == n_public else n_present), last
+
+    def _pin(self, place: int) -> None:
+        """Keeps a public prefix that is in the cache from being evicted."""
+        tokens = self._public[place]
+        found = super().match_prefix(MatchPrefixParams(key=RadixKey(tokens)))
+        if len(found.device_indices) == len(tokens) // self.page_size * self.page_size:
+            self.inc_lock_ref(found.last_device_node)
+            self._pinned |= {place}
+
+    def _insert(self, node: TreeNode, key: RadixKey, value: Any, *rest: Any) -> tuple[int, TreeNode]:
+        n_present, last = super()._insert_helper(node, key, value, *rest)
+        is_new = n_present < len(key)
+        if self.of_background is not None:
+            if not self._inserts_for_background:
+                self.of_background.used_by_live(_path_to(last))
+            elif is_new:
+                self.of_background.added(last, len(last.key))
+        if self.listener is not None and is_new:
+            self.listener.child_added(last)
+        return n_present, last
+
+    def _delete_leaf(self, node: TreeNode) -> None:
+        super()._delete_leaf(node)
+        self.n_removed_tokens += len(node.key)
+        if self.of_background is not None:
+            self.of_background.removed(node)
+        if self.listener is not None:
+            self.listener.leaf_removed(node)
+
+    def cache_finished_req(self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
+        """Keeps scratch slots from the tree: what a request leaves behind is cut at its plan's durable end."""
+        self._inserts_for_background = custom_params.is_background(req)
+        if namespaces.is_public(req):
+            self.share(req.origin_input_ids)
+        state = request_state.of(req)
+        plan = state.kv_plan
+        state.kv_plan = None
+        if plan is None or plan.n_scratch == 0:
+            super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
+            return
+        super().cache_finished_req(req, is_insert, kv_len_to_handle=min(kv_len_to_handle, plan.n_durable))
+        self.token_to_kv_pool_allocator.give_back_scratch(plan)
+
+    def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
+        plan = request_state.of(req).kv_plan
+        assert plan is None or plan.n_scratch == 0, "a request that goes on keeps all of its KV"
+        self._inserts_for_background = custom_params.is_background(req)
+        super().cache_unfinished_req(req, chunked)
+
+
+def _path_to(node: TreeNode) -> Iterator[TreeNode]:
+    """Yields a node and what is above it, without the root."""
+    while node.parent is not None:
+        yield node
+        node = node.parent
+
+
+class _UnwantedFirst:
+    """An eviction strategy around SGLang's: what only background jobs have used goes first, what waiting jobs would use last."""
+
+    def __init__(self, advisor: KVAdvisor, of_background: BackgroundKV, strategy: Any) -> None:
+        self._advisor, self._of_background, self._strategy = advisor, of_background, strategy
+        self._backgrounds_first = False
+
+    @contextmanager
+    def backgrounds_first(self) -> Iterator[None]:
+        """Within this, what background jobs hold goes before all else, wanted or not."""
+        self._backgrounds_first = True
+        try:
+            yield
+        finally:
+            self._backgrounds_first = False
+
+    def get_priority(self, node: TreeNode) -> tuple[bool, bool, bool, Any]:
+        is_wanted, is_live = self._advisor.is_wanted(node), node not in self._of_background
+        return self._backgrounds_first and is_live, is_wanted, is_live, self._strategy.get_priority(node)
+
+
+class RadixTree:
+    """`core.prefix_tree.PrefixTree` over SGLang's radix cache.
+
+    `RadixCache.match_prefix` refreshes access times and splits nodes: calling it for every waiting request would make the
+    queue, not the traffic, decide what is evicted. This reads and changes nothing.
+    """
+
+    def __init__(self, cache: WatchedRadixCache) -> None:
+        self._cache = cache
+
+    @property
+    def page_size(self) -> int:
+        return int(self._cache.page_size)
+
+    def match(self, job: Job, start: tuple[TreeNode, int] | None = None) -> Match:
+        """Finds what `match_prefix` would report. A disabled cache holds nothing."""
+        cache, page_size = self._cache, self.page_size
+        node, n_matched = start or (cache.root_node, 0)
+        if cache.disable:
+            return Match(node, 0, None, is_inside=False)
+        n_tokens = len(job.tokens) // page_size * page_size
+        n_public = cache.count_public_tokens(job.tokens, job.namespace)
+        is_inside = False
+        while n_matched < n_tokens:
+            namespace = None if n_matched < n_public else job.namespace
+            page = RadixKey(job.tokens[n_matched : n_matched + page_size], namespace).child_key(page_size)
+            # `.get`, never `[]`: a node's children are a defaultdict, which would grow a child on lookup.
+            child = None if is_inside else node.children.get(page)
+            if child is None:
+                return Match(node, n_matched, page, is_inside)
+            # Where tenants part, a node of all ends for each of them, whatever comes behind.
+            most = n_public - n_matched if n_matched < n_public else len(child.key)
+            n_equal = min(_count_equal(job.tokens, child.key.raw_token_ids(), n_matched), most)
+            n_here = n_equal // page_size * page_size
+            node, n_matched, is_inside = child, n_matched + n_here, n_here < len(child.key)
+        return Match(node, n_matched, None, is_inside)
+
+    def count_shared_tokens(self, one: Job, other: Job) -> int:
+        if one.namespace != other.namespace:
+            return min(self._cache.count_public_tokens(job.tokens, job.namespace) for job in (one, other))
+        return _count_equal(one.tokens, other.tokens) // self.page_size * self.page_size
+
+    def parent(self, node: TreeNode) -> TreeNode | None:
+        return node.parent
+
+    def key(self, node: TreeNode) -> Hashable:
+        key: Hashable = node.key.child_key(self._cache.page_size)
+        return key
+
+    def end_tokens(self, node: TreeNode) -> int:
+        return sum(len(above.key) for above in _path_to(node))
+
+    def root(self) -> TreeNode:
+        return self._cache.root_node
+
+    def children(self, node: TreeNode) -> list[TreeNode]:
+        return list(node.children.values())
+
+    def n_tokens(self, node: TreeNode) -> int:
+        return len(node.key)
+
+    def n_hits(self, node: TreeNode) -> int:
+        """Counts the requests that found this in the cache; the first one made it."""
+        return max(int(node.hit_count) - 1, 0)
+
+    def first_tokens(self, node: TreeNode, n_tokens: int) -> array[int]:
+        return node.key.token_ids[: min(n_tokens, len(node.key))]  # type: ignore[no-any-return]
+
+    def evictable_tokens(self, node: TreeNode | None = None) -> int:
+        if node is None:
+            return int(self._cache.evictable_size())
+        return _evictable_tokens(node)
+
+
+def _evictable_tokens(node: TreeNode) -> int:
+    return len(node.key) if node.lock_ref == 0 else 0
+
+
+def _count_equal(one: array[int], other: array[int], start: int = 0) -> int:
+    """Counts the tokens with which `other` begins as `one` goes on from `start`. Copies neither: prompts are long."""
+    n_tokens = min(len(one) - start, len(other))
+    if n_tokens == 0:
+        return 0
+    differs = (
+        np.frombuffer(one, one.typecode)[start : start + n_tokens] != np.frombuffer(other, other.typecode)[:n_tokens]
+    )
+    first = int(differs.argmax())
+    return first if differs[first] else n_tokens
+
+
+def create(context: TreeCacheBuildContext) -> WatchedRadixCache:
+    """Makes a cache for SGLang's registry of radix caches. A disabled cache keeps nothing, but it too must not free scratch."""
+    return WatchedRadixCache(context.params)
+
+
+def register() -> None:
+    """Make the prefix cache known to SGLang under the name that `--radix-cache-backend` gets. Idempotent."""
+    from sglang.srt.mem_cache.registry import get_radix_cache_factory, register_radix_cache_backend
+
+    if get_radix_cache_factory(PREFIX_CACHE_NAME) is None:
+        register_radix_cache_backend(PREFIX_CACHE_NAME, create)

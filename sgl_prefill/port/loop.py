@@ -1,0 +1,229 @@
+"""The path of one step, from top to bottom: hooks on SGLang's loop (`Scheduler.event_loop_normal`) in the order of their calls.
+
+    receive    around_recv_requests             messages that were kept during the last step come first
+    decide     around_get_new_batch_prefill     the policy picks requests; SGLang's admission sees only those
+    admit      kv.admission.around_add_one_req  scratch counts as room for a request that ends with its prefill
+    plan KV    kv.admission.around_alloc_for_extend   how much KV of each request stays, and scratch for the rest
+    forward    runner.out_of_memory.around_run_batch   runner.forward runs the model chunk by chunk; out of memory is a 503
+    take in    around_process_batch_result      meanwhile requests arrive, are matched with the prefix cache and ordered
+    publish    kv.radix_cache                   the durable part of each prefix enters the radix tree
+    answer     SGLang's own                     to the detokenizer
+    learn      around_process_batch_result      the JCT model is corrected, listeners get the step
+
+SGLang builds a prefill batch by walking `scheduler.waiting_queue`. During that call the queue holds only the picked requests, so
+that SGLang matches, locks and allocates for them alone; afterwards the others are put back in order of arrival. The choice
+waits for the result of the running step, so that its prefix is in the cache; SGLang's overlap loop chooses before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sgl_prefill.core.job import Job
+from sgl_prefill.port.runner import out_of_memory
+from sgl_prefill.port.steps import clients, request_state, time_stats
+from sgl_prefill.port.steps.jobs import SchedulerPort, follow, of, refuse
+from sgl_prefill.port.steps.metrics import Facts
+from sgl_prefill.port.steps.recent import text
+from sgl_prefill.port.steps.step_state import Answered, EndedStep, StartedStep, StepState
+from sgl_prefill.port.steps.waiting_list import Counted
+from sgl_prefill.startup.device import this_device
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import AbortReq
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.scheduler import NextBatchPlan, Scheduler
+    from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
+
+RELEASE_EVERY_STEPS = 1000  # releasing memory takes some 20 ms, in which a request may come
+
+
+def around_recv_requests(
+    state: StepState, original: Callable[..., list[Any]], receiver: SchedulerRequestReceiver
+) -> list[Any]:
+    """Hook: receive."""
+    return [*of(state).take_messages(), *original(receiver)]
+
+
+def around_get_new_batch_prefill(
+    state: StepState, original: Callable[..., NextBatchPlan], scheduler: Scheduler, running_batch: ScheduleBatch
+) -> NextBatchPlan:
+    """Hook: decide, and let SGLang admit the picked requests."""
+    port, decided_s = of(state), time.perf_counter()
+    live = port.live
+    waiting = follow(state, scheduler)
+    with live.cost:
+        run, refused = port.decide(decided_s, running_batch.reqs)
+        picked, too_late = port.reqs_of(run), port.reqs_of(refused)
+        waiting.take_out(too_late)
+        port.forget(refused)
+    for req, refusal in zip(too_late, refused.values(), strict=True):
+        refuse(scheduler, req, refusal)
+    if (share := live.policy.output_share) is not None:
+        scheduler.new_token_ratio_tracker.current = share
+    scheduler.waiting_queue = list(picked)
+    try:
+        plan = original(scheduler, running_batch)
+    finally:
+        left = dict.fromkeys(scheduler.waiting_queue)
+        started = [(job, req) for job, req in zip(run, picked, strict=True) if req not in left]
+        with live.cost:
+            waiting.take_out([req for _, req in started])
+        _start(port, started, decided_s)
+        # SGLang itself may queue requests during the call: a grammar that became ready, a preempted generation.
+        for req in left:
+            if req not in picked:
+                waiting.append(req)
+        scheduler.waiting_queue = waiting
+    stats: Any = plan.batch_to_run.prefill_stats if plan.batch_to_run is not None else None
+    if stats is not None:
+        stats.num_pending_tokens = live.n_pending_tokens
+    return plan
+
+
+def _start(port: SchedulerPort, started: Sequence[tuple[Job, Req]], decided_s: float) -> None:
+    with port.live.cost:
+        predicted_ms = port.live.start([job for job, _ in started], decided_s)
+        for job, _ in started:
+            port.started(job)
+    if predicted_ms is not None:
+        for _, req in started:
+            time_stats.add_facts(req.time_stats, predicted_jct_ms=round(predicted_ms, 3))
+    for listener in port.listeners:
+        listener.on_step_start(StartedStep(port.live.n_steps, decided_s, predicted_ms, started))
+
+
+def around_process_batch_result(
+    state: StepState, original: Callable[..., None], scheduler: Scheduler, batch: ScheduleBatch, result: Any
+) -> None:
+    """Hook: take in what has arrived before SGLang waits for the result of the launched step; afterwards learn from it."""
+    if state.scheduling is not None:
+        take_in(state, scheduler)
+    if not isinstance(result, out_of_memory.FailedPass):  # whose requests have been answered
+        original(scheduler, batch, result)
+    if state.scheduling is not None:
+        learn(state.scheduling, batch)
+
+
+def take_in(state: StepState, scheduler: Scheduler) -> None:
+    """Hands requests to SGLang and to the policy, up to the first message that is none: weights, flushing the cache and
+    cancelling are kept for SGLang's own turn, since SGLang takes an engine for idle whose batch has been launched.
+    """
+    received = scheduler.request_receiver.recv_requests()
+    n_requests = next((place for place, message in enumerate(received) if not _is_request(message)), len(received))
+    of(state).keep_messages(received[n_requests:])
+    for message in received[:n_requests]:
+        answer = scheduler._request_dispatcher(message)
+        assert answer is None, message
+    if n_requests:
+        follow(state, scheduler)
+
+
+def _is_request(message: Any) -> bool:
+    """Tells whether taking a message in only makes it wait. A health check asks whether the engine is idle, and a session's
+    request needs the result of the one before it.
+    """
+    from sglang.srt.managers.io_struct import (
+        BatchTokenizedEmbeddingReqInput,
+        BatchTokenizedGenerateReqInput,
+        TokenizedEmbeddingReqInput,
+        TokenizedGenerateReqInput,
+    )
+    from sglang.srt.managers.scheduler import is_health_check_generate_req
+
+    if isinstance(message, (BatchTokenizedGenerateReqInput, BatchTokenizedEmbeddingReqInput)):
+        return all(map(_is_request, message.batch))
+    if not isinstance(message, (TokenizedGenerateReqInput, TokenizedEmbeddingReqInput)):
+        return False
+    return getattr(message, "session_params", None) is None and not is_health_check_generate_req(message)
+
+
+def learn(port: SchedulerPort, batch: ScheduleBatch) -> None:
+    """Corrects the JCT model by the time that a step has taken, and passes the step to the listeners."""
+    port.ended(batch.reqs)
+    if not batch.forward_mode.is_extend():
+        return
+    live, actual_ms = port.live, None
+    done = [req for req in batch.reqs if req.time_stats.prefill_finished_time > 0]  # the others failed
+    if done:
+        begin_s = done[0].time_stats.forward_entry_time
+        end_s = max(req.time_stats.prefill_finished_time for req in done)
+        actual_ms = 1000 * (end_s - begin_s)
+    live.observe(actual_ms, [_facts_of(req) for req in done])
+    if done:
+        step = EndedStep(
+            number=live.n_steps,
+            begin_s=begin_s,
+            end_s=end_s,
+            predicted_ms=live.last_predicted_ms,
+            policy_s=live.last_step_s,
+            score=live.last_score,
+            is_waited_for=bool(live.policy.waiting),
+            reqs=done,
+            answered=[_answered(req, begin_s, end_s) for req in done],
+        )
+        for listener in port.listeners:
+            listener.on_step_end(step)
+
+
+def _facts_of(req: Req) -> Facts:
+    facts = time_stats.facts_of(req.time_stats)
+    return Facts(req.cached_tokens, facts.get("kept_tokens"), facts.get("evicted_tokens"))
+
+
+def _answered(req: Req, begin_s: float, end_s: float) -> Answered:
+    arrival_s = time_stats.arrival_s(req)
+    return Answered(
+        text(req.rid),
+        end_s,
+        text(clients.of(req)),
+        len(req.origin_input_ids),
+        req.cached_tokens,
+        max(begin_s - arrival_s, 0.0),
+        end_s - arrival_s,
+    )
+
+
+def around_abort_request(
+    state: StepState, original: Callable[..., None], scheduler: Scheduler, recv_req: AbortReq
+) -> None:
+    """Hook: SGLang compares the id of each waiting request with the one to cancel; it gets to see only that request."""
+    port = of(state)
+    if recv_req.abort_all:
+        original(scheduler, recv_req)
+        return
+    waiting = follow(state, scheduler)
+    meant = port.named(recv_req.rid)
+    scheduler.waiting_queue = [] if meant is None else [meant]
+    try:
+        original(scheduler, recv_req)
+    finally:
+        if meant is not None and meant not in scheduler.waiting_queue:
+            job = request_state.of(meant).job
+            assert job is not None
+            with port.live.cost:
+                port.live.leave(job)
+                port.forget([job])
+                waiting.take_out([meant])
+        scheduler.waiting_queue = waiting
+
+
+def around_publish_load_snapshot(
+    state: StepState, original: Callable[..., None], scheduler: Scheduler, *rest: Any, **options: Any
+) -> None:
+    """Hook: SGLang sums the lengths of all waiting requests after each step; it gets to see the sum as one request."""
+    waiting = follow(state, scheduler)
+    scheduler.waiting_queue = Counted(len(waiting), of(state).live.n_pending_tokens)
+    try:
+        original(scheduler, *rest, **options)
+    finally:
+        scheduler.waiting_queue = waiting
+
+
+def after_on_idle(state: StepState, result: None, scheduler: Scheduler) -> None:
+    """Hook: while no step runs, gives back the memory that many steps of many sizes have left in pieces."""
+    if scheduler.forward_ct - state.memory_released_at_step >= RELEASE_EVERY_STEPS and scheduler.is_fully_idle():
+        this_device().release_unused()
+        state.memory_released_at_step = scheduler.forward_ct

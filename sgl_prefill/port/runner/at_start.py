@@ -1,0 +1,151 @@
+"""When the start's own parts run inside SGLang's, and the limits that follow from the memory plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sgl_prefill.core.gpu_memory import model_name
+from sgl_prefill.core.ranks import Ranks, smallest
+from sgl_prefill.errors import MemoryPlanError
+from sgl_prefill.port.runner import answer_trees, forward, shared_prefixes
+from sgl_prefill.port.runner.forward import SUM_OVER_RANKS
+from sgl_prefill.port.runner.rank_group import these_ranks
+from sgl_prefill.port.runner.runner_state import RunnerState
+from sgl_prefill.port.runner.sglang_model import SglangModel, weights_bytes
+from sgl_prefill.startup import examine
+from sgl_prefill.startup.device import device_of
+from sgl_prefill.startup.prepare import ANSWER_MARGIN_TOKENS, prepare
+from sgl_prefill.startup.record import ANSWERS_KEY, PACKS_WEIGHTS_KEY, RECORD_KEY, StartRecord
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+def around_profile_available_bytes(
+    record: StartRecord, original: Callable[..., int], configurator: KVCacheConfigurator, pre_model_load_memory: float
+) -> int:
+    """Hook: on a host the budget is an amount and not a share of what happens to be free, so that starts are alike."""
+    from sglang.srt.runtime_context import get_schedule
+
+    budget_gb, ranks = record.config.memory_budget_gb, these_ranks()
+    if budget_gb is None and ranks.count > 1:  # all of them are on this machine
+        budget_gb = round(get_schedule().mem_fraction_static * pre_model_load_memory, 2)
+    if not device_of(configurator.device).is_host or budget_gb is None:
+        n_bytes = _sglangs_bytes(original, configurator, pre_model_load_memory)
+    else:
+        weights = weights_bytes(configurator.model)
+        n_bytes = int(budget_gb * 2**30) // ranks.count - weights
+        if n_bytes <= 0:
+            raise MemoryPlanError(
+                f"--memory-budget-gb is {budget_gb}{_for_each(ranks)}, and the weights alone take"
+                f" {weights / 2**30:.2f} GiB{_of_each(ranks)}: raise it"
+            )
+    (n_bytes,) = smallest(ranks, [n_bytes])
+    record.memory_beyond_weights_bytes = n_bytes
+    return n_bytes
+
+
+def _sglangs_bytes(
+    original: Callable[..., int], configurator: KVCacheConfigurator, pre_model_load_memory: float
+) -> int:
+    from sglang.srt.runtime_context import get_schedule
+
+    try:
+        return original(configurator, pre_model_load_memory)
+    except ValueError as error:
+        device = device_of(configurator.device)
+        if device.is_host:
+            raise
+        name = model_name(configurator.model_config.model_path)
+        weights, fraction = weights_bytes(configurator.model), get_schedule().mem_fraction_static
+        raise MemoryPlanError(examine.no_room_for_kv(device, name, weights, device.free_bytes(), fraction)) from error
+
+
+def _for_each(ranks: Ranks) -> str:
+    return "" if ranks.count == 1 else f" for {ranks.count} ranks"
+
+
+def _of_each(ranks: Ranks) -> str:
+    return "" if ranks.count == 1 else " of each"
+
+
+def after_init_attention_backends(state: RunnerState, result: None, runner: ModelRunner) -> None:
+    """Hook: model and backends are there. Raises UntraceableModelError, ConfigurationError for what was explicitly asked for."""
+    if state.record.config.hybrid_prefill != "off":
+        forward.trace_model(state, runner)
+    shared_prefixes.set_up(state.record.config.shared_prefix_attention, runner)
+
+
+def around_get_worker_info(
+    state: RunnerState, original: Callable[..., tuple[Any, ...]], worker: TpModelWorker
+) -> tuple[Any, ...]:
+    """Hook: SGLang asks for the limits once model, pools and CUDA graphs are there: the moment to profile, divide the
+    memory and check the paths. The longest input is the plan's, whatever the number of durable slots.
+
+    Raises MemoryPlanError, ParityError.
+    """
+    record = state.record
+    if record.memory_plan is None:
+        model = SglangModel(state, worker.model_runner)
+        try:
+            prepare(record, model)
+        except BaseException:
+            model.close()
+            raise
+    assert record.memory_plan is not None
+    longest = record.memory_plan.max_input_tokens
+    max_total, max_prefill, max_running, max_queued, max_req, _, *rest = original(worker)
+    # A step of several requests must not take more scratch and activations than the longest input.
+    max_prefill = min(max_prefill, longest)
+    max_req = max(max_req, longest + ANSWER_MARGIN_TOKENS - 1)
+    # SGLang refuses an input of its own limit.
+    return (max_total, max_prefill, max_running, max_queued, max_req, longest + 1, *rest)
+
+
+def around_init_req_max_new_tokens(original: Callable[..., None], scheduler: Scheduler, req: Req) -> None:
+    """Hook: one token needs no slot of its own, and more than one need all of the KV: SGLang would cut them silently."""
+    asked: int | None = req.sampling_params.max_new_tokens
+    original(scheduler, req)
+    if asked is not None and asked <= 1:
+        req.sampling_params.max_new_tokens = asked
+        return
+    left: int = req.sampling_params.max_new_tokens
+    if left > 1 and asked in (None, left):
+        return
+    n_input, n_new = len(req.origin_input_ids), 2 if asked is None else asked
+    req.set_finish_with_abort(
+        f"a request that generates keeps all of its KV: {n_input} input tokens and max_new_tokens"
+        f" {'unlimited' if asked is None else asked} need {n_input + n_new + 2 * scheduler.page_size} durable slots and"
+        f" as many positions, and this server has {scheduler.max_total_num_tokens} and"
+        f" {scheduler.model_config.context_len}: ask for fewer tokens, or start it with more memory or a smaller"
+        " --max-input-length"
+    )
+
+
+def after_get_init_info(state: RunnerState, result: dict[str, Any], scheduler: Scheduler) -> dict[str, Any]:
+    """Hook: SGLang sends this dict to the HTTP process, where /server_info shows it."""
+    state.record.ranks = _ranks(state)
+    problem = answer_trees.problem(state, scheduler.tp_worker.model_runner)
+    return {
+        **result,
+        RECORD_KEY: state.record.shown(),
+        PACKS_WEIGHTS_KEY: state.record.packed_weights is not None,
+        ANSWERS_KEY: problem,
+    }
+
+
+def _ranks(state: RunnerState) -> dict[str, int] | None:
+    """Counts the ranks, and how often they wait for each other in a pass over one chunk."""
+    ranks, hybrid = these_ranks(), state.hybrid
+    if ranks.count == 1:
+        return None
+    if hybrid is None:
+        return {"count": ranks.count}
+    split = hybrid.split
+    sums, gathers = split.count_of(SUM_OVER_RANKS), split.n_reads(hybrid.shared)
+    return {"count": ranks.count, "sums_a_chunk": sums, "gathers_a_chunk": gathers}

@@ -1,0 +1,335 @@
+"""Hybrid prefilling inside SGLang's model runner: tracing at load, and the path that a forward pass takes."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sgl_prefill.cpu import fused
+from sgl_prefill.errors import UntraceableModelError
+from sgl_prefill.hybrid.body import HybridBody
+from sgl_prefill.hybrid.split import split_body
+from sgl_prefill.hybrid.trace import OpaqueOps, trace_body
+from sgl_prefill.port.runner import answer_trees
+from sgl_prefill.port.runner.runner_state import RunnerState
+from sgl_prefill.startup.device import device_of, this_device
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+HOST_LOGPROB_ROWS = 32
+SUM_OVER_RANKS = "sglang.inplace_all_reduce"  # in a recorded body
+ATTENTION_OP = "sglang.unified_attention_with_output"
+# SGLang registers every operation that must not be compiled into a piece. Of these, reductions over ranks are token-wise.
+TOKEN_WISE_SPLIT_OPS = frozenset({SUM_OVER_RANKS})
+
+
+def trace_model(state: RunnerState, model_runner: ModelRunner) -> None:
+    """Records the model's body and lets long extends run through it. Raises UntraceableModelError under `on`."""
+    try:
+        body = body_of(model_runner)
+        hybrid = _build(model_runner, body)
+    except UntraceableModelError as error:
+        name = model_runner.model_config.hf_config.architectures[0]
+        if state.record.config.hybrid_prefill == "on":
+            raise UntraceableModelError(
+                f"--hybrid-prefill on: {name} cannot be prefilled in a hybrid way: {error}."
+                " Start with --hybrid-prefill auto to serve it on the plain path"
+            ) from error
+        logger.warning("hybrid prefilling is off, the plain path serves %s: %s", name, error)
+        return
+    state.hybrid = hybrid
+    reads_last_rows = hybrid.serves_short and model_runner.is_generation
+    context = ExpertContext(body, quant_config_of(model_runner))
+    _route(body, hybrid, context, reads_last_rows=reads_last_rows)
+
+
+def use_small_logprob_chunks() -> None:
+    """Computes, on a host, the log-probabilities of a long tail (`logprob_start_len`) in so few rows at a time that their
+    logits are small beside a chunk: 32 rows of a vocabulary of 49,152 take 19 MiB, SGLang's 2,048 would take 1.2 GiB.
+    """
+    from sglang.srt.environ import envs
+
+    if this_device().is_host:
+        envs.SGLANG_ENABLE_LOGPROB_CHUNK.set(True)
+        envs.SGLANG_LOGPROB_CHUNK_SIZE.set(HOST_LOGPROB_ROWS)
+
+
+def body_of(model_runner: ModelRunner) -> torch.nn.Module:
+    """Finds what goes from embedding to final norm. Raises UntraceableModelError where hybrid prefilling cannot serve it."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+    from sglang.srt.model_loader.utils import resolve_language_model
+
+    if model_runner.ps.pp_size > 1:
+        raise UntraceableModelError("its layers are spread over several ranks (--pp-size)")
+    if model_runner.server_args.enable_lora:
+        raise UntraceableModelError("it applies LoRA adapters, which differ from request to request")
+    if model_runner.is_multimodal:
+        raise UntraceableModelError("it takes images, video or audio")
+    pool = model_runner.token_to_kv_pool
+    if not isinstance(pool, MHATokenToKVPool) or isinstance(pool, SWAKVPool):
+        raise UntraceableModelError(f"its KV cache is SGLang's {type(pool).__name__}, not one of plain K and V heads")
+    backend = prefill_backend(model_runner.attn_backend)
+    if pool.dtype != model_runner.dtype and gathers_kv(backend):
+        raise UntraceableModelError(
+            f"its KV cache holds {pool.dtype}, and {type(backend).__name__} wants K and V of a batch in {model_runner.dtype}, as"
+            " they are computed: a hybrid pass has them in the cache alone (--attention-backend fa3 reads all from there)"
+        )
+    body = getattr(model_runner.model, "model", None)
+    if not isinstance(body, torch.nn.Module):
+        try:
+            body = resolve_language_model(model_runner.model)
+        except AttributeError:  # GPT-2 and others name it otherwise
+            body = None
+    if not isinstance(body, torch.nn.Module) or not hasattr(body, "layers"):
+        raise UntraceableModelError("it has no `model` with `layers`")
+    return body
+
+
+def quant_config_of(model_runner: ModelRunner) -> Any:
+    """Returns how the weights are quantized, as SGLang's own runner finds it; None where they are not."""
+    return getattr(model_runner.model, "quant_config", None)
+
+
+def _build(model_runner: ModelRunner, body: torch.nn.Module) -> HybridBody:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+    device = model_runner.device
+
+    def make_batch(input_ids: torch.Tensor) -> ForwardBatch:
+        n_tokens = len(input_ids)
+        return ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            batch_size=1,
+            input_ids=input_ids,
+            req_pool_indices=torch.zeros(1, dtype=torch.int64, device=device),
+            seq_lens=torch.full((1,), n_tokens, dtype=torch.int64, device=device),
+            out_cache_loc=torch.arange(n_tokens, dtype=torch.int64, device=device),
+            seq_lens_sum=n_tokens,
+        )
+
+    backend = prefill_backend(model_runner.attn_backend)
+    kernels = getattr(backend, "kernels", None)  # of our CPU backend
+    recorded: AbstractContextManager[None] = nullcontext()
+    if kernels is not None:
+        recorded = fused.recorded_as_operations(body, model_runner.dtype, model_runner.model_config.context_len)
+    with forward_context(ForwardContext(attn_backend=model_runner.attn_backend)), recorded:
+        quant_config = quant_config_of(model_runner)
+        traces = functools.partial(sglang_traces, quant_config=quant_config)
+        traced = trace_body(body, make_batch, device, traces, opaque_ops())
+    products = [] if kernels is None else fused.lower(traced, kernels)
+    split = split_body(traced, attention_in_place=_attends_in_place(backend))
+    # Until `choose_chunk_tokens`, which measures with packed weights.
+    return HybridBody(split, chunk_tokens=device_of(device).chunk_candidates[0], products=products)
+
+
+@contextmanager
+def sglang_traces(forward_batch: ForwardBatch, quant_config: Any = None) -> Iterator[None]:
+    """Sets SGLang's own switches for tracing: attention and experts become opaque operations, and no kernel is picked by size."""
+    from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
+        context_manager,
+        set_tc_piecewise_forward_context,
+    )
+
+    # On an error it logs a hint on CUDA graphs, which would send a reader of our own message astray.
+    context_manager.logger.disabled = True
+    try:
+        with (
+            context_manager.enable_tc_piecewise_cuda_graph(),
+            set_tc_piecewise_forward_context(forward_batch, [], quant_config, [], []),
+        ):
+            yield
+    finally:
+        context_manager.logger.disabled = False
+
+
+def opaque_ops() -> OpaqueOps:
+    """Finds attention, and linear attention, Mamba, sparse attention: SGLang lists them as operations of their own."""
+    from sglang.srt.compilation.compilation_config import SPLIT_OPS
+
+    return OpaqueOps(ATTENTION_OP, frozenset(SPLIT_OPS) - {ATTENTION_OP} - TOKEN_WISE_SPLIT_OPS)
+
+
+class ExpertContext:
+    """SGLang's opaque operations for experts and for AWQ's products find what they need through a context of SGLang's."""
+
+    def __init__(self, body: torch.nn.Module, quant_config: Any = None) -> None:
+        from sglang.srt.model_executor.model_runner_components.layer_setup import compute_attention_and_moe_layers
+
+        self._layers = compute_attention_and_moe_layers(body)
+        self._quant_config = quant_config
+
+    def of(self, forward_batch: ForwardBatch | None) -> AbstractContextManager[None]:
+        from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
+            set_tc_piecewise_forward_context,
+        )
+
+        layers = self._layers
+        context: AbstractContextManager[None] = set_tc_piecewise_forward_context(
+            forward_batch, layers.attention_layers, self._quant_config, layers.moe_layers, layers.moe_fusions
+        )
+        return context
+
+
+def _is_captured() -> bool:
+    """Tells whether SGLang records or replays a CUDA graph: the hybrid pass is not for graphs, its attention is planned anew."""
+    from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import is_in_breakable_cuda_graph
+    from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import is_in_tc_piecewise_cuda_graph
+    from sglang.srt.model_executor.runner_utils.capture_mode import get_is_capture_mode
+
+    return bool(get_is_capture_mode() or is_in_breakable_cuda_graph() or is_in_tc_piecewise_cuda_graph())
+
+
+def _route(body: torch.nn.Module, hybrid: HybridBody, context: ExpertContext, *, reads_last_rows: bool) -> None:
+    """Put a dispatcher in the place of `body.forward`. An extend of at most one chunk keeps SGLang's own path, unless native
+    kernels serve the body. reads_last_rows: of the hidden states only those of the rows whose logits are asked for are read.
+    """
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    layers = {module.layer_id: module for module in body.modules() if isinstance(module, RadixAttention)}
+    plain_forward: Callable[..., Any] = body.forward
+
+    def forward(
+        input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch, *args: Any, **kwargs: Any
+    ) -> Any:
+        mode = forward_batch.forward_mode
+        is_short = input_ids is not None and len(input_ids) <= hybrid.chunk_tokens
+        is_plain = (
+            input_ids is None
+            or (is_short and not hybrid.serves_short and not answer_trees.are_in(forward_batch))
+            or not (mode == ForwardMode.EXTEND or (hybrid.serves_short and mode.is_decode()))
+            or any(value is not None for value in (*args, *kwargs.values()))  # input embeddings, pipeline stages
+            or _is_captured()
+        )
+        if is_plain:
+            return plain_forward(input_ids, positions, forward_batch, *args, **kwargs)
+        token_rows = {
+            "input_ids": input_ids,
+            "positions": positions,
+            "out_cache_loc": forward_batch.out_cache_loc,
+        }
+        last_rows = _last_rows(forward_batch) if reads_last_rows else None
+        hybrid.n_passes += 1
+        with context.of(forward_batch):
+            return hybrid.run(token_rows, BatchIO(forward_batch, layers), last_rows)
+
+    body.forward = forward
+
+
+def _last_rows(forward_batch: ForwardBatch) -> torch.Tensor | None:
+    """Returns the last row of each request of an extend, None where hidden states of other rows are read too:
+    log-probabilities of the input, or hidden states that go back to the client.
+    """
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    if forward_batch.forward_mode != ForwardMode.EXTEND or forward_batch.capture_hidden_mode.need_capture():
+        return None
+    if forward_batch.multi_item_delimiter_indices is not None:
+        return None
+    lens = forward_batch.extend_seq_lens_cpu
+    if forward_batch.return_logprob:
+        starts = forward_batch.extend_logprob_start_lens_cpu
+        if any(start < n_new - 1 for start, n_new in zip(starts, lens, strict=True)):
+            return None
+    return torch.tensor(lens, dtype=torch.int64, device=forward_batch.input_ids.device).cumsum(0) - 1
+
+
+class BatchIO:
+    """`body.LayerIO` over SGLang's KV pool and attention backend, for one batch."""
+
+    def __init__(self, forward_batch: ForwardBatch, layers: dict[int, RadixAttention]) -> None:
+        from sglang.srt.model_executor.forward_context import get_attn_backend, get_token_to_kv_pool
+
+        self._batch = forward_batch
+        self._layers = layers
+        backend = get_attn_backend()
+        picks_other = forward_batch.forward_mode.is_decode() and _picks(backend)
+        self._backend = backend.decode_backend if picks_other else prefill_backend(backend)
+        self._pool = get_token_to_kv_pool()
+        self._slots = forward_batch.out_cache_loc
+        self._kernels: Any = getattr(self._backend, "kernels", None)  # of our CPU backend
+
+    def write_kv(self, layer_id: int, start: int, end: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+        layer = self._layers[layer_id]
+        slots = self._slots[start:end]
+        is_native = self._kernels is not None and slots.dtype == torch.int64
+        if is_native and key.dtype == value.dtype == self._pool.store_dtype:
+            pools = self._pool.get_key_buffer(layer_id), self._pool.get_value_buffer(layer_id)
+            self._kernels.store(*pools, slots, _in_rows(key), _in_rows(value))
+            return
+        self._pool.set_kv_buffer(layer, KVWriteLoc(slots, None), key, value, layer.k_scale, layer.v_scale)
+
+    def attend(self, layer_id: int, query: torch.Tensor, output: torch.Tensor, *, only_last_rows: bool = False) -> None:
+        layer = self._layers[layer_id]
+        if _attends_in_place(self._backend):
+            self._backend.attend_into(output, query, layer, only_last_rows=only_last_rows)
+            return
+        assert not only_last_rows
+        key = value = None
+        if gathers_kv(self._backend):
+            key = self._own_rows(self._pool.get_key_buffer(layer_id))
+            value = self._own_rows(self._pool.get_value_buffer(layer_id))
+        self._batch._attn_output = output  # where SGLang's FlashAttention backend writes, sparing a copy
+        result = self._backend.forward(query, key, value, layer, self._batch, save_kv_cache=False)
+        if result.data_ptr() != output.data_ptr():
+            output.view(result.shape).copy_(result)
+
+    def _own_rows(self, pool: torch.Tensor) -> torch.Tensor:
+        """Returns K or V of the batch's tokens: a view where their slots are consecutive, as scratch slots are; else a copy."""
+        run = self._consecutive
+        return pool[run] if run is not None else pool.index_select(0, self._slots)
+
+    @functools.cached_property
+    def _consecutive(self) -> slice | None:
+        """Read once a pass: it waits for the device."""
+        first, n_tokens = int(self._slots[0]), len(self._slots)
+        is_run = bool((self._slots[1:] - self._slots[:-1] == 1).all())
+        return slice(first, first + n_tokens) if is_run else None
+
+
+def _in_rows(x: torch.Tensor) -> torch.Tensor:
+    """Returns x with each token's numbers in one piece. x: [tokens, heads, head_dim], or [tokens, heads * head_dim]."""
+    is_in_rows = x.stride(-1) == 1 and (x.dim() == 2 or x.stride(1) == x.shape[2])
+    return x if is_in_rows else x.contiguous()
+
+
+def prefill_backend(backend: Any) -> Any:
+    """Looks into an object of SGLang's that picks a backend by the kind of forward pass. FlashInfer's own backend has attributes
+    of the same names, which are texts.
+    """
+    return backend.prefill_backend if _picks(backend) else backend
+
+
+def _picks(backend: Any) -> bool:
+    from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+
+    return isinstance(backend, HybridAttnBackend)
+
+
+def _attends_in_place(backend: Any) -> bool:
+    """Tells whether the attention backend is ours, which may write its output over the queries."""
+    return hasattr(prefill_backend(backend), "attend_into")
+
+
+def gathers_kv(backend: Any) -> bool:
+    """Tells whether a backend reads a batch's own K and V from its arguments, which costs a copy where their slots lie apart.
+    Ours and SGLang's FlashAttention read all from the pool."""
+    if _attends_in_place(backend):
+        return False
+    # By name: its module loads a device's kernels.
+    is_flash = any(kind.__name__ == "FlashAttentionBackend" for kind in type(backend).__mro__)
+    return not is_flash or bool(backend.fa_skip_kv_cache)

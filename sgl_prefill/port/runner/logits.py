@@ -1,0 +1,95 @@
+"""Label logits in float32, and the log-probabilities of a step's labels: gathered on the device without waiting for it, and
+read in one copy.
+
+SGLang counts a step's labels on the device and asks it for the sum, so each step of label requests would wait in the middle of
+its launch. It also reads them request by request, and ends the scheduler where one request of a step asks for the
+log-probabilities of some tokens and another for none (it puts an empty list among the tensors).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from sgl_prefill.cpu.lm_head import MAX_ROWS, float32_logits, is_plain
+from sgl_prefill.cpu.native.library import native
+from sgl_prefill.startup.arguments import DEVICE_MAX_REQUESTS
+from sgl_prefill.startup.record import StartRecord
+
+
+def around_compute_lm_head(
+    record: StartRecord,
+    original: Callable[..., torch.Tensor],
+    processor: Any,
+    hidden_states: torch.Tensor,
+    lm_head: Any,
+    embedding_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Hook: float32 for the rows of a step of an unquantized half-precision LM head; SGLang's way for the rest, such as the
+    log-probabilities of a long tail.
+    """
+    weight: Any = getattr(lm_head, "weight", None)
+    if record.config.stable_answers:  # the start has checked that one kernel computes all rows of this LM head
+        kernels = native().kernels
+        assert kernels is not None
+        assert embedding_bias is None
+        return kernels.logits(hidden_states.contiguous(), weight)
+    on_device = hidden_states.device.type == "cuda"
+    most_rows = DEVICE_MAX_REQUESTS if on_device else MAX_ROWS
+    if hidden_states.shape[0] > most_rows or not is_plain(lm_head, embedding_bias):
+        return original(processor, hidden_states, lm_head, embedding_bias)
+    if not on_device:
+        kernels = native().kernels
+        if kernels is not None and kernels.fits_logits(hidden_states, weight):
+            return kernels.logits(hidden_states, weight)
+        return float32_logits(hidden_states, weight)
+    if hidden_states.dtype != weight.dtype:
+        return original(processor, hidden_states, lm_head, embedding_bias)
+    # The device sums in float32 anyway: keeping the sums costs four bytes a logit instead of two. SGLang's
+    # --enable-fp32-lm-head converts the whole weight in each step (vocabulary 128,256 x hidden 4,096: 2 GB).
+    return torch.mm(hidden_states, weight.T, out_dtype=torch.float32)
+
+
+def around_gather(
+    original: Callable[..., Any] | None, logprobs: torch.Tensor, token_ids_logprobs: Sequence[Sequence[int] | None]
+) -> tuple[list[torch.Tensor], list[Sequence[int]]]:
+    """Hook: returns (log-probabilities, their tokens) of each request, as SGLang does. logprobs: [requests, vocabulary]."""
+    asked = [token_ids or [] for token_ids in token_ids_logprobs]
+    places = [(row, token_id) for row, token_ids in enumerate(asked) for token_id in token_ids]
+    found = gather(logprobs, places)
+    return list(torch.split_with_sizes(found, [len(token_ids) for token_ids in asked])), asked
+
+
+def gather(logprobs: torch.Tensor, places: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Returns the values at each (row, column), without waiting for the device."""
+    index = torch.tensor(places, dtype=torch.int64, pin_memory=logprobs.is_cuda).view(-1, 2)
+    rows, columns = index.to(logprobs.device, non_blocking=True).unbind(1)
+    return logprobs[rows, columns]
+
+
+def around_lists_of_logprobs(original: Callable[..., Any], processor: Any, **options: Any) -> Any:
+    """Hook: copies the tensors of all requests of a step from the device in one piece before SGLang makes lists of them."""
+    output = options["logits_output"]
+    values = None if output is None else output.next_token_token_ids_logprobs_val
+    if values:
+        output.next_token_token_ids_logprobs_val = on_host([torch.as_tensor(value) for value in values])
+    return original(processor, **options)
+
+
+def on_host(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the same tensors in host memory, [n] each, with one copy."""
+    device = next((value.device for value in values if value.numel()), torch.device("cpu"))
+    if device.type == "cpu":
+        return list(values)
+    whole = torch.cat([value.to(device) for value in values]).cpu()
+    return list(torch.split_with_sizes(whole, [len(value) for value in values]))
+
+
+def around_compiled(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Hook: runs a function that SGLang compiles at its first call as it was written. It takes a millisecond for a row of logits
+    per request; the compilation would stop the scheduler for up to 15 seconds.
+    """
+    as_written = getattr(original, "_torchdynamo_orig_callable", original)
+    return as_written(*arguments, **options)

@@ -1,0 +1,22 @@
+"""What the hooks on SGLang's model runner share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from sgl_prefill.startup.record import StartRecord
+
+if TYPE_CHECKING:
+    from sgl_prefill.hybrid.body import HybridBody
+    from sgl_prefill.port.runner.answer_trees import AnswerRows
+
+
+@dataclasses.dataclass
+class RunnerState:
+    """Shared by the hooks on SGLang's model runner."""
+
+    record: StartRecord
+    hybrid: HybridBody | None = None  # None where SGLang's own layers serve
+    answer_rows: AnswerRows | None = None  # None where answers of several tokens cannot be computed
+    runs_eagerly: bool = False  # no step is replayed from a CUDA graph: while the start compares and measures paths

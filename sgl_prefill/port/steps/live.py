@@ -1,0 +1,148 @@
+"""A policy in a live engine: jobs come and go, steps are predicted, observed and counted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from sgl_prefill.core.calibration import Calibration
+from sgl_prefill.core.jct import Work
+from sgl_prefill.core.job import Job
+from sgl_prefill.core.kv_advisor import KVAdvisor
+from sgl_prefill.core.policy import Decision, Policy, ScoreParts, Writing
+from sgl_prefill.core.prefix_tree import PrefixTree, TreeListener
+from sgl_prefill.port.steps.metrics import Facts, PolicyMetrics
+
+
+class CostMeter:
+    """Time that the policy takes from the engine; a context manager around each of its parts, which do not nest."""
+
+    def __init__(self) -> None:
+        self._spent_s = self._entered_s = 0.0
+
+    def __enter__(self) -> None:
+        self._entered_s = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._spent_s += time.perf_counter() - self._entered_s
+
+    def take_s(self) -> float:
+        """Returns the seconds since the last call."""
+        spent_s, self._spent_s = self._spent_s, 0.0
+        return spent_s
+
+
+class LiveScheduling:
+    """One per scheduler process."""
+
+    def __init__(self, tree: PrefixTree, policy: Policy, metrics: PolicyMetrics | None = None) -> None:
+        self.policy = policy
+        self.cost = CostMeter()
+        self.calibration = Calibration(tree, policy, self.cost)
+        self.predictor = policy.settings.predictor
+        self.n_steps = 0  # decided so far
+        self.last_step_s = 0.0  # time that the policy took of the last step
+        self.last_predicted_ms: float | None = None  # of the last step, before it ran; None without a predictor
+        self.last_score: ScoreParts | None = None  # of the first job of the last step
+        self.n_pending_tokens = 0  # input tokens of all waiting requests
+        self._metrics = metrics
+        self._running: Work | None = None  # the step as the model sees it
+        self._shows_waiting = False  # the metrics do
+
+    @property
+    def listener(self) -> TreeListener:
+        """Returns what the prefix cache reports to."""
+        return _Metered(self.calibration, self.cost)
+
+    @property
+    def advisor(self) -> KVAdvisor:
+        """Returns what the KV side asks."""
+        return self.calibration.advisor
+
+    def arrive(self, job: Job) -> None:
+        self.calibration.add(job)
+        self.n_pending_tokens += job.n_input_tokens
+
+    def leave(self, job: Job) -> None:
+        """Takes out a job that runs, was cancelled or refused."""
+        self.calibration.remove(job)
+        self.n_pending_tokens -= job.n_input_tokens
+
+    def decide(self, now_s: float, writing: Sequence[Writing] = ()) -> Decision:
+        """Chooses the next step and removes refused jobs. writing: jobs that decode meanwhile."""
+        self.policy.writing = writing
+        decision = self.policy.decide(now_s)
+        for job in decision.refuse:
+            self.leave(job)
+        if decision.run:
+            self.n_steps += 1
+            self.last_score = self.policy.parts_of_score(decision.run[0], now_s)
+        if self._metrics is not None:
+            if decision.run:
+                self._metrics.set_starvation(self.policy, decision.run, now_s)
+            elif self._shows_waiting:
+                self.show_queue(now_s)
+        return decision
+
+    def start(self, jobs: Sequence[Job], now_s: float) -> float | None:
+        """Takes out these, which are about to run together. Returns the milliseconds that the step is predicted to take;
+        None where nobody knows."""
+        predicted_ms = None
+        if self.predictor is not None and jobs:
+            self._running = self.predictor.model.of_step([(job.n_input_tokens, job.n_cached_tokens) for job in jobs])
+            predicted_ms = self.predictor.ms(self._running)
+        if jobs:
+            self.last_predicted_ms = predicted_ms
+        self.policy.started(jobs)
+        for job in jobs:
+            if self._metrics is not None:
+                self._metrics.observe_wait(now_s - job.arrival_s)
+            self.leave(job)
+        return predicted_ms
+
+    def show_queue(self, now_s: float) -> None:
+        """Brings the gauges of the queue up to date; nobody runs while all that is left is refused or cancelled."""
+        if self._metrics is not None:
+            self._metrics.set_queue(self.policy, now_s)
+            self._shows_waiting = bool(self.policy.waiting)
+
+    def observe(self, actual_ms: float | None, facts: Sequence[Facts]) -> None:
+        """Learns from a step that has ended. actual_ms: of its forward pass, None where it failed; facts: of the requests
+        that it answered."""
+        work, self._running = self._running, None
+        if self.predictor is not None and work is not None and actual_ms is not None:
+            if self._metrics is not None:
+                self._metrics.observe_prediction(self.predictor.ms(work), actual_ms)
+            self.predictor.observe(work, actual_ms)
+        if self._metrics is not None:
+            for of_request in facts:
+                self._metrics.count_request(of_request)
+            with self.cost:
+                self.show_queue(time.perf_counter())
+        self.last_step_s = self.cost.take_s()
+        if self._metrics is not None:
+            self._metrics.observe_policy_time(self.last_step_s)
+
+
+class _Metered:
+    """A tree's listener whose time counts as the policy's."""
+
+    def __init__(self, listener: TreeListener, cost: CostMeter) -> None:
+        self._listener, self._cost = listener, cost
+
+    def child_added(self, child: Any) -> None:
+        with self._cost:
+            self._listener.child_added(child)
+
+    def split(self, upper: Any, lower: Any) -> None:
+        with self._cost:
+            self._listener.split(upper, lower)
+
+    def leaf_removed(self, leaf: Any) -> None:
+        with self._cost:
+            self._listener.leaf_removed(leaf)
+
+    def cleared(self) -> None:
+        with self._cost:
+            self._listener.cleared()

@@ -1,0 +1,51 @@
+"""Facts that travel between the processes with SGLang's time stats of a request.
+
+To the scheduler: the time at which the HTTP process hands the request over. SGLang's scheduler stamps a request when it takes it
+off its socket, between two steps; what arrives during a step of 6 s would look new, and its wait would count neither for
+fairness nor in `queue_ms`. SGLang's message has an unused field for the true time, on one clock for all ranks.
+
+From the scheduler: `kept_tokens`, `evicted_tokens`, `predicted_jct_ms` and others for the reply's `meta_info`. SGLang has no
+field for such facts in the reply of a prefill-only request, but puts into `meta_info` what the time stats say of themselves.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+DISPATCH_TIME = (
+    "api_server_dispatch_time"  # SGLang converts fields whose name ends in `time` between the processes' clocks
+)
+FACTS = "sgl_prefill_facts"
+
+
+def after_getstate_in_http(result: dict[str, Any], time_stats: Any) -> dict[str, Any]:
+    """Hook: sends the time of dispatch with a request."""
+    return {**result, DISPATCH_TIME: getattr(time_stats, DISPATCH_TIME)}
+
+
+def arrival_s(req: Req) -> float:
+    """Returns the time of arrival on the scheduler's `time.perf_counter`; without a time of dispatch, that of queueing."""
+    stats = req.time_stats
+    return float(getattr(stats, DISPATCH_TIME) or stats.wait_queue_entry_time)
+
+
+def add_facts(time_stats: Any, **facts: Any) -> None:
+    time_stats.__dict__.setdefault(FACTS, {}).update(facts)
+
+
+def facts_of(time_stats: Any) -> dict[str, Any]:
+    facts: dict[str, Any] = time_stats.__dict__.get(FACTS, {})
+    return facts
+
+
+def after_getstate(result: dict[str, Any], time_stats: Any) -> dict[str, Any]:
+    """Hook: sends the facts on, from the scheduler and from the detokenizer."""
+    return {**result, FACTS: facts_of(time_stats)}
+
+
+def after_convert_to_output_meta_info(result: dict[str, Any], time_stats: Any) -> dict[str, Any]:
+    """Hook: puts the facts into the reply's `meta_info`, in the HTTP process."""
+    return {**result, **facts_of(time_stats)}
