@@ -25,7 +25,7 @@ _product: Any = torch.ops.mkldnn._linear_pointwise.default
 
 
 @functools.cache
-def define_operations() -> torch.library.Library:
+def define_operations() -> object:
     """Defines the operations of a traced graph, once. They have no kernel, and `lower` replaces them."""
     library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
     library.define("rms_norm(Tensor x, Tensor weight, float eps, float offset) -> Tensor")
