@@ -41,7 +41,7 @@ class Hook(NamedTuple):
     takes: type | None = (
         None  # the function's first argument is this process's object of this class (`activation.Parts`)
     )
-    process: Process = "scheduler"
+    processes: tuple[Process, ...] = ("scheduler",)
 
     @property
     def kind(self) -> str:
@@ -144,7 +144,7 @@ FEATURES: tuple[Feature, ...] = (
                 "Scheduler and detokenizer would import SGLang again instead of being forked, and a failed start would end by"
                 " SIGKILL without a message.",
                 ProcessState,
-                "http",
+                ("http",),
             ),
             Hook(
                 f"{SCHEDULER}.__init__",
@@ -216,31 +216,27 @@ FEATURES: tuple[Feature, ...] = (
                 time_stats.after_getstate_in_http,
                 "The scheduler would stamp a request after the running step, and its wait would count neither for fairness nor"
                 " in queue_ms.",
-                process="http",
+                processes=("http",),
             ),
             Hook(
                 f"{OPENAI}.serving_chat.OpenAIServingChat._process_messages",
                 conversations.around_process_messages,
                 "A long conversation or a slow template of a client would stop the event loop, and an empty conversation would"
                 " be a 500.",
-                process="http",
+                processes=("http",),
             ),
             Hook(
                 f"{STATS}.SchedulerReqTimeStats.__getstate__",
                 time_stats.after_getstate,
-                "kept_tokens, evicted_tokens and predicted_jct_ms would not leave the scheduler.",
-            ),
-            Hook(
-                f"{STATS}.SchedulerReqTimeStats.__getstate__",
-                time_stats.after_getstate,
-                "The detokenizer would drop these facts.",
-                process="detokenizer",
+                "kept_tokens, evicted_tokens and predicted_jct_ms would not leave the scheduler, or the detokenizer would drop"
+                " them.",
+                processes=("scheduler", "detokenizer"),
             ),
             Hook(
                 f"{STATS}.SchedulerReqTimeStats.convert_to_output_meta_info",
                 time_stats.after_convert_to_output_meta_info,
                 "The reply would not show these facts.",
-                process="http",
+                processes=("http",),
             ),
         ),
         overrides=(
@@ -777,13 +773,8 @@ FEATURES: tuple[Feature, ...] = (
             Hook(
                 f"{SRT}.layers.logprob_processor.get_token_ids_logprobs_batch_optimized",
                 logits.around_gather,
-                "Each step of label requests would wait for the device in the middle of its launch.",
-            ),
-            Hook(
-                f"{RESULTS}._normalize_decode_outputs",
-                logits.around_lists_of_logprobs,
-                "A step with labels for one request and none for another would end the scheduler, and each request's labels would"
-                " be read from the device by themselves.",
+                "Each step of label requests would wait for the device in the middle of its launch, and a step with labels for"
+                " one request and none for another would end the scheduler.",
             ),
             *(
                 Hook(
@@ -823,12 +814,6 @@ FEATURES: tuple[Feature, ...] = (
                 f"{SRT}.distributed.bootstrap._init_cpu_threads_env",
                 ranks.around_init_cpu_threads,
                 "All ranks of a host would compute on the same cores.",
-            ),
-            Hook(
-                f"{SCHEDULER}.on_idle",
-                loop.after_on_idle,
-                "The process would keep the memory that steps of many sizes leave in pieces.",
-                StepState,
             ),
             Hook(
                 "sglang.kernels.ops.activation.softcap.softcap_inplace_logits",
@@ -887,7 +872,7 @@ HOOKS: tuple[Hook, ...] = tuple(chain.from_iterable(feature.hooks for feature in
 def hooks_for(config: PrefillConfig, process: str) -> tuple[Hook, ...]:
     """Returns the hooks of the features that are on in this process, in application order."""
     on = (feature for feature in FEATURES if feature.is_on(config))
-    return tuple(hook for feature in on for hook in feature.hooks if hook.process == process)
+    return tuple(hook for feature in on for hook in feature.hooks if process in hook.processes)
 
 
 def fingerprinted_targets() -> tuple[str, ...]:

@@ -77,6 +77,8 @@ def around_get_new_batch_prefill(
             if req not in picked:
                 waiting.append(req)
         scheduler.waiting_queue = waiting
+    if plan.batch_to_run is None:
+        _release_memory(state, scheduler)
     stats: Any = plan.batch_to_run.prefill_stats if plan.batch_to_run is not None else None
     if stats is not None:
         stats.num_pending_tokens = live.n_pending_tokens
@@ -222,8 +224,9 @@ def around_publish_load_snapshot(
         scheduler.waiting_queue = waiting
 
 
-def after_on_idle(state: StepState, result: None, scheduler: Scheduler) -> None:
-    """Hook: while no step runs, gives back the memory that many steps of many sizes have left in pieces."""
-    if scheduler.forward_ct - state.memory_released_at_step >= RELEASE_EVERY_STEPS and scheduler.is_fully_idle():
+def _release_memory(state: StepState, scheduler: Scheduler) -> None:
+    """On a host, while no step runs: gives back the memory that many steps of many sizes have left in pieces."""
+    is_due = scheduler.forward_ct - state.memory_released_at_step >= RELEASE_EVERY_STEPS
+    if is_due and this_device().is_host and scheduler.is_fully_idle():
         this_device().release_unused()
         state.memory_released_at_step = scheduler.forward_ct

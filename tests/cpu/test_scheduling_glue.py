@@ -138,7 +138,7 @@ class Engine(NamedTuple):
 def engine_with(tree: Any, waiting: list[Any], fairness_lambda: float = 0.0, **options: Any) -> Engine:
     defaults = {"enable_priority_scheduling": False, "schedule_low_priority_values_first": False}
     stand_in = SimpleNamespace(
-        tree_cache=tree, waiting_queue=waiting, max_total_num_tokens=1000, **{**defaults, **options}
+        tree_cache=tree, waiting_queue=waiting, max_total_num_tokens=1000, forward_ct=0, **{**defaults, **options}
     )
     config = PrefillConfig(fairness_lambda=fairness_lambda, jct_model="cache-miss", pack_step_tokens=0)
     state = StepState(StartRecord(config))
@@ -328,3 +328,17 @@ def test_what_a_live_request_has_used_is_no_background_jobs_any_more() -> None:
     assert tree.of_background.n_tokens == 3
     tree.evict_tokens(3)
     assert [count_cached_tokens(tree, tokens) for tokens in ([1, 2, 3, 4, 5, 6], [7, 8, 9])] == [3, 3]
+
+
+def test_an_idle_host_gives_memory_back_after_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[int] = []
+    host = SimpleNamespace(is_host=True, release_unused=lambda: released.append(1))
+    monkeypatch.setattr(loop, "this_device", lambda: host)
+    engine = engine_with(watched_tree(), [], is_fully_idle=lambda: True)
+    for engine.scheduler.forward_ct in (
+        loop.RELEASE_EVERY_STEPS - 1,
+        loop.RELEASE_EVERY_STEPS,
+        loop.RELEASE_EVERY_STEPS + 1,
+    ):
+        engine.step(admit_nothing)
+    assert len(released) == 1
