@@ -25,7 +25,7 @@ from sgl_prefill.errors import UntraceableModelError
 from sgl_prefill.port.kv.allocator import SuffixKVAllocator
 from sgl_prefill.port.runner import logits as logits_of
 from sgl_prefill.port.runner.runner_state import RunnerState
-from sgl_prefill.port.steps import custom_params
+from sgl_prefill.port.steps import custom_params, time_stats
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
