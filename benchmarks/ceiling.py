@@ -26,7 +26,7 @@ def matrix_product_flop_per_s(dtype_name: str = shapes.DTYPE) -> float:
 
 
 def best_of(call: Callable[[], Any], n_times: int) -> float:
-    """Seconds of the fastest of so many calls."""
+    """Seconds of the fastest call."""
     seconds = []
     for _ in range(n_times):
         started = time.perf_counter()

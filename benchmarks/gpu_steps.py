@@ -1,4 +1,4 @@
-"""The GPU runbook: what is asked of a device, in which order, and what has been answered.
+"""The GPU runbook: the steps to run on a device, their order, and their results so far.
 
     python benchmarks/gpu_steps.py OUT [--minutes 9] [--again NAME...]
 
@@ -36,7 +36,7 @@ QUESTIONS = {
 }
 WARM_UP_S, MEMORY_S, SERVERS_S, SHARED_PREFIX_S, MODELS_S = 480, 240, 480, 300, 480
 PYTEST = ("-m", "pytest", "-q", "-rA")
-GRACE_S = 45  # for a benchmark that is told to end, to end its servers
+GRACE_S = 45  # after SIGTERM, for a benchmark to end its servers
 LEAST_S = 60  # a step is not begun for less
 MOST_TRIES = 3  # with all of the seconds that a step may have
 CUT_OFF = "cut off"
@@ -161,7 +161,7 @@ def run(
     python: str = sys.executable,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Step]:
-    """Runs what has no outcome yet for so many seconds, and returns what is left."""
+    """Runs steps without an outcome until the time is over, and returns the steps that are left."""
     notes, end_s = Notes(out), clock() + part_s - GRACE_S
     waiting = [step for step in all_steps if not notes.of(step).is_over]
     print(f"{len(all_steps) - len(waiting)} of {len(all_steps)} steps are over")
@@ -217,7 +217,7 @@ def _run_one(step: Step, out: Path, python: str, limit_s: float) -> int | str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """A benchmark that is told to end ends its servers; those of one that does not would hold the device's memory."""
+    """Ends a benchmark and, if it does not end them itself, its servers, which would hold the device's memory."""
     begun = psutil.Process(process.pid).children(recursive=True)
     process.terminate()
     try:

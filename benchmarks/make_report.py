@@ -133,14 +133,14 @@ def verdict(claim: Claim, results: dict[str, Result]) -> tuple[str, str]:
     where = "simulated: " if claim.benchmark == SIMULATED else ""
     if n_met == len(targets):
         return where + "holds", numbers
-    # All that can be missed and still go its way are ratios above 1: better, but by less than was asked for.
+    # A missed target still supports its claim if it is a ratio above 1: better, but by less than the target.
     goes_its_way = n_met > 0 or any(LEAST_GAIN < target["value"] < target["target"] for target in targets)
     return where + ("holds partly" if goes_its_way else "does not hold"), numbers
 
 
 def wanted(target: dict[str, Any]) -> str:
-    """Says what was asked for, with the direction that is good: ">= 2.2". target: as a result holds it."""
-    is_above = target["value"] >= target["target"] > 0  # of what is counted, none is asked for
+    """The target with the direction that is good: ">= 2.2". target: as a result holds it."""
+    is_above = target["value"] >= target["target"] > 0  # the target of a count is 0
     return f"{'>=' if is_above == target['met'] else '<='} {target['target']:g}"
 
 
@@ -208,10 +208,10 @@ def _section(folder: Path, name: str, result: Result) -> list[str]:
     return [*lines, ""]
 
 
-# Of the lists in a result, those that are tables; the rows of these benchmarks are data.
+# The lists of a result that are shown as tables, and the benchmarks whose "rows" are too many to show.
 TABLES = ("steps", "rows", "medians", "means", "rivals", "capacities", "long_request", "failed")
 WITHOUT_ROWS = ("planner", "jct_model", "memory_trace")
-# What a run was given, and not what came of it.
+# Columns with a run's conditions, which have no good direction.
 CONDITION_COLUMNS = ("offered_per_s", "load")
 MORE_IS_BETTER = re.compile(r"(.*(_per_s|_share|_saving)|times|hit_rate|of_ceiling|longest_input_tokens)")
 LESS_IS_BETTER = re.compile(r"(.*(_s|_ms|, (CPU )?ms|_calls|mib)|ms|seconds|mean|p99|largest)")
@@ -219,7 +219,7 @@ RUN_COLUMNS = ("engine", "offered_per_s", "requests_per_s", "mean_s", "p50_s", "
 
 
 def _tables_of(name: str, result: Result) -> list[list[dict[str, Any]]]:
-    """Runs under load by their most important columns, other rows by those that hold one value each."""
+    """Runs under load show RUN_COLUMNS, other rows every column without lists."""
     tables = []
     for key in TABLES:
         rows: list[dict[str, Any]] = [_flat(row) for row in result.get(key, []) if not row.get("turn")]

@@ -27,7 +27,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 class Target(NamedTuple):
-    """One number that was asked for, and what was measured."""
+    """A target value and the measured value."""
 
     name: str
     value: float
@@ -121,9 +121,12 @@ def part(rows: list[dict[str, Any]], targets: list[Target], **more: Any) -> dict
 
 
 def in_parts(description: str | None, script: Path, parts: dict[str, Callable[[bool], dict[str, Any]]]) -> int:
-    """A benchmark's program of parts, each of which is told whether the run is quick, and returns its targets among its figures.
+    """Run the parts of a benchmark, and write the result after each.
 
-    The result is written after each; those that BENCH_PARTS names are measured alone, and the others taken from the result there.
+    BENCH_PARTS names the parts to measure; the figures of the others are kept from the result that exists.
+
+    Args:
+        parts: by name; each takes whether the run is quick, and returns figures with "targets".
     """
     parsed = arguments(description, script.with_name("result.json"))
     asked = os.environ.get("BENCH_PARTS", "").split()

@@ -1,4 +1,4 @@
-"""How far are label probabilities from what they claim, before and after calibration, on examples that nobody has fitted to?
+"""Calibration error of label probabilities on held-out examples, before and after calibration.
 
     python benchmarks/answers/calibration.py [--quick]
 

@@ -95,7 +95,7 @@ def _tokenizer() -> Any:
 
 
 class _Texts:
-    """Prompts of so many tokens, no two of which begin alike."""
+    """Prompts of that many tokens, which share no prefix."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self._ids = tokenizer, tokenizer.encode(traffic.real_text())

@@ -87,7 +87,7 @@ def live_requests(n: int) -> list[client.Due]:
 
 
 def start_job(url: str, folder: Path, flags: list[str]) -> subprocess.Popen[bytes]:
-    (folder / OUTPUT).unlink(missing_ok=True)  # whoever waits for answers must not see those of the turn before
+    (folder / OUTPUT).unlink(missing_ok=True)  # the wait for answers must not find the preceding turn's
     command = batch_job.command_of(folder / "job.jsonl", folder / OUTPUT, ["--base-url", url, "--overwrite", *flags])
     with (folder / "log.txt").open("ab") as log:
         return subprocess.Popen(command, cwd=report.REPOSITORY, stdout=log, stderr=log)

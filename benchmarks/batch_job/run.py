@@ -97,14 +97,14 @@ def main() -> int:
 
 
 def cells_of(engine: engines.Engine, workloads: Sequence[Micro]) -> list[Cell]:
-    """What an engine is asked: a job plans for itself, and only what is compared with it is measured."""
+    """The cells in which an engine runs. Only rivals with the new kernel also run the sorted files: a job plans for itself."""
     files = (SHUFFLED, SORTED) if engine.reference == engines.NEW_KERNEL else (SHUFFLED,)
     with_decode = engine == JOB or engine.reference == engines.NEW_KERNEL
     return [Cell(one, file) for one in workloads if with_decode or not one.n_new_tokens for file in files]
 
 
 def finalists(measured: Measured, workloads: Sequence[Micro]) -> dict[engines.Engine, list[Cell]]:
-    """Ours, and for each workload and file whoever was the fastest of those with the kernel."""
+    """Ours, and for each workload and file the fastest rival with the new kernel."""
     wanted = {engine: cells_of(engine, workloads) for engine in (JOB, JOB_OVER_HTTP)}
     for cell in (Cell(one, file) for one in workloads for file in (SHUFFLED, SORTED)):
         wanted.setdefault(fastest(measured, engines.NEW_KERNEL, cell), []).append(cell)
@@ -144,7 +144,7 @@ class Comparison:
         self.conditions: dict[str, dict[str, Any]] = {"commands": {}, "kernel_of": {}, "sglang_of": {}}
 
     def turn(self, number: int, wanted: Mapping[engines.Engine, Iterable[Cell]]) -> None:
-        """Measures everybody once. A rival that cannot be started, or ends, is named in `failed`."""
+        """Measures each engine once. A rival that cannot be started, or ends, is named in `failed`."""
         for engine, cells in wanted.items():
             try:
                 for cell in cells:
@@ -178,7 +178,7 @@ class Comparison:
         )
 
     def _run_server(self, engine: engines.Engine, rows: Rows, cell: Cell) -> Ran:
-        """All rows at once: what a user of a batch file who has a server would do."""
+        """Sends all rows at once, as a user with a batch file and a server would."""
         order = sorted(range(len(rows)), key=rows.__getitem__) if cell.file == SORTED else range(len(rows))
         server = self._empty_server(engine)
         dues = [client.Due(0.0, rows[row], n_new_tokens=cell.workload.n_new_tokens) for row in order]
@@ -195,7 +195,7 @@ class Comparison:
         return server
 
     def medians(self) -> list[dict[str, Any]]:
-        """Of those that took all turns."""
+        """Medians of the engines that ran in all turns."""
         n_turns = max(len(runs) for cells in self.measured.values() for runs in cells.values())
         return [
             {

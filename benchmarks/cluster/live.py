@@ -54,7 +54,7 @@ class Part(NamedTuple):
 
 
 class Engines:
-    """The engines, which start when they are asked for and stay up, and gateways before them. A context manager."""
+    """The engines, which start on first use and stay up, and gateways before them. A context manager."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -308,7 +308,7 @@ async def one_at_a_time(url: str, n_requests: int) -> list[float]:
 
 
 async def many_at_once(url: str, n_requests: int) -> float:
-    """Returns requests a second of so many connections that ask one after the other."""
+    """Returns requests a second over connections that each send one request after the other."""
     headers = {"content-type": "application/json", "x-user-id": "ann"}
     bodies = iter([short_body(number) for number in range(n_requests)])
     async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as session:

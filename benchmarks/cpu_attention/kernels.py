@@ -121,7 +121,7 @@ def _in_turns(one: Callable[[], None], other: Callable[[], None], n_rounds: int)
 
 
 def targets_of(measured: dict[str, Any]) -> list[report.Target]:
-    """The slowest shape of those that fill the machine, and the smallest gain of all."""
+    """The slowest shape with many tokens, and the smallest gain of all shapes."""
     rate = measured["matrix_product_flop_per_s"]
     full = [row for row in measured["rows"] if "one token" not in row["shape"]]
     slowest = min(row["ours_flop_per_s"] for row in full) / rate

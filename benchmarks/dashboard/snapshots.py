@@ -20,7 +20,7 @@ def measure(quick: bool = False) -> dict[str, Any]:
     n_prefixes = QUICK_PREFIXES if quick else PREFIXES
     engine = filled_engine(WAITING, n_prefixes, now_s=time.perf_counter(), n_clients=N_CLIENTS)
     assert engine.state.scheduling is not None
-    engine.state.scheduling.live.decide(time.perf_counter())  # who has come is put in order by the next step anyway
+    engine.state.scheduling.live.decide(time.perf_counter())  # the next step orders new arrivals anyway
     gc.collect()
     gc.freeze()  # as a server does at its start
     times_ms, n_bytes = [], []

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_correctness/run.py [--quick] [--json PATH]
 
-Runs `tests/gpu` and keeps what each test came to. See the README beside this file.
+Runs `tests/gpu` and keeps the outcome of each test. See the README beside this file.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def memory() -> Part:
 
 
 def servers(backends: Sequence[str]) -> Iterator[Part]:
-    """One a backend, with a server of ours and one of stock SGLang each, and one for the starts that are to fail."""
+    """One part for each backend (our server and stock SGLang's), and one for the starts that must fail."""
     for backend in backends:
         yield Part(backend, ("-k", f"{backend} and not is_wrong", "tests/gpu/test_servers.py"))
     for backend in backends[:1]:
@@ -105,7 +105,7 @@ def run(parts: Sequence[Part], limit_s: float) -> dict[str, Ended]:
 
 
 def ends_late(process: subprocess.Popen[bytes], limit_s: float) -> bool:
-    """Waits until a process ends; says whether it had to be told to, at `limit_s` of the monotonic clock."""
+    """Waits until a process ends, and terminates it at `limit_s` of the monotonic clock. Returns whether it did."""
     try:
         process.wait(max(0.1, limit_s - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -126,7 +126,7 @@ def why(ended: Ended) -> str:
 
 
 def targets_of(found: dict[str, Ended]) -> list[report.Target]:
-    """No test fails, and every part came to its end."""
+    """No test fails, and no part is cut off."""
     outcomes = [outcome for one in found.values() for outcome in one.tests.values()]
     failed = sum(outcome in ("failed", "error") for outcome in outcomes)
     return [

@@ -183,7 +183,7 @@ def passes_of(server: engines.Running) -> Passes:
 
 
 def saved_tokens_of(server: engines.Running) -> int:
-    """Counts cached positions that steps on a GPU have read once in the place of once a request; 0 where nothing is told."""
+    """Cached positions that GPU steps read once instead of once a request; 0 where the server does not count them."""
     reply = requests.get(f"{server.url}/server_info", timeout=60)
     if reply.status_code != 200:
         raise report.InvalidRunError(f"/server_info answers {reply.status_code}")
@@ -223,7 +223,7 @@ def check_agreement(measured: dict[str, dict[str, Any]]) -> None:
 
 
 def targets_of(measured: dict[str, dict[str, Any]]) -> list[report.Target]:
-    """Ratios of those that were measured, and whether graphs were there where they are credited with something."""
+    """Ratios of the measured settings, and whether graphs were replayed wherever a gain is put down to them."""
     found = {(row["engine"], row["suffix_tokens"]): row for one in measured.values() for row in one["means"]}
     targets = []
     for mine, theirs, expected in RATIOS:

@@ -29,7 +29,7 @@ POLICY_TOKENS, MESSAGE_TOKENS = 1_500, (10, 80)
 QUESTION, LABELS = "\n\nIs this about the same subject? Answer yes or no:", (" yes", " no")
 N_MESSAGES, QUICK_MESSAGES = 150, 20
 N_WHEN_LITTLE = 25
-LITTLE = 0.3  # of what stock serves at once as a user gets it: nobody queues, so that latency is service time
+LITTLE = 0.3  # of what stock with torch_native serves at once: no queue, so that latency is service time
 # (requests a second at once, mean latency when little comes), ours to the best stock policy.
 AT_LEAST = {
     engines.AS_SHIPPED: (8.0, 2.0),

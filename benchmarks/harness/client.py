@@ -1,6 +1,6 @@
 """An open-loop client: requests are sent when they are due, whether or not earlier ones have been answered.
 
-A closed loop (so many workers, each waiting for its answer) slows down with the engine and hides what a queue does.
+A closed loop (workers that each wait for an answer) slows down with the engine and hides what a queue does.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ TIMEOUT_S = 3600
 
 
 class Due(NamedTuple):
-    """A prompt, when it arrives, in seconds from the start of the run, and what is asked for."""
+    """A prompt, when it arrives, in seconds from the start of the run, and the request for it."""
 
     at_s: float
     input_ids: list[int]
     label_ids: Sequence[int] = LABEL_IDS
     n_new_tokens: int = 0  # 0: prefill only
-    user: str = ""  # who asks; "": nobody is named
+    user: str = ""  # "": the request names no user
 
 
 class Outcome(NamedTuple):
@@ -71,7 +71,7 @@ def run(url: str, dues: Sequence[Due], name: str) -> list[Outcome]:
 
 
 def figures(outcomes: Sequence[Outcome]) -> Figures:
-    """Percentiles are nearest-rank: the smallest latency that so many do not exceed."""
+    """Percentiles are nearest-rank."""
     latencies = sorted(one.latency_s for one in outcomes)
     first, last = min(one.at_s for one in outcomes), max(one.finish_s for one in outcomes)
     return Figures(
@@ -96,7 +96,7 @@ def check_agreement(
 
 
 def told_apart(answers: Sequence[list[float]], max_difference: float) -> float:
-    """The share of answers that `check_agreement` would take for wrong if they were those of the request before."""
+    """The share of answers that `check_agreement` would reject if they were swapped for the preceding request's answer."""
     differ = [
         any(abs(a - b) > max_difference for a, b in zip(one, before, strict=True))
         for before, one in itertools.pairwise(answers)
@@ -105,8 +105,8 @@ def told_apart(answers: Sequence[list[float]], max_difference: float) -> float:
 
 
 def body_of(due: Due) -> dict[str, Any]:
-    """What `/generate` is asked, of every engine."""
-    ends = {"ignore_eos": True} if due.n_new_tokens else {}  # everybody writes as many
+    """The body of a request to `/generate`, the same for every engine."""
+    ends = {"ignore_eos": True} if due.n_new_tokens else {}  # all engines generate equally many
     return {
         "input_ids": due.input_ids,
         "sampling_params": {"max_new_tokens": due.n_new_tokens, "temperature": 0, **ends},

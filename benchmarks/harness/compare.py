@@ -30,12 +30,12 @@ class Run(NamedTuple):
     offered_per_s: Rate
     figures: client.Figures
     outcomes: list[client.Outcome]
-    told_apart: float = 1.0  # the share of answers that would be found wrong if they were those of the request before
+    told_apart: float = 1.0  # see `client.told_apart`
     turn: str = ""  # which of several runs of the same
 
     @property
     def kept_up(self) -> float:
-        """Requests answered in a second over those that came; below 1 by what was still waiting when the last one came."""
+        """Answered over offered requests a second; below 1 if some still waited when the last one arrived."""
         return 1.0 if self.offered_per_s is None else self.figures.requests_per_s / self.offered_per_s
 
     def row(self) -> dict[str, Any]:
@@ -51,12 +51,12 @@ class Run(NamedTuple):
 class Comparison:
     """Runs of one benchmark; a context manager, which ends the last servers.
 
-    `n_servers` stay up, the one that was asked last longest: two that take turns meet the same minutes of a noisy machine.
+    The `n_servers` most recently used servers stay up, so that two that take turns run in the same minutes of a noisy machine.
     A run that `timeout` cuts off writes the rows that it has, without targets, where no result is yet, and may be resumed.
 
     Answers to the same prompt must agree within `Engine.max_logprob_difference`, at whatever rate, and some answers to
-    different prompts must differ by more, or nothing would be shown (on a device the weights are dummies, which cannot);
-    how many do is in the rows, as `told_apart`.
+    different prompts must differ by more, or agreement would prove nothing (not checked on a device, whose weights are
+    dummies). The rows hold the share that differs as `told_apart`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Comparison:
         self._make_requests, self._servers = requests_of, Servers(served, n_servers)
         self._engines: list[engines.Engine] = []
         self._requests: dict[Rate, list[client.Due]] = {}
-        self._answers: dict[tuple[int, ...], list[float]] = {}  # by prompt: of who was asked first
+        self._answers: dict[tuple[int, ...], list[float]] = {}  # by prompt: the first engine's answer
         self._runs: dict[str, Run] = {}
         self.failed: list[dict[str, str]] = []
 
@@ -137,7 +137,7 @@ class Comparison:
         def measure(engine: engines.Engine, turn: str) -> list[Run] | None:
             return (self.measure if engine.is_ours else self.measure_rival)(engine, rates, turn)
 
-        if shapes.HAS_CUDA:  # who fails here is started once more in its turn, and reported then
+        if shapes.HAS_CUDA:  # an engine that fails here is started again in its turn, and reported then
             self._servers.start(contest.first(self._servers.n_most))
         found = turns.take_turns(contest, measure, lambda runs: cost(runs[0].figures))
         return {
@@ -186,7 +186,7 @@ class Comparison:
         return self._requests[rate]
 
     def _check(self, run: Run, max_difference: float) -> None:
-        """Compares the answers with those of who answered the same prompts first."""
+        """Compares the answers with the first answers to the same prompts."""
         answers = [one.logprobs for one in run.outcomes]
         prompts = [tuple(due.input_ids) for due in self._requests_at(run.offered_per_s)]
         expected = [self._answers.setdefault(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]

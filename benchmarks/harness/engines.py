@@ -29,8 +29,8 @@ NEWER_PYTHON = "SGLANG_0_5_23_PYTHON"
 # Names the Python of an environment with llama-cpp-python, fastapi and uvicorn.
 LLAMA_CPP_PYTHON = "LLAMA_CPP_PYTHON"
 END_S = 30
-# Bfloat16 alone moves the log-probabilities of models with random weights, of stock SGLang's as of ours. Each run also says
-# which share of all answers this limit tells from those of another prompt (`told_apart`).
+# Rounding to bfloat16 alone moves the log-probabilities of models with random weights, in stock SGLang too. Each run also
+# reports the share of answers that this limit tells from another prompt's (`told_apart`).
 MAX_LOGPROB_DIFFERENCE = 0.5 if shapes.DTYPE == "bfloat16" else 0.01
 
 
@@ -45,8 +45,8 @@ class Reference(NamedTuple):
 AS_SHIPPED = Reference("torch_native", ("--attention-backend", "torch_native"), "off")  # as a user gets it
 PYTORCH_PATH = Reference("PyTorch path", (), "off")  # this package's attention, before it had a kernel of its own
 NEW_KERNEL = Reference("new kernel", (), "auto")
-ON_DEVICE = Reference("on this device", (), "off")  # SGLang's own attention: nothing of ours is in its place there
-# Those that ratios are given for, what a user would run first; NEW_KERNEL is reported beside them.
+ON_DEVICE = Reference("on this device", (), "off")  # SGLang's own attention on a GPU
+# Ratios are reported against these, first against what a user would run; NEW_KERNEL is reported without a ratio.
 REFERENCES = (ON_DEVICE,) if shapes.HAS_CUDA else (AS_SHIPPED, PYTORCH_PATH)
 
 
@@ -72,7 +72,7 @@ class Engine(NamedTuple):
 
     @property
     def kernel(self) -> str:
-        """The value that is asked for in KERNEL_VARIABLE."""
+        """The value of KERNEL_VARIABLE."""
         return dict(self.environment).get(KERNEL_VARIABLE) or os.environ.get(KERNEL_VARIABLE) or "auto"
 
     @property
@@ -118,7 +118,7 @@ class Running(NamedTuple):
     url: str
     pid: int
     command: str
-    record: dict[str, Any] | None  # the activation record of ours, None of others
+    record: dict[str, Any] | None  # our engine's activation record; None for others
     version: str | None  # of SGLang, None of outsiders
     kernel: str | None = None  # the build of the native kernel that serves; None: PyTorch's attention, or SGLang's own
 

@@ -54,7 +54,7 @@ class Served(NamedTuple):
 
 
 class Servers:
-    """Servers by engine, started when they are asked for; a context manager, which ends the last ones.
+    """Servers by engine, started on first use; a context manager, which ends the last ones.
 
     As many stay up as were allowed and memory holds, the one that was asked last longest. A device holds one, or BENCH_AT_ONCE.
     """
@@ -140,11 +140,11 @@ class Contest(NamedTuple):
     others: Sequence[engines.Engine] = ()
 
     def smoke(self) -> Contest:
-        """The fewest that can be compared."""
+        """The smallest contest."""
         return Contest(self.policies[:1], 1, self.ours[:1], self.references[-1:])
 
     def first(self, n_most: int) -> list[engines.Engine]:
-        """So many of those that are measured first."""
+        """The first `n_most` engines in the order of measurement."""
         rivals = [policy.on(reference) for reference in self.references for policy in self.policies]
         return [*self.ours, *rivals][:n_most]
 
@@ -152,15 +152,15 @@ class Contest(NamedTuple):
 def take_turns(
     contest: Contest, measure: Callable[[engines.Engine, str], T | None], cost: Callable[[T], float]
 ) -> dict[engines.Engine, list[T]]:
-    """Measure everybody once, then ours, the best policy of each reference and the others in turns.
+    """Measure each engine once, then ours, the best policy of each reference and the others in turns.
 
     Where there are turns, the best policy of the PyTorch path also runs with the new kernel.
 
     Args:
         measure: a run of an engine, with the name of its turn; None where it failed.
-        cost: who has the lowest in the first turn is the best policy.
+        cost: the policy with the lowest in the first turn is the best.
     Returns:
-        The runs of those that took turns; an engine that failed is left out.
+        The runs of the engines that took turns, without engines that failed.
     """
     first: dict[engines.Engine, T] = {}
 

@@ -114,7 +114,7 @@ def measure(servers: dict[str, local_server.LocalServer], n_tokens: int, n_promp
 
 
 def check(rows: list[dict[str, Any]], records: dict[str, dict[str, Any] | None]) -> None:
-    """Raises InvalidRunError unless each engine is what it is taken for, every prompt was cold, and all agree."""
+    """Raises InvalidRunError unless each engine runs as configured, every prompt was cold, and all answers agree."""
     switches = {name: record and record["config"]["hybrid_prefill"] for name, record in records.items()}
     if switches != {**dict.fromkeys(ENGINES), "hybrid": "on", "unchunked": "off"}:
         raise report.InvalidRunError(f"the servers are not the ones that were asked for: {switches}")

@@ -124,8 +124,9 @@ def main() -> int:
 
 @contextmanager
 def only(gib: int | None) -> Iterator[float]:
-    """On a CUDA device: leave so much of its memory to others, who then see a smaller device; all that is free where a card that
-    is sold with so much shows less. Yields the GiB that are left.
+    """Hold memory of the CUDA device so that other processes see one of `gib` GiB, or of all free memory if that is less.
+
+    Yields the GiB that are left.
     """
     free_bytes, _ = torch.cuda.mem_get_info()
     held_bytes = 0 if gib is None else bytes_to_hold(free_bytes, gib)
@@ -138,7 +139,7 @@ def only(gib: int | None) -> Iterator[float]:
 
 
 def bytes_to_hold(free_bytes: int, gib: int) -> int:
-    """Counts what must be taken so that so many GiB are left; 0 where a card of that size has a little less free.
+    """The bytes to allocate so that `gib` GiB are left; 0 where a card of that size has a little less free.
 
     Raises InvalidRunError where it has much less: a card sold as one of 80 GB shows 79.2 to 79.7 GiB, and its driver takes some.
     """

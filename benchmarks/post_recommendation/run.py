@@ -32,13 +32,13 @@ KV_TOKENS = 2 * (17_000 + 150) // SCALE  # of two users
 LOADS = (0.5, 1.0, 2.0)  # of what ours serves at once: the points of the latency curves
 # An engine's latency far beyond what it serves is the length of the run, whatever it is.
 FURTHEST_LOAD = 2.0
-KEPT_UP = 0.95  # a run of so many requests ends with some that came last: as much as all of what was offered
-# A rival's runs at one load together take so long at least: between minutes a machine's speed differs.
+KEPT_UP = 0.95  # of the offered rate: counts as all of it, since the last requests of a run are still being served when it ends
+# Least seconds that a rival's runs at one load take together: between minutes a machine's speed differs.
 TURNS_S, QUICK_TURNS_S = 1.0 if shapes.HAS_CUDA else 25.0, 1.0
-N_LEAST_TURNS = 1 if shapes.HAS_CUDA else 3  # of ours: beside a slow rival its runs take seconds
+N_LEAST_TURNS = 1 if shapes.HAS_CUDA else 3  # of our engine, whose runs take seconds beside a slow rival
 TIMES = (1.0, 1.3, 2.0, 4.0) if shapes.HAS_CUDA else (1.0, 1.3, 1.7, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 10.0, 15.0, 20.0)
 QUICK_TIMES = (1.0,)
-BEYOND_HOPE = 1.5  # asked for so many times what it serves at once, an engine keeps no pace
+BEYOND_HOPE = 1.5  # no engine keeps the pace at this multiple of what it serves at once
 ABLATIONS = (
     engines.ours("ours, hybrid off", "--hybrid-prefill", "off"),
     engines.ours("ours, KV kept", "--suffix-kv", "keep"),
@@ -118,13 +118,13 @@ def capacity(
 ) -> dict[str, str | float | None]:
     """The highest of these multiples of a rival's saturation at which ours keeps the rival's mean, P99 and pace there.
 
-    The pace matters because a run has an end: what an engine cannot serve waits no longer than that. Kept is the share of
-    the offered rate that the rival itself serves, or nearly all. Both take turns, and medians count. Found by halving
-    `times` again and again: what is held at one load is taken as held at all lower ones.
+    The pace is the share of the offered rate that the rival itself serves, or 95 %. Without it an overloaded engine would
+    pass, since no request waits beyond the end of a run. Both engines take turns, and medians count. The search halves
+    `times`: what is held at one load is taken as held at all lower ones.
 
     Args:
-        at_once: the figures of ours and of the rival with all submitted at once, which say what they serve.
-        turns_s: a rival's runs at one load together take so long at least.
+        at_once: the figures of ours and of the rival with all requests submitted at once.
+        turns_s: least seconds that the rival's runs at one load take together.
     """
     ours_per_s, rival_per_s = (figures.requests_per_s for figures in at_once)
     n_turns = math.ceil(turns_s * rival_per_s / at_once[1].requests)
@@ -134,7 +134,7 @@ def capacity(
         mine, theirs = [], []
         for turn in range(1, max(n_turns, N_LEAST_TURNS) + 1):
             if turn <= n_turns:
-                # A run that takes minutes is not made again for each of ours.
+                # A rival's run that takes minutes is not repeated for each of our turns.
                 against = f"against {ours.name} at {one:g}x, {turn}" if n_turns > 1 else "at its own pace"
                 theirs += comparison.measure(rival, [rival_per_s], against)
             mine += comparison.measure(ours, [one * rival_per_s], f"against {rival.name}, {turn}")

@@ -80,7 +80,7 @@ class Scoring:
         self.rows: list[dict[str, Any]] = []
         self.failed: list[dict[str, str]] = []
         self._bodies, self._servers = bodies, Servers(SERVED, MANY)
-        self._scores: dict[int, list[list[float]]] = {}  # by query: of who was asked first
+        self._scores: dict[int, list[list[float]]] = {}  # by query: the first engine's scores
 
     def __enter__(self) -> Self:
         self._servers.__enter__()

@@ -33,7 +33,7 @@ PROMPT_TOKENS, TAIL_TOKENS, PER_PREFIX = 14_000, 150, 50
 CACHED_USERS = 4
 WARM_UP_STEPS, STEPS = 60, 300
 BURST = 2_000  # arrivals with deadlines between two steps; half of them cannot be done in time
-DEADLINE_MS = 1e9  # far away: the forecast is made, and nobody is refused
+DEADLINE_MS = 1e9  # far away: each arrival is forecast, and none is refused
 TOO_SOON_MS = 1e-3
 VOCABULARY = 512
 STEP_SIZES: dict[str, dict[str, Any]] = {"packed steps": {}, "one request a step": {"pack_step_tokens": 0}}
@@ -160,7 +160,7 @@ def measure(
     engine.step()  # takes in all that waits
     ms_a_request = 1000 * engine.live.last_step_s / n_waiting
     for index in range(WARM_UP_STEPS + n_steps):
-        # Now and then a user leaves, and one comes whose prefix nobody has sent yet.
+        # Every PER_PREFIX steps a new user with a new prefix replaces an old one.
         if index % PER_PREFIX == 0:
             prefixes[rng.randrange(len(prefixes))] = [rng.randrange(3, VOCABULARY) for _ in prefixes[0]]
         n_doomed = burst // 2 if index == WARM_UP_STEPS + n_steps // 2 else 0
@@ -174,7 +174,7 @@ def measure(
             costs_ms.append(1000 * engine.live.last_step_s)
             served.append(n_waiting - len(engine.scheduler.waiting_queue))
     if len(engine.refusals) != burst // 2:
-        raise report.InvalidRunError(f"{len(engine.refusals)} requests were refused, and {burst // 2} came too late")
+        raise report.InvalidRunError(f"{len(engine.refusals)} requests were refused instead of {burst // 2}")
     engine.refusals.clear()
     for req in list(engine.scheduler.waiting_queue):
         engine.scheduler.waiting_queue.remove(req)

@@ -46,7 +46,7 @@ def words() -> list[str]:
 
 
 def labels(number: int) -> list[tuple[str, dict[str, Any]]]:
-    """Ends that nobody has asked before."""
+    """One request with N_ENDS new prompts and many labels."""
     ends = [f"Attack {number}, question {end}? Answer:" for end in range(N_ENDS)]
     return [("/v1/completions", {"prompt": ends, "allowed_tokens": words()})]
 

@@ -27,7 +27,7 @@ from benchmarks.storm import part
 from benchmarks.storm.part import Part
 
 N_REQUESTS, N_REQUESTS_QUICK = 20_000, 300
-WAVE_REQUESTS = 500  # good requests are asked after each wave
+WAVE_REQUESTS = 500  # good requests are sent after each wave
 N_AT_ONCE = 16
 TIMEOUT_S = 60
 MOST_DEATHS = 8
@@ -274,8 +274,10 @@ class Fuzzer:
                 )
 
     def each_value(self) -> Iterator[Fuzzed]:
-        """Yields every value of NASTY in the place of each field of each route: of those in the first right body for one prompt
-        and the first for several, of those that the schema names, and of each sampling option."""
+        """Yields every value of NASTY in the place of each field of each route.
+
+        Fields are those of the first valid body for one prompt and for several, of the schema, and the sampling options.
+        """
         for method, path in self._routes:
             if method != "POST":
                 continue
@@ -301,7 +303,7 @@ class Fuzzer:
         return Fuzzed(kind, path, http(method, path, json.dumps(body).encode()))
 
     def _route_with_body(self) -> tuple[str, str]:
-        """Draws a route of VALID; those that compute labels come more often."""
+        """Draws a route of VALID; routes that compute labels come more often."""
         method, path = self._rng.choice([one for one in self._routes if one[0] in ("POST", "PUT") and one[1] in VALID])
         if self._rng.random() < 0.4:
             path = self._rng.choice(("/v1/completions", "/v1/chat/completions", "/generate", "/v1/score", "/v1/rerank"))
@@ -370,7 +372,7 @@ class Fuzzer:
         method, path = self._rng.choice(self._routes)
         if self._rng.random() < 0.3:
             method = self._rng.choice(("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "BREW"))
-        # Flushing waits as long as it is told to.
+        # /flush_cache gets none: it would wait for as long as a random `timeout` says.
         names = [name for name in ("dp_rank", "include", "format", "level", "rank", "x") if path != "/flush_cache"]
         pairs = [f"{name}={quote(self._rng.choice(QUERIES))}" for name in names if self._rng.random() < 0.4]
         target = self._filled(path) + ("?" + "&".join(pairs) if pairs else "")
@@ -473,7 +475,7 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def routes_of(url: str) -> tuple[list[tuple[str, str]], dict[str, list[str]]]:
-    """Returns the routes that are asked, as (method, path), and the names that each path's schema has for a body."""
+    """Returns the routes to fuzz, as (method, path), and the names of body fields in each path's schema."""
     listed = requests.get(f"{url}/openapi.json", timeout=TIMEOUT_S).json()
     schemas = listed["components"]["schemas"]
     routes, fields = [], {}
@@ -523,7 +525,7 @@ def n_changed(before: list[list[float]], now: list[list[float]]) -> int:
 
 
 async def send_all(url: str, fuzzed: Sequence[Fuzzed]) -> list[Met]:
-    """Sends all, so many at once, each over a connection of its own."""
+    """Sends all requests, each over a connection of its own, with a limit on how many are open at once."""
     host, _, port = url.removeprefix("http://").partition(":")
     slots = asyncio.Semaphore(N_AT_ONCE)
 
@@ -587,7 +589,7 @@ def met(request: Fuzzed, raw: bytes, n_bytes: int) -> Met:
 
 
 def _is_by_design(status: int, raw: bytes) -> bool:
-    """A deadline and an abort are asked for; every other 5xx is a failure."""
+    """A deadline's 504 and an abort's 503 are no failures; every other 5xx is."""
     told = raw.lower()
     return status < 500 or (status == 504 and b"deadline" in told) or (status == 503 and b"abort" in told)
 

@@ -1,7 +1,7 @@
 """Kills each process of a server in turn, while it idles, while its queue is full and in the middle of a step.
 
-Signals that ask for an end are sent to all of them, too. Only the launcher has to end with status 0 then, once it has answered
-those that wait; the death of another process, whatever the signal, is a failure of which every client hears at once.
+Each process gets SIGTERM and SIGKILL. On SIGTERM the launcher answers the waiting requests and ends with status 0. The death of
+any other process, by either signal, is a failure, and every client must get an error at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ IDLE, QUEUE_FULL, MID_STEP = "idle", "queue full", "mid-step"
 STATES = (IDLE, QUEUE_FULL, MID_STEP)
 SIGNALS = (signal.SIGTERM, signal.SIGKILL)
 LEFT_AFTER_S = 2
-HEARD_AFTER_S = 10
+REPLY_WITHIN_S = 10
 END_S = 60  # a launcher that lives on for longer does not end
 CLIENT_TIMEOUT_S = 120  # far more than is waited for here
 STATE_TIMEOUT_S = 60
@@ -51,7 +51,7 @@ class Kill(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a client has heard."""
+    """The reply to a client."""
 
     at_s: float  # by time.monotonic
     what: str  # an HTTP status, or "closed"
@@ -78,11 +78,11 @@ def kills(quick: bool) -> list[Kill]:
 
 def targets(rows: list[dict[str, Any]]) -> list[report.Target]:
     left = sum(row["left_after_2_s"] for row in rows)
-    unheard = sum(row["unheard_after_10_s"] for row in rows)
+    unanswered = sum(row["unheard_after_10_s"] for row in rows)
     otherwise = sum(row["outcome"] != row["expected"] for row in rows)
     return [
         report.Target.at_most("kills: processes left after 2 s", left, 0),
-        report.Target.at_most("kills: clients without an answer after 10 s", unheard, 0),
+        report.Target.at_most("kills: clients without an answer after 10 s", unanswered, 0),
         report.Target.at_most("kills: launchers that ended otherwise than they should", otherwise, 0),
     ]
 
@@ -144,7 +144,7 @@ def bring_into(
         while cpu_s(scheduler) < idle_s + STEP_CPU_S and time.monotonic() < deadline_s:
             time.sleep(0.002)
     if all(client.done() for client in clients):
-        raise report.InvalidRunError(f"{state}: nobody waits, {[client.result() for client in clients][:3]}")
+        raise report.InvalidRunError(f"{state}: no client waits, {[client.result() for client in clients][:3]}")
     return clients
 
 
@@ -154,7 +154,7 @@ def cpu_s(process: psutil.Process) -> float:
 
 
 def ask(url: str, number: int, n_tokens: int) -> Answer:
-    """Asks with a prompt of its own. A client that hears nothing at all raises a time-out, long after it has been counted."""
+    """Sends a prompt of its own. Without any reply the answer is "nothing", long after the client was counted as lost."""
     prompt = shapes.token_ids(random.Random(number), n_tokens)
     body: dict[str, Any] = {"model": "default", "prompt": prompt, "allowed_token_ids": [5, 6]}
     try:
@@ -183,9 +183,9 @@ def look_at(
         ended_s, outcome = time.monotonic() - killed_s, f"ends with {'failure' if status > 0 else status}"
         _, alive = psutil.wait_procs(processes, timeout=LEFT_AFTER_S)
         left = list(filter(holds_memory, alive))
-    wait(clients, max(killed_s + HEARD_AFTER_S - time.monotonic(), 0))
+    wait(clients, max(killed_s + REPLY_WITHIN_S - time.monotonic(), 0))
     answers = [client.result() for client in clients if client.done()]
-    in_time = [answer for answer in answers if answer.at_s <= killed_s + HEARD_AFTER_S and answer.what != "nothing"]
+    in_time = [answer for answer in answers if answer.at_s <= killed_s + REPLY_WITHIN_S and answer.what != "nothing"]
     return {
         "process": kill.process,
         "state": kill.state,

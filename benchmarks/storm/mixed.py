@@ -93,8 +93,8 @@ class Answer(NamedTuple):
 class Left(NamedTuple):
     """What a server holds after the storm."""
 
-    n_tokens: int  # of the cache, that are neither free nor the cache's to give away
-    last_differs: bool  # a last long prompt is not answered as before
+    n_tokens: int  # of the cache that are neither free nor evictable
+    last_differs: bool  # the answer to a last long prompt is not the one before
     told: dict[str, Any]
 
 
@@ -179,7 +179,7 @@ class Maker:
 
 
 def reference_key(asked: Asked) -> bytes:
-    """Says what an answer may depend on: neither who asked, nor how urgently."""
+    """The parts of a request on which its answer may depend: not its user, nor its priority."""
     body = {key: value for key, value in asked.body.items() if key not in ("priority", "deadline_ms")}
     return orjson.dumps([asked.path, body])
 
@@ -274,7 +274,7 @@ def slots_not_returned(url: str) -> tuple[int, dict[str, Any]]:
     """Flushes the cache, and returns how many tokens of it are then still in use, and what the server said."""
     reply = requests.post(f"{url}/flush_cache", params={"timeout": IDLE_S}, timeout=2 * IDLE_S)
     now = load(url)
-    # Gauges are as of the last step: after the flush one prompt runs, whose tokens are in use by nobody but the cache.
+    # Gauges are written after a step, so one prompt runs after the flush. Only the cache holds its tokens then.
     requests.post(f"{url}/generate", json={"input_ids": [5, 6, 7], "allowed_token_ids": LABEL_IDS}, timeout=TIMEOUT_S)
     free = gauge(url, "sglang:kv_available_tokens") + gauge(url, "sglang:kv_evictable_tokens")
     told = {

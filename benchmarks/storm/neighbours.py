@@ -25,7 +25,7 @@ N_USERS, PREFIX_TOKENS, OWN_TOKENS = 10, 200, 50
 HEAD_START_S = 2.0  # of an attack: it takes hold before others are measured
 N_SINGLES = 10  # requests of another client behind ten thousand
 QUIET = "quiet"
-# The demo model, as a user gets it: no flag of ours.
+# The demo model, without any flag of this package.
 SERVED = Served(None, ["--context-length", "8192", "--max-total-tokens", "20000"], [*shapes.budget(3)])
 
 
@@ -98,7 +98,7 @@ def end(attacker: subprocess.Popen[str]) -> dict[str, int]:
 
 
 def behind_ten_thousand(server: engines.Running, n_singles: int) -> dict[str, float]:
-    """Sends one request at a time while ten thousand of another client wait; what they wait, in steps of that moment."""
+    """Sends one request at a time while ten thousand of another client wait. Returns each wait, in steps of that moment."""
     rng = random.Random("single")
     waits_ms, waits_steps, left = [], [], []
     attacker = None

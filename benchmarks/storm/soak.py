@@ -31,10 +31,10 @@ from benchmarks.storm import part
 N_REQUESTS, N_QUICK = 100_000, 300
 N_SAMPLES = 100  # of memory, one after each hundredth of the requests
 FIRST = 10  # samples until growth counts
-AROUND = 2  # a memory is the median of so many samples before it and after it
+AROUND = 2  # memory is the median of this many samples on either side
 CONCURRENCY = 32
 KV_TOKENS = 8_000  # some 70 prompts
-N_USERS, REQUESTS_A_USER = 500, 20  # there are so many at a time; after so many requests one goes and another comes
+N_USERS, REQUESTS_A_USER = 500, 20  # users at a time; requests after which a user is replaced
 CANCEL_AFTER_S = 0.004
 SHARED_WORDS, OWN_WORDS = (15, 120), (5, 60)
 TIMEOUT_S = 120
@@ -66,7 +66,7 @@ def measure(quick: bool, model: Path, folder: Path) -> part.Part:
 
 
 def run(n_requests: int, n_samples: int, first: int, model: Path, log: Path) -> part.Part:
-    """Sends so many requests in as many blocks as there are samples, and compares the last samples with those around `first`."""
+    """Sends the requests in one block for each sample, and compares the last samples with those around `first`."""
     traffic = Traffic(model)
     with part.serving(model, log, "--isolate-by", "user", kv_tokens=KV_TOKENS) as server:
         began_s = time.monotonic()

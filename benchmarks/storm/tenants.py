@@ -64,7 +64,7 @@ def measure(quick: bool, model: Path, folder: Path) -> Part:
 
 
 def trial(url: str, number: int) -> Trial:
-    """Of two prompts of one length that nobody has asked before."""
+    """One trial with two new prompts of equal length."""
     rng = random.Random(number)
     both = [shapes.token_ids(rng, PROMPT_TOKENS) for _ in range(2)]
     coin = rng.randrange(2)

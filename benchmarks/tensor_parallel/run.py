@@ -96,7 +96,7 @@ def main() -> int:
 def serving(
     folder: Path, ranks: int, budget_mib: float, conditions: dict[str, Any], *flags: str, name: str = ""
 ) -> Iterator[tuple[str, int]]:
-    """Yields the URL and the launcher's pid of a server of so many ranks with this memory for all of them together."""
+    """Yields the URL and the launcher's pid of a server with that many ranks, which share this memory."""
     given = [*shapes.weight_flags(folder / "model", shapes.DTYPE), "--memory-budget-gb", f"{budget_mib / 1024:.4f}"]
     given += ["--tp-size", str(ranks), "--sleep-on-idle", *flags]
     environment = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"], "PYTHONPATH": str(report.REPOSITORY), **QUIET}
@@ -128,7 +128,7 @@ def memory_of(url: str) -> dict[str, Any]:
 
 
 def serve(url: str, pid: int, n_tokens: int) -> dict[str, Any]:
-    """Asks an input of so many tokens, while each rank's memory is watched. Raises InvalidRunError where it is not answered."""
+    """Sends an input of that many tokens and watches each rank's memory. Raises InvalidRunError without an answer."""
     ranks = [one.pid for one in psutil.Process(pid).children(recursive=True) if "scheduler" in " ".join(one.cmdline())]
     with ExitStack() as stack:
         watches = [stack.enter_context(process_memory.watch(one, process_memory.resident_bytes(one))) for one in ranks]
@@ -181,7 +181,7 @@ def compare(folder: Path, conditions: dict[str, Any], *, quick: bool) -> dict[st
 
 
 def kill_a_rank(url: str, pid: int) -> dict[str, Any]:
-    """SIGKILL of rank 1 under load: what every client has heard."""
+    """Kills rank 1 by SIGKILL under load, and counts the replies of all clients."""
     launcher = psutil.Process(pid)
     family = launcher.children(recursive=True)
     (rank,) = [one for one in family if "TP1" in " ".join(one.cmdline())]

@@ -1,4 +1,4 @@
-"""What a model takes of a GPU's memory, calculated from its shape: for the table in kv/GPU_MEMORY.md, and for what a start says
+"""What a model takes of a GPU's memory, calculated from its shape: for the table in GPU.md, and for what a start says
 where a model does not fit.
 
 Nothing here is measured. A start measures activations and what is free, and divides the memory by the same `memory_plan`.

@@ -1,1 +1,1 @@
-"""SGLang on a machine without an accelerator: a platform and an attention backend, both through SGLang's registries."""
+"""SGLang on a machine without an accelerator: a platform, an attention backend and native kernels."""

@@ -1,14 +1,14 @@
-"""Attention of one request on a CPU: the arithmetic, free of SGLang.
+"""Attention of one request on a CPU with PyTorch's kernels; imports nothing of SGLang.
 
-A request's queries are the last `n_q` of its `n_kv` positions. They are taken in blocks, and what a block sees of the
-keys in tiles; only the tile on the diagonal is causal:
+A request's queries are the last `n_q` of its `n_kv` positions. They are processed in blocks, and the keys of a block in
+tiles; only the tile on the diagonal is causal:
 
     keys:      0 ...... tile | ...... tile | ... offset + s | offset + s ........ offset + e
     queries:   the block [s, e) sees all of these, unmasked | query i up to key offset + i
 
-Each tile runs through PyTorch's CPU flash kernel, and the tiles are merged exactly by their log-sum-exp. So work is
-O(n_q x n_kv), no mask or padded query is built, memory beyond the output is one block and one tile whatever the length,
-and the output may overwrite the queries. The kernel handles grouped query heads without repeating K, V.
+PyTorch's CPU flash kernel computes each tile, and the results are merged exactly by their log-sum-exp. Work is
+O(n_q x n_kv), there are no masks or padded queries, memory beyond the output is one block and one tile, and the output may
+overwrite the queries. The kernel supports grouped query heads without repeating K, V.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ import torch
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
-# Blocks of 1,024 queries and tiles of 8,192 keys cost 0 to 3 % against one call over everything (12,000 tokens).
+# Blocks of 1,024 queries and tiles of 8,192 keys are 0 to 3 % slower than one call over everything (12,000 tokens).
 QUERY_BLOCK_TOKENS = 1024
 KEY_TILE_TOKENS = 8192
-# From this many queries on, K and V are first packed head by head: each is read once per 256 queries, and rows of one
-# head that lie side by side make the kernel 10 % faster (12,000 tokens, 4 KV heads of 64), far more than the copy costs.
+# From this many queries on, K and V are first copied to contiguous rows per head. The kernel reads them once per 256 queries,
+# and is 10 % faster this way (12,000 tokens, 4 KV heads of 64), far more than the copy costs.
 PACK_FROM_QUERIES = 1024
-# Queries per block where a mask or a score matrix must exist. Larger blocks waste work on keys outside the window.
+# Queries per block with a mask or a score matrix. Larger blocks waste work on keys outside the window.
 WINDOW_BLOCK_TOKENS = 512
 SOFT_CAP_BLOCK_TOKENS = 128
-# Runs of consecutive KV slots that are shorter than this are gathered together with their neighbours.
+# Shorter runs of consecutive KV slots are gathered together with their neighbours.
 MIN_RUN_TOKENS = 64
 
 
 class Run(NamedTuple):
-    """Neighbouring positions of one request."""
+    """Positions [start, end) of one request."""
 
-    start: int  # positions [start, end)
+    start: int
     end: int
-    slots: slice | torch.Tensor  # their KV slots; a slice where those are consecutive, so that no row is copied
+    slots: slice | torch.Tensor  # KV slots of these positions; a slice of consecutive ones avoids a copy
 
 
 def runs_of(slots: torch.Tensor) -> list[Run]:
-    """Returns the KV slots of a request in position order, [n], as few runs as possible."""
+    """Splits the KV slots of a request, [n] in position order, into as few runs as possible."""
     n = slots.shape[0]
     breaks = (torch.nonzero(slots[1:] - slots[:-1] != 1).flatten() + 1).tolist()
     bounds = [0, *breaks, n]
@@ -63,7 +63,7 @@ def runs_of(slots: torch.Tensor) -> list[Run]:
 
 
 class KVRows(NamedTuple):
-    """K and V of one request in one layer, read from the pool by position."""
+    """K and V of one request in one layer, in the KV pool."""
 
     key_pool: torch.Tensor  # [slots, kv heads, head_dim], any strides
     value_pool: torch.Tensor
@@ -74,19 +74,24 @@ class KVRows(NamedTuple):
         return self.runs[-1].end
 
     def between(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (key, value) of the positions [start, end); views within one run of consecutive slots, copies otherwise."""
-        parts = [
-            _cut(run.slots, max(start, run.start) - run.start, min(end, run.end) - run.start)
-            for run in self.runs
-            if run.start < end and start < run.end
-        ]
-        if len(parts) == 1:
-            return _read(self.key_pool, parts[0]), _read(self.value_pool, parts[0])
-        key = torch.cat([_read(self.key_pool, part) for part in parts])
-        return key, torch.cat([_read(self.value_pool, part) for part in parts])
+        """Returns (key, value) of positions [start, end): views within one run of consecutive slots, else copies."""
+
+        def read(pool: torch.Tensor) -> torch.Tensor:
+            parts = []
+            for run in self.runs:
+                first, last = max(start, run.start) - run.start, min(end, run.end) - run.start
+                if first >= last:
+                    continue
+                if isinstance(run.slots, slice):
+                    parts.append(pool[run.slots.start + first : run.slots.start + last])
+                else:
+                    parts.append(pool.index_select(0, run.slots[first:last]))
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+        return read(self.key_pool), read(self.value_pool)
 
     def tiles(self, end: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns the positions [0, end) piece by piece; no piece crosses from one run to the next."""
+        """Yields (key, value) of positions [0, end) in tiles; no tile spans two runs."""
         for run in self.runs:
             for start in range(run.start, min(run.end, end), KEY_TILE_TOKENS):
                 yield self.between(start, min(start + KEY_TILE_TOKENS, run.end, end))
@@ -107,15 +112,14 @@ def attend(
 
     Args:
         query: [n_q, query heads, head_dim], the last n_q positions of the request.
-        rows: its K and V, n_kv >= n_q positions; kv heads divide query heads.
+        rows: K and V of the request, n_kv >= n_q positions; kv heads divide query heads.
         output: [n_q, query heads, head_dim], written; may be `query` itself.
         scale: factor on the dot products.
-        causal: False lets every query see every key.
-        window_tokens: a query at position p sees keys p - window_tokens .. p only (SGLang's convention; both ends
-            included). None: no window.
-        soft_cap: scores become soft_cap * tanh(score / soft_cap); 0 means none.
-        only_last_block: compute the last block of queries alone, which needs most memory; the rest of `output` is left as
-            it is. For measuring memory without paying for the arithmetic.
+        causal: if False, every query sees every key.
+        window_tokens: a query at position p sees keys p - window_tokens to p, both included (SGLang's convention). None: no
+            window.
+        soft_cap: scores become soft_cap * tanh(score / soft_cap); 0: unchanged.
+        only_last_block: computes and writes only the last block of queries, which needs the most memory; for memory profiles.
     """
     n_q, n_kv = query.shape[0], rows.n_tokens
     assert n_q <= n_kv, (n_q, n_kv)
@@ -133,37 +137,30 @@ def attend(
         else:
             result = _plain_block(block, rows, positions, scale, causal)
         output[start:end] = result
-        del result  # before the next block makes its own
+        del result  # frees its memory before the next block
 
 
 def _plain_block(block: torch.Tensor, rows: KVRows, positions: range, scale: float, causal: bool) -> torch.Tensor:
-    """Tiles of the keys that all queries of the block see, then the causal one."""
+    """Merges the causal tile on the diagonal with the tiles that all queries of the block see."""
     is_triangle = causal and len(positions) > 1
-    merged: torch.Tensor | None = None
-    lse: torch.Tensor | None = None
+    merged = None
     if is_triangle:
-        key, value = rows.between(positions.start, positions.stop)
-        merged, lse = _run_flash(block, key, value, scale, is_causal=True)
+        merged = _run_flash(block, *rows.between(positions.start, positions.stop), scale, is_causal=True)
     n_seen_by_all = positions.start if is_triangle else rows.n_tokens if not causal else positions.stop
     for key, value in rows.tiles(n_seen_by_all):
-        part, part_lse = _run_flash(block, key, value, scale)
-        if merged is None or lse is None:
-            merged, lse = part, part_lse
-        else:
-            merged, lse = merge_by_log_sum_exp(part, part_lse, merged, lse)
+        part = _run_flash(block, key, value, scale)
+        merged = part if merged is None else merge_by_log_sum_exp(*part, *merged)
     assert merged is not None
-    return merged
+    return merged[0]
 
 
 def merge_by_log_sum_exp(
     left: torch.Tensor, left_lse: torch.Tensor, right: torch.Tensor, right_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes softmax attention over the union of two disjoint key sets, from the results over each; float32, with its lse.
+    """Merges the attention over two disjoint sets of keys. Returns (result in float32, its log-sum-exp).
 
-    A float32 `left` is overwritten.
-
-    left, right: [n_q, heads, head_dim]; *_lse: [n_q, heads], natural logarithm of the softmax denominators.
-    The right side's share of the denominator is exp(r) / (exp(l) + exp(r)) = sigmoid(r - l), which cannot overflow.
+    left, right: [n_q, heads, head_dim], a float32 `left` is overwritten; *_lse: [n_q, heads], natural logarithm of the
+    softmax denominators. The right side's share is exp(r) / (exp(l) + exp(r)) = sigmoid(r - l), which cannot overflow.
     """
     right_share = torch.sigmoid(right_lse - left_lse).unsqueeze(-1)
     return left.float().lerp_(right.float(), right_share), torch.logaddexp(left_lse, right_lse)
@@ -178,7 +175,7 @@ def _run_flash(
     is_causal: bool = False,
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (output [n_q, heads, head_dim], log-sum-exp [n_q, heads]) of the flash kernel, which wants [1, heads, n, dim]."""
+    """Returns (output [n_q, heads, head_dim], log-sum-exp [n_q, heads]) of the flash kernel, which takes [1, heads, n, dim]."""
     key, value = key.to(query.dtype).transpose(0, 1), value.to(query.dtype).transpose(0, 1)
     if query.shape[0] >= PACK_FROM_QUERIES:
         key, value = key.contiguous(), value.contiguous()
@@ -196,7 +193,7 @@ def _run_flash(
 def _windowed_block(
     block: torch.Tensor, rows: KVRows, positions: range, scale: float, window_tokens: int
 ) -> torch.Tensor:
-    """Attends in a sliding window: a block sees its own keys and one window before them, so work is O(n_q x window)."""
+    """Attention in a sliding window: a block reads its own keys and one window before them, so work is O(n_q x window)."""
     first_key = max(0, positions.start - window_tokens)
     visible = _visible(positions, range(first_key, positions.stop), window_tokens)
     mask = torch.zeros(visible.shape, dtype=torch.float32).masked_fill_(~visible, -torch.inf)
@@ -213,7 +210,7 @@ def _soft_capped_block(
     window_tokens: int | None,
     soft_cap: float,
 ) -> torch.Tensor:
-    """Attends with soft-capped scores, which the flash kernel lacks: a float32 score matrix of one query block."""
+    """Attention with soft-capped scores, which the flash kernel lacks: a float32 score matrix of one query block."""
     first_key = 0 if window_tokens is None else max(0, positions.start - window_tokens)
     keys = range(first_key, positions.stop if causal else rows.n_tokens)
     key, value = rows.between(keys.start, keys.stop)
@@ -228,16 +225,8 @@ def _soft_capped_block(
 
 
 def _visible(queries: range, keys: range, window_tokens: int | None) -> torch.Tensor:
-    """Returns a boolean [queries, keys]: which keys each query sees."""
+    """Returns a boolean [queries, keys]: which keys each query sees in causal attention."""
     q_pos = torch.arange(queries.start, queries.stop).unsqueeze(1)
     k_pos = torch.arange(keys.start, keys.stop).unsqueeze(0)
     visible = k_pos <= q_pos
     return visible if window_tokens is None else visible & (k_pos >= q_pos - window_tokens)
-
-
-def _cut(slots: slice | torch.Tensor, start: int, end: int) -> slice | torch.Tensor:
-    return slice(slots.start + start, slots.start + end) if isinstance(slots, slice) else slots[start:end]
-
-
-def _read(pool: torch.Tensor, slots: slice | torch.Tensor) -> torch.Tensor:
-    return pool[slots] if isinstance(slots, slice) else pool.index_select(0, slots)

@@ -1,14 +1,16 @@
-"""SGLang's attention-backend interface over `cpu.attention`: which rows of the KV pool belong to which request."""
+"""SGLang's interfaces on a CPU: the attention backend, over native kernels or `cpu.attention`, and the KV pool."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sgl_prefill.core.shared_groups import groups_of_one, shared_groups
@@ -21,37 +23,50 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-
-# Of a memory profile's queries so many are computed: a native kernel takes the same memory for any number.
+# A memory profile computes this many queries: the memory of a native kernel does not depend on their number.
 PROFILED_QUERIES = 64
 
 
-class RequestRows(NamedTuple):
-    """Where one request of a batch lives, fixed for the whole forward."""
+class LazyZeroKVPool(MHATokenToKVPool):  # type: ignore[misc]
+    """SGLang's KV pool in zero pages that the operating system commits on first use.
 
-    queries: slice  # its rows of the batch's query tensor: its last positions
-    pool_row: int  # of the table of KV slots
+    `torch.zeros` writes every page at start, 1.5 s per GiB here.
+    """
+
+    def _create_buffers_normal(self) -> None:
+        def zeros(shape: tuple[int, ...]) -> torch.Tensor:
+            flat = np.zeros(math.prod(shape) * self.store_dtype.itemsize, dtype=np.uint8)
+            return torch.from_numpy(flat).view(self.store_dtype).view(shape)
+
+        k_shape, v_shape = self._kv_buffer_shapes()
+        self.k_buffer = [zeros(k_shape) for _ in range(self.layer_num)]
+        self.v_buffer = [zeros(v_shape) for _ in range(self.layer_num)]
+
+
+class RequestRows(NamedTuple):
+    """One request of a batch; fixed for the whole forward."""
+
+    queries: slice  # rows of the batch's query tensor: the request's last positions
+    pool_row: int  # in SGLang's table of KV slots
     n_kv: int  # positions, new ones included
 
 
 class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
-    """Attention of a whole step in one native call, K and V being read from the pool by slot.
+    """Computes the attention of a whole step in one native call, which reads K and V from the pool by slot.
 
-    Where the native kernels do not serve (`cpu.native.library`), or a layer is not for them, PyTorch's CPU flash kernel runs
+    Without native kernels (`cpu.native.library`), or in layers that they do not support, PyTorch's CPU flash kernel computes
     one request after another. Supports grouped query heads, sliding windows, soft caps, encoder-only layers, and decode.
     """
 
-    # Memory profiles set this: see `attend`.
-    only_last_block = False
+    only_last_block = False  # set by memory profiles: see `attend`
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__()
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.kernels = native().kernels
-        self.shares_prefixes = True  # shared_prefix_attention=off: each request is a group of its own
-        self._step: StepRequests | None = None  # of this forward, made when a layer first asks
-        self._last_rows_step: StepRequests | None = None
+        self.shares_prefixes = True  # False: each request is a group of its own (shared_prefix_attention=off)
+        self._steps: dict[bool, StepRequests] = {}  # of this forward, by `only_last_rows`
         self._runs: list[list[Run]] | None = None
         self._requests: list[RequestRows] = []
         self._cached_tokens: list[int] = []
@@ -70,9 +85,8 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
         return False
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Note where every request's queries and KV slots are; all layers of the forward use it."""
-        self._step = self._last_rows_step = self._runs = None
-        self._requests, self._cached_tokens = [], []
+        """Stores where the queries and KV slots of each request are, for all layers of the forward."""
+        self._steps, self._runs, self._requests, self._cached_tokens = {}, None, [], []
         mode = forward_batch.forward_mode
         if mode.is_idle():
             return
@@ -95,8 +109,8 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
         save_kv_cache: bool = True,
         **extra: Any,
     ) -> torch.Tensor:
-        """Returns [tokens, query heads * head_dim] for the batch's new tokens, whose K, V are written to the pool first."""
-        _refuse_what_is_not_computed(layer, extra)
+        """Writes K, V of the batch's new tokens to the pool, and returns their attention, [tokens, query heads * head_dim]."""
+        _refuse_unsupported(layer, extra)
         if save_kv_cache and k is not None and v is not None:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         output = torch.empty(q.shape, dtype=q.dtype)
@@ -106,9 +120,9 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
     def attend_into(
         self, output: torch.Tensor, q: torch.Tensor, layer: RadixAttention, *, only_last_rows: bool = False
     ) -> None:
-        """Computes the attention of the current batch, K and V being in the pool; `output` may be `q`.
+        """Computes the attention of the current batch, with K and V in the pool; `output` may be `q`.
 
-        q, output: [tokens, query heads * head_dim]. only_last_rows: one row a request, its last position.
+        q, output: [tokens, query heads * head_dim]. only_last_rows: one row per request, its last position.
         """
         key_pool = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         value_pool = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
@@ -121,8 +135,8 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
             "soft_cap": layer.logit_cap or 0.0,
         }
         if self.kernels is not None and self.is_native(layer, q.dtype, key_pool.dtype, value_pool.dtype):
-            requests = self._last_rows_requests() if only_last_rows else self._step_requests()
-            self.kernels.attention(requests, query, key_pool, value_pool, into, **options)
+            step = self._step_requests(only_last_rows)
+            self.kernels.attention(step, query, key_pool, value_pool, into, **options)
             return
         if self._runs is None:
             table = self.req_to_token_pool.req_to_token
@@ -133,7 +147,7 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
             attend(query[queries], rows, into[queries], only_last_block=self.only_last_block, **options)
 
     def pytorch_layers(self, model: torch.nn.Module, dtype: torch.dtype) -> list[int]:
-        """Returns the layers that the native kernels, where there are any, do not compute."""
+        """Returns the layers that the native kernels do not support; none if there are no native kernels."""
         if self.kernels is None:
             return []
         layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
@@ -141,40 +155,35 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def is_native(layer: RadixAttention, *dtypes: torch.dtype) -> bool:
-        """Tells whether the native kernels, where there are any, compute this layer."""
+        """Whether the native kernels support this layer."""
         return Kernels.fits_attention(
             layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim, *dtypes
         )
 
-    def _step_requests(self) -> StepRequests:
-        if self._step is None:
-            first_tokens = [0, *(request.queries.stop for request in self._requests)]
-            if self.only_last_block and len(self._requests) == 1:
-                first_tokens[0] = max(first_tokens[1] - PROFILED_QUERIES, 0)
-            self._step = self._native_requests(first_tokens)
-        return self._step
-
-    def _last_rows_requests(self) -> StepRequests:
-        if self._last_rows_step is None:
-            self._last_rows_step = self._native_requests(range(len(self._requests) + 1))
-        return self._last_rows_step
+    def _step_requests(self, only_last_rows: bool) -> StepRequests:
+        if only_last_rows not in self._steps:
+            n_requests = len(self._requests)
+            ends = range(1, n_requests + 1) if only_last_rows else [one.queries.stop for one in self._requests]
+            is_profile = self.only_last_block and n_requests == 1
+            first_tokens = [max(ends[0] - PROFILED_QUERIES, 0) if is_profile else 0, *ends]
+            self._steps[only_last_rows] = self._native_requests(first_tokens)
+        return self._steps[only_last_rows]
 
     def _native_requests(self, first_tokens: Sequence[int]) -> StepRequests:
         table = self.req_to_token_pool.req_to_token
-        numbers, pool_rows = table.numpy(), [request.pool_row for request in self._requests]
-        if self.shares_prefixes:
-            groups = shared_groups(
-                lambda request, position: int(numbers[pool_rows[request], position]), self._cached_tokens
-            )
-        else:
-            groups = groups_of_one(range(len(pool_rows)))
+        slots, pool_rows = table.numpy(), [request.pool_row for request in self._requests]
+
+        def slot(request: int, position: int) -> int:
+            return int(slots[pool_rows[request], position])
+
+        cached = self._cached_tokens
+        groups = shared_groups(slot, cached) if self.shares_prefixes else groups_of_one(range(len(pool_rows)))
         return StepRequests(table, pool_rows, first_tokens, [request.n_kv for request in self._requests], groups)
 
-    # A decode step is an extend of one token per request.
-    forward_decode = forward_extend
+    forward_decode = forward_extend  # with one token per request
 
 
-def _refuse_what_is_not_computed(layer: RadixAttention, extra: dict[str, Any]) -> None:
+def _refuse_unsupported(layer: RadixAttention, extra: dict[str, Any]) -> None:
     unknown = sorted(name for name, value in extra.items() if value is not None)
     if layer.is_cross_attention:
         unknown.append("cross attention")
@@ -182,6 +191,6 @@ def _refuse_what_is_not_computed(layer: RadixAttention, extra: dict[str, Any]) -
         unknown.append(f"K heads of {layer.qk_head_dim} and V heads of {layer.v_head_dim} dimensions")
     if unknown:
         raise UnsupportedModelError(
-            f"this model asks for {', '.join(unknown)} in layer {layer.layer_id}, which the cpu_flash attention backend"
-            " does not compute: start with --attention-backend torch_native"
+            f"this model needs {', '.join(unknown)} in layer {layer.layer_id}, which the cpu_flash attention backend"
+            " does not support: start with --attention-backend torch_native"
         )

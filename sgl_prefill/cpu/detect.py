@@ -1,6 +1,7 @@
-"""Whether this machine is one for the CPU platform.
+"""Whether SGLang uses the CPU platform on this machine.
 
-Imports nothing of SGLang's, which loads it while itself half imported, and torch only when asked, so that help comes at once.
+Does not import SGLang, which imports this module before it is imported itself; and torch only in functions, to keep `--help`
+fast.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ Dtype = Literal["bfloat16", "float32"]
 
 
 def has_accelerator() -> bool:
-    """Tells whether this machine has any device that SGLang's own platforms would use."""
+    """Whether this machine has a device that SGLang's own platforms would use."""
     import torch
 
     if torch.cuda.is_available() or torch.xpu.is_available() or torch.backends.mps.is_available():
@@ -22,7 +23,7 @@ def has_accelerator() -> bool:
 
 
 def fast_dtype() -> Dtype:
-    """Returns what matrix products are fast in: float32 on an x86 processor without AVX-512, for which oneDNN has no bfloat16."""
+    """Returns the number type of fast matrix products: oneDNN has no bfloat16 on x86 processors without AVX-512."""
     import torch
 
     is_old = torch.backends.cpu.get_cpu_capability() in ("NO AVX", "AVX2")
@@ -30,7 +31,7 @@ def fast_dtype() -> Dtype:
 
 
 def activate() -> str | None:
-    """Serves as entry point of `sglang.srt.platforms`: the class to load, or None to leave the choice to SGLang."""
+    """Entry point of `sglang.srt.platforms`: the class to load, or None to leave the choice to SGLang."""
     if has_accelerator() or os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
         return None
     return "sgl_prefill.cpu.platform.TorchCpuPlatform"

@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers on a CPU: SGLang's own way for unquantized experts ends in a Triton kernel."""
+"""Mixture-of-experts layers on a CPU, where SGLang's code for unquantized experts calls Triton kernels."""
 
 from __future__ import annotations
 
@@ -14,30 +14,23 @@ from sgl_prefill.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from sglang.srt.layers.moe.token_dispatcher import CombineInput, StandardDispatchOutput
 
-Product = Callable[[torch.Tensor], torch.Tensor]
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": torch.nn.functional.silu,
     "gelu": torch.nn.functional.gelu,
 }
 
 
-def experts(
-    x: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    gate_up: Sequence[Product],
-    down: Sequence[Product],
-    activation: str,
-    weights_on_input: bool,
+def _sum_over_experts(
+    x: torch.Tensor, topk: Any, gate_up: Sequence[Linear], down: Sequence[Linear], config: Any
 ) -> torch.Tensor:
-    """Sums over each token's experts of weight * down(act(gate x) * up x), accumulated in float32.
+    """Sums weight * down(act(gate x) * up x) over the experts of each token, in float32.
 
-    x: [tokens, hidden]; topk_weights, topk_ids: [tokens, experts of a token]; gate_up: of each expert, the product with
-    weights of [2 * intermediate, hidden]; down: of [hidden, intermediate]; `weights_on_input`: weight * is applied to x instead.
+    x: [tokens, hidden]; topk: weights and ids, [tokens, experts of a token]; gate_up, down: of each expert, the products with
+    weights of [2 * intermediate, hidden] and [hidden, intermediate]; config: SGLang's `MoeRunnerConfig`.
     """
     output = torch.zeros(x.shape, dtype=torch.float32)
-    act = _ACTIVATIONS[activation]
-    flat_ids = topk_ids.flatten()
+    act, weights_on_input = _ACTIVATIONS[config.activation], bool(config.apply_router_weight_on_input)
+    flat_ids = topk.topk_ids.flatten()
     order = flat_ids.argsort(stable=True)
     rows_of_expert = torch.bincount(flat_ids[flat_ids >= 0], minlength=len(gate_up)).tolist()
     start = int((flat_ids < 0).sum())  # SGLang marks experts of other ranks and padding with -1
@@ -46,8 +39,8 @@ def experts(
             continue
         places = order[start : start + n_rows]
         start += n_rows
-        tokens = places // topk_ids.shape[1]
-        weight = topk_weights.flatten()[places].unsqueeze(-1)
+        tokens = places // topk.topk_ids.shape[1]
+        weight = topk.topk_weights.flatten()[places].unsqueeze(-1)
         rows = x[tokens]
         if weights_on_input:
             rows = (rows * weight).to(x.dtype)
@@ -58,7 +51,7 @@ def experts(
 
 
 def products_of(layer: Any) -> tuple[list[Linear], list[Linear]]:
-    """Returns (gate and up, down) of each expert of a layer, which can be packed."""
+    """Returns the products (gate and up, down) of each expert of a layer. Their weights can be packed."""
     if not hasattr(layer, "sgl_prefill_products"):
         weights = layer.w13_weight, layer.w2_weight
         kernels = native().kernels
@@ -68,19 +61,17 @@ def products_of(layer: Any) -> tuple[list[Linear], list[Linear]]:
 
 
 def pack_experts(model: torch.nn.Module) -> tuple[list[Linear], str | None]:
-    """Pack the weights of all expert layers that are computed here, a layer at a time.
+    """Packs the weights of all unquantized expert layers, layer by layer.
 
-    Returns the products, and why some of them are as they were, or None.
+    Returns the packed products, and why packing stopped early, or None.
     """
     from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 
     packed: list[Linear] = []
-    layers: list[Any] = [
-        layer
-        for layer in model.modules()
-        if isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod)
-    ]
+    layers: list[Any] = list(model.modules())
     for layer in layers:
+        if not isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod):
+            continue
         products = [product for group in products_of(layer) for product in group]
         if problem := pack(products):
             return packed, problem
@@ -91,32 +82,36 @@ def pack_experts(model: torch.nn.Module) -> tuple[list[Linear], str | None]:
 
 
 def forward_unquantized_experts(method: Any, layer: Any, dispatch_output: StandardDispatchOutput) -> CombineInput:
-    """Stands for `UnquantizedFusedMoEMethod.forward` on our platform. Raises UnsupportedModelError for what is not computed."""
+    """`UnquantizedFusedMoEMethod.forward` on our platform. Raises UnsupportedModelError."""
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
     config = method.moe_runner_config
-    _refuse_what_is_not_computed(method, config)
-    topk = dispatch_output.topk_output
-    gate_up, down = products_of(layer)
-    output = experts(
-        dispatch_output.hidden_states,
-        topk.topk_weights,
-        topk.topk_ids,
-        gate_up,
-        down,
-        config.activation,
-        bool(config.apply_router_weight_on_input),
-    )
+    _refuse_unsupported(method, config)
+    x, topk = dispatch_output.hidden_states, dispatch_output.topk_output
+    output = _sum_over_experts(x, topk, *products_of(layer), config)
     if config.routed_scaling_factor is not None:
         output = output * config.routed_scaling_factor
     return StandardCombineInput(hidden_states=output)
 
 
-def register_traced_experts() -> object:
-    """Give SGLang's operation for a traced expert layer a CPU kernel: SGLang registers it for its accelerator only.
+def around_gate_sigmoid_mul_add(
+    original: Callable[..., Any],
+    hidden_states: torch.Tensor,
+    gate_weight: torch.Tensor,
+    shared_output: torch.Tensor,
+    final_hidden_states: torch.Tensor,
+) -> Any:
+    """Hook for Qwen2-MoE, instead of a Triton kernel: adds sigmoid(hidden_states @ gate_weight) * shared_output to
+    `final_hidden_states`."""
+    if hidden_states.device.type != "cpu":
+        return original(hidden_states, gate_weight, shared_output, final_hidden_states)
+    gate = torch.sigmoid(hidden_states.float() @ gate_weight.float()).unsqueeze(-1)
+    final_hidden_states.copy_(final_hidden_states.float() + gate * shared_output.float())
+    return None
 
-    The registration lives as long as the returned object.
-    """
+
+def register_traced_experts() -> object:
+    """Registers a CPU kernel for SGLang's operation of a traced expert layer, while the returned object lives."""
     from sglang.srt.layers.moe.fused_moe_triton import layer  # noqa: F401  (defines the operation)
     from sglang.srt.layers.moe.topk import StandardTopKOutput
     from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import get_tc_piecewise_forward_context
@@ -138,7 +133,7 @@ def register_traced_experts() -> object:
     return library
 
 
-def _refuse_what_is_not_computed(method: Any, config: Any) -> None:
+def _refuse_unsupported(method: Any, config: Any) -> None:
     unknown = []
     if config.activation not in _ACTIVATIONS or not config.is_gated:
         unknown.append(f"{'gated ' if config.is_gated else 'ungated '}{config.activation}")
@@ -148,5 +143,5 @@ def _refuse_what_is_not_computed(method: Any, config: Any) -> None:
         unknown.append("clamped gates")
     if unknown:
         raise UnsupportedModelError(
-            f"this model's experts have {', '.join(unknown)}, which the CPU platform does not compute: serve it on a GPU"
+            f"this model's experts have {', '.join(unknown)}, which the CPU platform does not support: serve it on a GPU"
         )

@@ -1,12 +1,12 @@
-"""A traced body for a CPU: its norms, gates and rotary embeddings as native kernels, its matrix products with packed weights.
+"""A traced model body on a CPU: native kernels for norms, gates and rotary embeddings, packed weights for matrix products.
 
-While the body is recorded, layers that a kernel computes stand as one operation each in the graph (`recorded_as_operations`);
-in the recorded graph those operations, and the matrix products, become modules that call the kernels (`lower`). SGLang's own
-layers stay as they are.
+During tracing each layer that a kernel supports becomes one operation of the graph (`recorded_as_operations`). Afterwards
+modules that call the kernels replace these operations and the matrix products (`lower`). SGLang's own layers do not change.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,41 +19,36 @@ from sgl_prefill.cpu.native.calls import DTYPES, Kernels
 from sgl_prefill.hybrid.trace import TracedBody, op_name
 
 NAMESPACE = "sgl_prefill_fused"
-# Rows for which oneDNN lays packed weights out; from 16 rows on the layout is the same.
-PACKED_FOR_ROWS = 256
+PACKED_FOR_ROWS = 256  # passed to oneDNN, whose packed layout is the same from 16 rows on
 
-_library: Any = None
 _product: Any = torch.ops.mkldnn._linear_pointwise.default
 
 
-def define_operations() -> None:
-    """Defines the operations that stand in a recorded graph. They have no kernel: `lower` takes them out again. Idempotent."""
-    global _library
-    if _library is not None:
-        return
-    _library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
-    _library.define("rms_norm(Tensor x, Tensor weight, float eps, float offset) -> Tensor")
-    _library.define(
-        "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, float offset) -> (Tensor, Tensor)"
-    )
-    _library.define("gated(Tensor gate_up, str activation) -> Tensor")
-    _library.define(
+@functools.cache
+def define_operations() -> object:
+    """Defines the operations of a traced graph, once. They have no kernel, and `lower` replaces them."""
+    library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+    library.define("rms_norm(Tensor x, Tensor weight, float eps, float offset) -> Tensor")
+    library.define("add_rms_norm(Tensor x, Tensor residual, Tensor w, float eps, float offset) -> (Tensor, Tensor)")
+    library.define("gated(Tensor gate_up, str activation) -> Tensor")
+    library.define(
         "rotate(Tensor positions, Tensor query, Tensor key, Tensor cos_sin, int head_size, bool is_neox) -> (Tensor, Tensor)"
     )
-    _library.impl("rms_norm", lambda x, *_: torch.empty_like(x), "Meta")
-    _library.impl("add_rms_norm", lambda x, *_: (torch.empty_like(x), torch.empty_like(x)), "Meta")
-    _library.impl("gated", lambda x, _: x.new_empty((x.shape[0], x.shape[1] // 2)), "Meta")
-    _library.impl("rotate", lambda _, query, key, *__: (torch.empty_like(query), torch.empty_like(key)), "Meta")
+    library.impl("rms_norm", lambda x, *_: torch.empty_like(x), "Meta")
+    library.impl("add_rms_norm", lambda x, *_: (torch.empty_like(x), torch.empty_like(x)), "Meta")
+    library.impl("gated", lambda x, _: x.new_empty((x.shape[0], x.shape[1] // 2)), "Meta")
+    library.impl("rotate", lambda _, query, key, *__: (torch.empty_like(query), torch.empty_like(key)), "Meta")
+    return library  # the operations exist as long as it does
 
 
 @contextmanager
 def recorded_as_operations(
     body: torch.nn.Module, dtype: torch.dtype, longest_tokens: int | None = None
 ) -> Iterator[None]:
-    """Lets layers of `body` that a kernel computes run as one operation each.
+    """Runs each layer of `body` that a kernel supports as one operation.
 
-    longest_tokens: of any request, None: no longer than the rotary tables. A table that is shorter stays SGLang's to read,
-    which checks each position, as the kernel does not.
+    longest_tokens: of any request; None: at most the length of the rotary tables. With a shorter table SGLang's own rotary
+    layer runs: unlike the kernel it checks positions.
     """
     define_operations()
     replaced: list[tuple[Any, Any]] = []
@@ -70,7 +65,7 @@ def recorded_as_operations(
 
 
 def _stand_in(module: Any, dtype: torch.dtype, longest_tokens: int) -> Callable[..., Any] | None:
-    """Returns what runs in a layer's place while it is recorded; None where no kernel computes just what it computes."""
+    """Returns what runs instead of a layer during tracing; None if no kernel computes exactly the same."""
     from sglang.srt.layers.activation import GeluAndMul, SiluAndMul
     from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
@@ -114,11 +109,10 @@ def _norm_stand_in(norm: Any, offset: float) -> Callable[..., Any]:
     def forward(
         x: torch.Tensor, residual: torch.Tensor | None = None, post_residual_addition: torch.Tensor | None = None
     ) -> Any:
-        if post_residual_addition is not None or x.shape[-1] != norm.weight.shape[0]:
+        is_stacked = residual is not None and x.dim() != 2
+        if post_residual_addition is not None or x.shape[-1] != norm.weight.shape[0] or is_stacked:
             return native(x, residual, post_residual_addition)
         eps = norm.variance_epsilon
-        if residual is not None and x.dim() != 2:
-            return native(x, residual)
         if residual is not None:
             return torch.ops.sgl_prefill_fused.add_rms_norm(x, residual, norm.weight, eps, offset)
         return torch.ops.sgl_prefill_fused.rms_norm(x, norm.weight, eps, offset)
@@ -145,28 +139,29 @@ def _rotary_stand_in(rotary: Any) -> Callable[..., Any]:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Views [..., columns] as [rows, columns], the numbers of a row side by side, as the kernels read them."""
+    """Views [..., columns] as [rows, columns] with contiguous rows, as the kernels need."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 class Linear(torch.nn.Module):
-    """x @ weight.T + bias, or activation(gate) * up of it; packed for a native kernel or oneDNN once `pack` was called."""
+    """x @ weight.T + bias, or activation(gate) * up of it. `pack` packs the weight for a native kernel or oneDNN."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | None = None) -> None:
         super().__init__()
-        self.source: torch.Tensor | None = weight  # the model's own parameter, emptied when it is packed
+        self.source: torch.Tensor | None = weight  # the model's parameter; emptied and None after packing
         self.packed: torch.Tensor | None = None
         self.activation: str | None = None
-        # With `--stable-answers` products are computed for these numbers of rows alone, ascending (`cpu.stable`).
-        self.row_counts: Sequence[int] = ()
+        self.row_counts: Sequence[
+            int
+        ] = ()  # of `--stable-answers`, ascending: the only row counts of a product (`cpu.stable`)
         self._kernels, self._bias = kernels, bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._in_fixed_counts(x) if self.row_counts else self.at_once(x)
 
     def _in_fixed_counts(self, x: torch.Tensor) -> torch.Tensor:
-        """Computes the rows in pieces of the largest count, the last one with zeros behind it up to the next count."""
+        """Computes the rows in pieces of the largest count; zero rows pad the last piece to the next count."""
         rows, most = _rows(x).contiguous(), self.row_counts[-1]
         pieces = []
         for start in range(0, max(len(rows), 1), most):
@@ -180,16 +175,16 @@ class Linear(torch.nn.Module):
         return product.view(*x.shape[:-1], product.shape[-1])
 
     def at_once(self, x: torch.Tensor) -> torch.Tensor:
-        """Computes all rows in one call, whatever their number."""
-        if self.packed is not None and not self.packed.is_mkldnn:
-            assert self._kernels is not None
-            product = self._kernels.product(_rows(x), self.packed, self._bias, self.activation)
-            return product.view(*x.shape[:-1], product.shape[-1])
+        """Computes all rows in one call."""
         if self.packed is None:
             assert self.source is not None
             result = torch.nn.functional.linear(x, self.source, self._bias)
-        else:
+        elif self.packed.is_mkldnn:
             result = _product(x, self.packed, self._bias, "none", [], "")
+        else:
+            assert self._kernels is not None
+            product = self._kernels.product(_rows(x), self.packed, self._bias, self.activation)
+            return product.view(*x.shape[:-1], product.shape[-1])
         if self.activation is None:
             return result
         assert self._kernels is not None
@@ -212,7 +207,7 @@ class _RmsNorm(torch.nn.Module):
 
 
 class _AddRmsNorm(_RmsNorm):
-    is_in_place = False  # whether the residual input has no other reader
+    is_in_place = False  # True: only this module reads the residual input
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         total = residual if self.is_in_place and residual.is_contiguous() else residual.clone()
@@ -247,8 +242,7 @@ class _Rotate(torch.nn.Module):
 
 
 def _side_by_side(query: torch.Tensor, key: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Returns both as one tensor where each row of one begins behind the same row of the other, as in rows of query, key and
-    value."""
+    """Returns query and key as one tensor if they are neighbouring columns of one, as in a fused product of both."""
     width = query.shape[1]
     is_one = (
         query.stride() == key.stride()
@@ -261,9 +255,9 @@ def _side_by_side(query: torch.Tensor, key: torch.Tensor) -> Sequence[torch.Tens
 
 
 def lower(traced: TracedBody, kernels: Kernels) -> list[Linear]:
-    """Put modules that call kernels in the place of recorded operations, and of matrix products with weights of the model.
+    """Replaces, in place, traced operations and matrix products with model weights by modules that call kernels.
 
-    The graph is changed in place. Returns the products, whose weights can be packed (`pack`).
+    Returns the products; `pack` packs their weights.
     """
     graph, inputs = traced.module.graph, traced.inputs
     tables: dict[int, torch.Tensor] = {}  # rotary tables in float32, one for all layers
@@ -315,7 +309,7 @@ def lower(traced: TracedBody, kernels: Kernels) -> list[Linear]:
 
 
 def _join_gates(module: fx.GraphModule, products: dict[fx.Node, Linear]) -> None:
-    """Let products that only a gate reads apply it, where all products with these weights can (they are packed for it)."""
+    """Moves gates into the products that they alone read, if that holds for all products with the same weights."""
     readers = {
         gate.args[0]: (gate, gated)
         for gate in module.graph.find_nodes(op="call_module")
@@ -331,26 +325,25 @@ def _join_gates(module: fx.GraphModule, products: dict[fx.Node, Linear]) -> None
 
 
 def _is_only_read_by(node: fx.Node, x: Any) -> bool:
-    """Tells whether a value may be overwritten: a kernel or a product has made it for this node alone, or made what was
-    split into it and parts that do not overlap.
+    """Whether `node` may overwrite `x`: a kernel or product computed it, maybe as a part of a split, and no other node reads
+    it.
     """
     if not isinstance(x, fx.Node) or list(x.users) != [node]:
         return False
-    maker = x
+    maker: Any = x
     if x.target is operator.getitem and isinstance(x.args[0], fx.Node):
         maker = x.args[0]
         if maker.op == "call_method" and maker.target == "split":
-            whole = maker.args[0]
-            if not isinstance(whole, fx.Node) or list(whole.users) != [maker]:
+            split, maker = maker, maker.args[0]
+            if not isinstance(maker, fx.Node) or list(maker.users) != [split]:
                 return False
-            maker = whole
-    return maker.op == "call_module"
+    return bool(maker.op == "call_module")
 
 
 def pack(linears: Sequence[Linear]) -> str | None:
-    """Pack the weights for the processor, one at a time, each in the place of the model's own: memory does not grow.
+    """Packs the weights one by one, and empties the model's parameters: memory does not grow.
 
-    Returns why the rest was left as it is, or None.
+    Returns why packing stopped early, or None.
     """
     by_source: dict[int, torch.Tensor] = {}
     for linear in linears:
@@ -371,6 +364,6 @@ def pack(linears: Sequence[Linear]) -> str | None:
 
 
 def packed_bytes(linears: Sequence[Linear]) -> int:
-    """Counts what packed weights take, which are no parameters of the model any more."""
+    """Memory of the packed weights, which are no longer parameters of the model."""
     kept = {id(linear.packed): linear.packed for linear in linears if linear.packed is not None}
     return sum(int(torch.ops.mkldnn._nbytes(packed)) if packed.is_mkldnn else packed.nbytes for packed in kept.values())

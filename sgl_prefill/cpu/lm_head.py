@@ -1,21 +1,21 @@
-"""Label logits in float32 on a CPU, at the price of the model's own dtype.
+"""Label logits in float32 on a CPU, nearly as fast as in the model's own dtype.
 
-A bfloat16 LM head rounds each logit to 3 significant digits: labels tie, and P(label) is off by up to 0.02. A scoring
-request needs one row of logits, which is bound by reading the weights once; converting them block by block in a small
-buffer keeps it so (vocabulary 49,152 x hidden 576 on 2 cores: 4.2 ms in bfloat16, 5.5 ms here, 46 ms for SGLang's
-`--enable-fp32-lm-head`, which converts the whole weight first). The rows of a packed step are multiplied from the other side:
-16 of them take 9 ms so, and 14 to 40 ms as rows.
+A bfloat16 LM head rounds each logit to 3 significant digits: labels tie, and P(label) is off by up to 0.02. The time for one
+row of logits is the time to read the weights once, so these are converted block by block in a small buffer (vocabulary
+49,152 x hidden 576 on 2 cores: 4.2 ms in bfloat16, 5.5 ms here, 46 ms for SGLang's `--enable-fp32-lm-head`, which converts
+the whole weight first). Several rows are multiplied as columns: 16 take 9 ms this way, and 14 to 40 ms as rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from sgl_prefill.core.kv_plan import ceil_to
 
-# More rows (the log-probabilities of a long tail) are bound by arithmetic, where float32 costs three times as much.
+# More rows (log-probabilities of a long tail) are bound by arithmetic, where float32 takes three times as long.
 MAX_ROWS = 32
 COLUMNS = 16  # the matrix product is fast with a multiple of these
 BLOCK_BYTES = 4 << 20
@@ -37,8 +37,15 @@ def float32_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return logits[:, :n_rows].T.contiguous()
 
 
+def around_softcap_logits(original: Callable[..., Any], logits: torch.Tensor, cap: float) -> Any:
+    """Hook for Gemma 2, instead of a Triton kernel: `logits` become cap * tanh(logits / cap), in place."""
+    if logits.device.type != "cpu":
+        return original(logits, cap)
+    return logits.div_(cap).tanh_().mul_(cap)
+
+
 def is_plain(lm_head: Any, embedding_bias: torch.Tensor | None) -> bool:
-    """Tells whether logits are a product with one unquantized weight of half precision, and nothing else."""
+    """Whether logits are only a product with one unquantized weight of half precision."""
     from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
 
     weight: Any = getattr(lm_head, "weight", None)

@@ -1,8 +1,7 @@
 """The out-of-tree SGLang platform for machines without an accelerator.
 
 SGLang's own CPU path needs a CPU build of `sgl_kernel`, which no package registry carries. This platform runs SGLang's
-native PyTorch layers instead. It serves stock `sglang.launch_server` and our launcher alike, so that stock SGLang is a
-fair baseline on the same machine.
+native PyTorch layers instead, under our launcher and under stock `sglang.launch_server`, the baseline on the same machine.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from sgl_prefill.cpu.detect import ATTENTION_BACKEND_NAME
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-# SGLang decides by the *name* of `attention_backend` whether Triton kernels may run (`support_triton`), and copies the
-# prefill name there when both phases have the same one. So the base name stays `torch_native`, which it knows to be
-# free of Triton, and our one class is registered under two names, one a phase. `patches/` holds the upstream fix.
+# SGLang decides by the *name* in `attention_backend` whether Triton kernels may run (`support_triton`), and copies the
+# prefill name there if both phases have the same one. So `attention_backend` stays `torch_native`, which SGLang knows to be
+# without Triton, and our class is registered under one name per phase. `patches/` holds the upstream fix.
 DECODE_BACKEND_NAME = "cpu_flash_decode"
 NAME_WITHOUT_TRITON = "torch_native"
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
-    """Native PyTorch layers, SGLang's stock KV pools, and our attention backend as the default one."""
+    """SGLang's native PyTorch layers, with our attention backend as the default."""
 
     _enum = PlatformEnum.OOT
 
     def apply_server_args_defaults(self, server_args: ServerArgs) -> None:
-        """Replace SGLang's CPU defaults, which need the missing kernels or a driver; any other choice of a user stays."""
+        """Replaces SGLang's CPU defaults, which need the missing kernels or a driver. The user's own choices stay."""
         if server_args.grammar_backend is None:
-            # SGLang's default one allocates pinned memory, which ends the scheduler without a driver. With none, a
-            # request for structured output gets a 400.
+            # SGLang's default allocates pinned memory, which ends the scheduler without a driver. With "none", a request
+            # for structured output gets a 400.
             server_args.grammar_backend = "none"
         if server_args.attention_backend in (None, "intel_amx", ATTENTION_BACKEND_NAME):
             server_args.attention_backend = NAME_WITHOUT_TRITON
@@ -43,11 +42,10 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
             server_args.decode_attention_backend = server_args.decode_attention_backend or DECODE_BACKEND_NAME
 
     def get_device(self, device_id: int = 0) -> str:
-        """Returns a string, as the base class declares: SGLang splits it, which the CPU mixin's `torch.device` cannot bear."""
-        return "cpu"
+        return "cpu"  # a string, which SGLang splits; the CPU mixin returns a `torch.device`
 
     def init_backend(self) -> None:
-        """Is called by SGLang in each model process before its model runner exists."""
+        """Runs in each model process before its model runner exists."""
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
         from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
         from sglang.srt.layers.utils.multi_platform import MultiPlatformOp
@@ -66,9 +64,8 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
     def get_default_attention_backend(self) -> str:
         return NAME_WITHOUT_TRITON
 
+    # Without the next two methods `/start_profile` ends the scheduler.
     def get_torch_profiler_activity_str(self) -> str:
-        """Names what `/start_profile` records as the device's work; without these two, a request for a profile ends the
-        scheduler."""
         return "CPU"
 
     def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
@@ -78,7 +75,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         return "native"
 
     def get_mha_kv_pool_cls(self) -> type:
-        from sgl_prefill.cpu.kv_pool import LazyZeroKVPool
+        from sgl_prefill.cpu.attention_backend import LazyZeroKVPool
 
         return LazyZeroKVPool
 

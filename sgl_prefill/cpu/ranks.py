@@ -1,4 +1,4 @@
-"""Several ranks on a machine without an accelerator: gloo instead of NCCL, and a share of the cores for each."""
+"""Several ranks on a machine without an accelerator: gloo instead of NCCL, and each rank has its share of the cores."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ BIND_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
 
 
 def register_sum() -> object:
-    """Gives SGLang's operation for a sum over ranks in a recorded graph a CPU kernel: SGLang registers it for accelerators only.
-
-    The registration lives as long as the returned object.
-    """
+    """Registers a CPU kernel for SGLang's all-reduce operation in traced graphs, while the returned object lives."""
     from sglang.srt.distributed import parallel_state
 
     def run(tensor: torch.Tensor, group_name: str) -> None:
@@ -32,14 +29,14 @@ def register_sum() -> object:
 
 
 def around_init_model_parallel_group(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Hook: a host has no NCCL, and SGLang builds a communicator of it for every platform whose name it does not know."""
+    """Hook: no NCCL communicator, which SGLang creates for every platform whose name it does not know."""
     return original(*arguments, **{**options, "use_pynccl": False, "use_custom_allreduce": False})
 
 
 def around_all_reduce(
     original: Callable[..., torch.Tensor], group: GroupCoordinator, input_: torch.Tensor
 ) -> torch.Tensor:
-    """Hook: on a host, a sum over ranks stands in a recorded graph as the one operation that it is on a device."""
+    """Hook: traces a sum over ranks on a CPU as one operation, as on a GPU."""
     if group.world_size == 1 or not input_.is_cpu or not torch.compiler.is_compiling():
         return original(group, input_)
     from sglang.srt.distributed.parallel_state import inplace_all_reduce
@@ -49,7 +46,7 @@ def around_all_reduce(
 
 
 def around_init_cpu_threads(original: Callable[..., None], *, tp_size: int, tp_rank: int, local_omp_cpuid: Any) -> None:
-    """Hook: SGLang binds threads to cores by kernels that are not here."""
+    """Hook: binds threads to cores. SGLang's own code for several ranks needs `sgl_kernel`."""
     if tp_size == 1:
         original(tp_size=tp_size, tp_rank=tp_rank, local_omp_cpuid=local_omp_cpuid)
         return
@@ -59,7 +56,7 @@ def around_init_cpu_threads(original: Callable[..., None], *, tp_size: int, tp_r
 
 
 def cores_of(text: str) -> list[int]:
-    """Returns the cores that SGLang's variable names for one rank, such as "0-3,8"."""
+    """Parses the cores of one rank in BIND_VARIABLE, such as "0-3,8"."""
     cores: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -68,7 +65,7 @@ def cores_of(text: str) -> list[int]:
 
 
 def share_cores(n_ranks: int) -> None:
-    """Gives each rank of a host its share of the cores, where the user says nothing; before the ranks start."""
+    """Sets BIND_VARIABLE to equal shares of the cores, unless the user has set it. Call it before the ranks start."""
     if n_ranks == 1 or BIND_VARIABLE in os.environ:
         return
     cores = sorted(os.sched_getaffinity(0))

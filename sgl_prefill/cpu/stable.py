@@ -1,8 +1,8 @@
-"""Stable answers (`--stable-answers`): what must hold so that a row's bits depend on the row alone, checked at every start.
+"""Stable answers (`--stable-answers`): checks at every start that the bits of a row depend on this row only.
 
-Native kernels have it by construction: a row goes through the same instructions in the same order whatever stands beside it
-(`native/attention.h`). Of matrix products oneDNN promises nothing: they are computed for a few numbers of rows alone, for all of
-which the same row has given the same bits on this machine, at any place.
+Native kernels ensure it by construction: each row is computed by the same instructions in the same order, whatever the other
+rows (`native/attention.h`). oneDNN gives no such guarantee for matrix products. They are computed only for a few row counts
+for which, on this machine, the same row has given the same bits at every tested place.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from sgl_prefill.cpu.native.calls import Kernels, StepRequests
 from sgl_prefill.errors import UnsupportedModelError
 from sgl_prefill.hybrid.trace import op_name
 
-# Numbers of rows: multiples of the first of each up to its second, the largest a product has; more rows are computed in pieces.
-# A row behind the last costs as much as any, and a start tries all numbers on each shape of weights: some 45,000 rows.
+# Row counts: multiples of 4 up to 256, of 16 up to 512, of 64 up to 2,048; more rows are computed in pieces. Padding rows cost
+# as much as others, and a start tries all counts on each shape of weights: some 45,000 rows.
 STEPS = ((4, 256), (16, 512), (64, 2048))
+LEAST_COMPARED = 1 << 18  # values; with oneDNN on AMX a row's place changes one in some ten thousand, if any
+PLACES = (1, 5, 12)  # distances by which rows are moved
 
-# What a recorded body may hold besides modules of ours: it moves numbers, or computes each from those at its own place with one
-# operation that IEEE rounds in one way.
+# Operations of a traced body that are exact for each element: they move numbers, or apply one IEEE operation per element.
 EXACT_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
     {
         *(operator.getitem, operator.add, operator.iadd, operator.sub, operator.mul, operator.imul),
@@ -35,46 +36,27 @@ EXACT_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
 )
 EXACT_METHODS = frozenset(
     {
-        "long",
-        "int",
-        "float",
-        "to",
-        "split",
-        "chunk",
-        "view",
-        "reshape",
-        "size",
-        "contiguous",
-        "clone",
-        "unsqueeze",
-        "squeeze",
+        *("long", "int", "float", "to", "split", "chunk", "view", "reshape"),
+        *("size", "contiguous", "clone", "unsqueeze", "squeeze"),
     }
 )
 
 
 def unknown_operations(graphs: Iterable[fx.Graph]) -> list[str]:
-    """Lists by name the operations that are not known to treat a row alike whatever the other rows."""
+    """Returns the names of operations whose result for a row may depend on other rows."""
     unknown = set()
     for graph in graphs:
         for node in graph.nodes:
             if node.op == "call_function" and node.target not in EXACT_FUNCTIONS:
-                unknown.add(op_name(node) if isinstance(node.target, torch._ops.OpOverload) else _name_of(node.target))
+                is_operator = isinstance(node.target, torch._ops.OpOverload)
+                unknown.add(op_name(node) if is_operator else getattr(node.target, "__name__", str(node.target)))
             elif node.op == "call_method" and node.target not in EXACT_METHODS:
                 unknown.add(str(node.target))
     return sorted(unknown)
 
 
-def _name_of(target: Any) -> str:
-    return str(getattr(target, "__name__", target))
-
-
-# A row's place shows in one value of some ten thousand where it shows at all (seen with oneDNN on AMX).
-LEAST_COMPARED = 1 << 18
-PLACES = (1, 5, 12)  # by so many places rows are moved
-
-
 def row_counts(most_rows: int) -> list[int]:
-    """Returns the numbers of rows that products may have, where none has more than `most_rows`; ascending."""
+    """Returns the row counts, ascending, of products of at most `most_rows` rows."""
     counts: list[int] = []
     for step, up_to in STEPS:
         first = counts[-1] if counts else 0
@@ -83,10 +65,9 @@ def row_counts(most_rows: int) -> list[int]:
 
 
 def fix_row_counts(products: Sequence[Linear], most_rows: int) -> int:
-    """Let products be computed for numbers of rows alone that give the same bits. Returns how many such numbers all shapes of
-    weights have.
+    """Sets `row_counts` of each product to those that give the same bits. Returns the smallest number of counts of a product.
 
-    Raises UnsupportedModelError where a row's place in a product shows.
+    Raises UnsupportedModelError if a row's bits depend on its place in a product.
     """
     counts_of: dict[tuple[Any, ...], list[int]] = {}
     for product in products:
@@ -102,9 +83,9 @@ def fix_row_counts(products: Sequence[Linear], most_rows: int) -> int:
 def agreeing_counts(
     product: Callable[[torch.Tensor], torch.Tensor], weight: torch.Tensor, counts: Sequence[int]
 ) -> list[int]:
-    """Returns those of `counts` for which `product` gives the bits that it gives for the largest, at other places too.
+    """Returns those of `counts` for which `product` gives the same bits as for the largest.
 
-    weight: [outputs, depth], for its shape and type. Raises UnsupportedModelError.
+    weight: [outputs, depth]; only its shape and type are used. Raises UnsupportedModelError if bits depend on a row's place.
     """
     most, (outputs, depth) = counts[-1], weight.shape
     agreeing = list(counts)
@@ -120,12 +101,8 @@ def agreeing_counts(
     return agreeing
 
 
-def _ends(n_rows: int) -> tuple[slice, slice]:
-    return slice(n_rows), slice(-n_rows, None)
-
-
 def kernel_problem(kernels: Kernels, dtype: torch.dtype) -> str | None:
-    """Returns which native kernel lets a row's company show, or None. Takes milliseconds."""
+    """Returns the name of a native kernel whose bits for a row depend on other rows, or None. Takes milliseconds."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -139,13 +116,14 @@ def kernel_problem(kernels: Kernels, dtype: torch.dtype) -> str | None:
     }
     for name, kernel in token_wise.items():
         whole = kernel(rows)
-        if not all(torch.equal(kernel(rows[at].contiguous()), whole[at]) for n in (1, 7, 33) for at in _ends(n)):
+        ends = [end for n in (1, 7, 33) for end in (slice(n), slice(-n, None))]
+        if not all(torch.equal(kernel(rows[end].contiguous()), whole[end]) for end in ends):
             return name
     return None if _attention_is_stable(kernels, random) else "attention"
 
 
 def _attention_is_stable(kernels: Kernels, random: Callable[..., torch.Tensor]) -> bool:
-    """Tries a request of 190 positions alone, and its last 61 ones as a hit beside another that shares 75 positions."""
+    """Compares a request of 190 positions alone with its last 61 as a cache hit, beside a request that shares 75 positions."""
     n_shared, n_kv, n_new, heads, kv_heads, dim = 75, (190, 130), (61, 50), 6, 2, 64
     table = torch.zeros((2, n_kv[0]), dtype=torch.int32)
     table[0] = torch.arange(n_kv[0])

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.cpu import kernels, ranks
+from sgl_prefill.cpu import experts, lm_head, ranks
 from sgl_prefill.entry import processes
 from sgl_prefill.entry.processes import ProcessState
 from sgl_prefill.gpu import two_parts
@@ -809,12 +809,12 @@ FEATURES: tuple[Feature, ...] = (
             ),
             Hook(
                 "sglang.kernels.ops.activation.softcap.softcap_inplace_logits",
-                kernels.around_softcap_logits,
+                lm_head.around_softcap_logits,
                 "Soft-capped logits (Gemma 2) would end in a Triton kernel without a driver.",
             ),
             Hook(
                 "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add",
-                kernels.around_gate_sigmoid_mul_add,
+                experts.around_gate_sigmoid_mul_add,
                 "A gated shared expert (Qwen2-MoE) would end in a Triton kernel without a driver.",
             ),
         ),

@@ -15,7 +15,7 @@ from sgl_prefill.core.gpu_memory import CARDS, GIB, shape_of
 from sgl_prefill.core.memory_plan import InputDoesNotFitError
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "sgl_prefill" / "kv" / "GPU_MEMORY.md"
+PAGE = ROOT / "sgl_prefill" / "GPU.md"
 MODELS = ("llama-3.1-8b", "qwen-32b-fp8", "llama-3.3-70b-fp8")
 
 

@@ -31,9 +31,9 @@ def script(path: Path, text: str) -> str:
 
 
 def quick_compiler(folder: Path, before: str = "") -> str:
-    """The machine's own, without optimisation: all builds in seconds."""
+    """The machine's own, without optimisation: all builds in seconds. A warning is an error."""
     compiler = next(filter(None, map(shutil.which, build.COMPILERS)))
-    return script(folder / "quick-c++", f'{before}\nexec {compiler} "$@" -O0')
+    return script(folder / "quick-c++", f'{before}\nexec {compiler} "$@" -O0 -Werror')
 
 
 def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _ctypes
+import ctypes
 import os
 import re
 import shlex
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_prefill.cpu.native import build, library
+from sgl_prefill.cpu.native import build, calls, library
 from sgl_prefill.cpu.native.calls import Kernels
 from sgl_prefill.errors import ConfigurationError
 
@@ -41,6 +42,39 @@ def test_the_best_build_is_chosen_and_the_plain_one_runs_everywhere(kernels: Ker
     assert running == [name for name in names if name in running]
     assert running[-1] == "plain"
     assert library.find("plain").shown() == {"build": "plain", "reason": None}
+
+
+def test_python_declares_the_structures_of_interface_h() -> None:
+    """The same fields in the same order, of the same types, sizes and offsets."""
+
+    def code(declaration: str) -> str:
+        return "p" if "*" in declaration else {"int32_t": "i", "int64_t": "l", "float": "f"}[declaration.split()[0]]
+
+    header = " ".join(re.sub("//.*", "", (build.FOLDER / "interface.h").read_text()).split())
+    attention, table = (re.split(rf"struct {name} {{(.*?) }};", header)[1] for name in ("Attention", "Build"))
+    fields = [
+        (name, code(c_type))
+        for c_type, names in re.findall(r"((?:const )?\w+\*?) ([\w, ]+);", attention)
+        for name in names.split(", ")
+    ]
+    functions = [
+        (name, "".join(map(code, parameters.split(", "))))
+        for name, parameters in re.findall(r"int \(\*(\w+)\)\((.*?)\);", table)
+    ]
+    codes = {c_type: code for code, c_type in calls._CODES.items()}
+    ours: Any = calls._Attention._fields_
+    our_table: Any = calls.BuildTable._fields_
+    assert fields == [(name, codes[c_type]) for name, c_type in ours]
+    assert functions == [
+        (name, "".join(codes[argument] for argument in c_type._argtypes_))
+        for name, c_type in our_table
+        if hasattr(c_type, "_argtypes_")
+    ]
+    structures: dict[str, Any] = {"Attention": calls._Attention, "Build": calls.BuildTable}
+    layout = re.findall(r"sizeof\((\w+)\) == (\d+)", header)
+    assert dict(layout) == {name: str(ctypes.sizeof(structure)) for name, structure in structures.items()}
+    for name, field, offset in re.findall(r"offsetof\((\w+), (\w+)\) == (\d+)", header):
+        assert getattr(structures[name], field).offset == int(offset), field
 
 
 def test_off_says_that_it_is() -> None:

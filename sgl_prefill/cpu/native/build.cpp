@@ -1,4 +1,4 @@
-// One build of all kernels: compiled once for each kind of processor, with SGL_PREFILL_BUILD as its name.
+// One build of all kernels, for one kind of processor. SGL_PREFILL_BUILD is its name.
 #include "products.h"
 
 #define TEXT(x) #x

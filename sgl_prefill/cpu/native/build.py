@@ -1,7 +1,7 @@
-"""Compiles the kernels into one library beside this file: `python sgl_prefill/cpu/native/build.py [--if-needed]`.
+"""Compiles the kernels into one library in this folder: `python sgl_prefill/cpu/native/build.py [--if-needed]`.
 
-Run by the package's installation, by path: nothing of the package is imported. Any g++ (or clang++ with GNU OpenMP) of the
-last years will do. The library holds a build for each kind of processor and is loadable on all of its architecture.
+The package's installation runs this file by its path, so it imports nothing of the package. Any recent g++ (or clang++ with
+GNU OpenMP) works. The library holds one build per kind of processor and can be loaded on every processor of its architecture.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = Path(__file__).parent
 LIBRARY = FOLDER / "kernels.so"
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-w")
+FLAGS = (
+    *("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno"),
+    *("-Wall", "-Wextra"),
+)
 TIMEOUT_S = 300
 
 
@@ -32,7 +37,7 @@ class Build(NamedTuple):
 
 
 AVX512 = ("-march=x86-64-v4",)
-# The best first: a processor gets the first one that it runs.
+# The best first: a processor gets the first build that it runs.
 X86_BUILDS = (
     Build("amx", (*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16")),
     Build("avx512_bf16", (*AVX512, "-mavx512bf16")),
@@ -43,11 +48,11 @@ PLAIN = Build("plain")
 
 
 class BuildError(Exception):
-    """There is no library, and why."""
+    """The library cannot be built; says why."""
 
 
 def digest() -> str:
-    """Hashes all that the library is made from."""
+    """Hashes flags, builds and sources."""
     made_from = hashlib.sha256(repr((FLAGS, X86_BUILDS)).encode())
     for source in sorted([*FOLDER.glob("*.h"), *FOLDER.glob("*.cpp")]):
         made_from.update(source.read_bytes())
@@ -55,88 +60,60 @@ def digest() -> str:
 
 
 def compile_library(target: Path = LIBRARY) -> tuple[str, ...]:
-    """Make `target`; the names of the builds in it. A build that this compiler does not know is left out.
+    """Writes `target` and returns the names of its builds. Builds that the compiler does not support are left out.
 
-    Raises BuildError where there is no compiler, or not even plain C++ compiles.
+    Raises BuildError if there is no compiler, or the plain build fails.
     """
-    compiler = _compiler()
-    is_x86 = platform.machine() in ("x86_64", "AMD64")
-    with tempfile.TemporaryDirectory() as folder:
-        running = {build: _start(compiler, build, Path(folder)) for build in (*(X86_BUILDS if is_x86 else ()), PLAIN)}
-        errors = {build: _errors(process) for build, process in running.items()}
-        built = [build for build, process in running.items() if process.returncode == 0]
-        if PLAIN not in built:
-            raise BuildError(f"{_shown(compiler)} cannot compile the kernels: {_first_error(errors[PLAIN])}")
-        listed = " ".join(f"do({build.name})" for build in built)
-        library = Path(folder) / "kernels.so"
-        objects = [str(_object(build, Path(folder))) for build in built]
-        defines = [f'-DSGL_PREFILL_DIGEST="{digest()}"', f"-DSGL_PREFILL_BUILDS(do)={listed}"]
-        linked = _run(
-            [*compiler, *FLAGS, *defines, "-shared", str(FOLDER / "dispatch.cpp"), *objects, "-o", str(library)]
-        )
-        linking_errors = _errors(linked)
-        if linked.returncode != 0:
-            raise BuildError(f"{_shown(compiler)} cannot link the kernels: {_first_error(linking_errors)}")
-        # A process may have the old library mapped: it keeps its file.
-        target.parent.mkdir(parents=True, exist_ok=True)
-        beside = target.with_suffix(f".{os.getpid()}")
-        shutil.copy(library, beside)
-        os.replace(beside, target)
-    return tuple(build.name for build in built)
-
-
-def _compiler() -> list[str]:
-    """Returns the command: CXX may bring arguments or a wrapper ("ccache g++")."""
-    named = shlex.split(os.environ.get("CXX", ""))
-    found = named or [name for name in COMPILERS if shutil.which(name)][:1]
-    if not found:
+    named = shlex.split(os.environ.get("CXX", ""))  # may hold arguments or a wrapper ("ccache g++")
+    compiler = named or [name for name in COMPILERS if shutil.which(name)][:1]
+    if not compiler:
         raise BuildError(
             f"there is no C++ compiler: install {' or '.join(COMPILERS[1:])}, or name one in the variable CXX"
         )
-    return found
+    shown = shlex.join(compiler) + (" (of the variable CXX)" if named else "")
+    builds = (*(X86_BUILDS if platform.machine() in ("x86_64", "AMD64") else ()), PLAIN)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(builds)) as pool:
+
+        def compile_build(build: Build) -> str | None:
+            options = *build.flags, f"-DSGL_PREFILL_BUILD={build.name}", "-c", str(FOLDER / "build.cpp")
+            return _error_of([*compiler, *FLAGS, *options, "-o", f"{folder}/{build.name}.o"])
+
+        errors = dict(zip(builds, pool.map(compile_build, builds), strict=True))
+        if (error := errors[PLAIN]) is not None:
+            raise BuildError(f"{shown} cannot compile the kernels: {error}")
+        names = tuple(build.name for build in builds if errors[build] is None)
+        objects = [f"{folder}/{name}.o" for name in names]
+        listed = " ".join(f"do({name})" for name in names)
+        defines = f'-DSGL_PREFILL_DIGEST="{digest()}"', f"-DSGL_PREFILL_BUILDS(do)={listed}"
+        sources = str(FOLDER / "dispatch.cpp"), *objects
+        linked = f"{folder}/kernels.so"
+        if (error := _error_of([*compiler, *FLAGS, *defines, "-shared", *sources, "-o", linked])) is not None:
+            raise BuildError(f"{shown} cannot link the kernels: {error}")
+        # Replaces the file in one step: a process that has mapped the old library keeps it.
+        target.parent.mkdir(parents=True, exist_ok=True)
+        beside = target.with_suffix(f".{os.getpid()}")
+        shutil.copy(linked, beside)
+        os.replace(beside, target)
+    return names
 
 
-def _shown(compiler: list[str]) -> str:
-    origin = " (of the variable CXX)" if os.environ.get("CXX") else ""
-    return f"{shlex.join(compiler)}{origin}"
-
-
-def _start(compiler: list[str], build: Build, folder: Path) -> subprocess.Popen[str]:
-    name = f"-DSGL_PREFILL_BUILD={build.name}"
-    return _run(
-        [*compiler, *FLAGS, *build.flags, name, "-c", str(FOLDER / "build.cpp"), "-o", str(_object(build, folder))]
-    )
-
-
-def _run(command: list[str]) -> subprocess.Popen[str]:
+def _error_of(command: Sequence[str]) -> str | None:
+    """Runs a compiler. Returns the first line of its errors, or None. Raises BuildError if it cannot be started."""
     try:
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return f"no end after {TIMEOUT_S} s"
     except OSError as error:
         origin = "what the variable CXX names" if os.environ.get("CXX") else command[0]
         raise BuildError(f"{origin} cannot be run: {error}") from error
-
-
-def _errors(process: subprocess.Popen[str]) -> str:
-    """Returns what the compiler had to say, once it has ended."""
-    try:
-        return process.communicate(timeout=TIMEOUT_S)[1]
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        return f"no end after {TIMEOUT_S} s"
-
-
-def _object(build: Build, folder: Path) -> Path:
-    return folder / f"{build.name}.o"
-
-
-def _first_error(text: str) -> str:
-    errors = [line for line in text.splitlines() if "error" in line] or text.splitlines() or ["no message"]
-    return errors[0].strip()
+    if ended.returncode == 0:
+        return None
+    lines = ended.stderr.splitlines()
+    return next((line for line in lines if "error" in line), lines[0] if lines else "no message").strip()
 
 
 def is_current() -> bool:
-    """Tells whether the library is there and made from these sources."""
+    """Whether the library exists and was built from these sources."""
     return LIBRARY.exists() and digest().encode() in LIBRARY.read_bytes()
 
 

@@ -1,4 +1,4 @@
-// Which builds this library holds and this processor can run. Compiled for any processor of its architecture.
+// Selects a build: which ones this library holds and this processor can run. Compiled for every processor of the architecture.
 #include <cstring>
 
 #include "interface.h"
@@ -21,7 +21,7 @@ bool has_amx() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 24 & 1) || !(d >> 22 & 1)) return false;  // AMX-TILE, AMX-BF16
 #if defined(__linux__)
-  // Linux gives a process tiles only where it asks.
+  // On Linux a process must request the tile registers.
   return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
 #else
   return false;
@@ -50,7 +50,7 @@ bool runs(const char*) { return true; }
 
 }  // namespace
 
-// The names of the builds that run here, the best first, separated by commas.
+// Names of the builds that run on this processor, the best first, separated by commas.
 EXPORT const char* sgl_prefill_builds() {
   static char names[128] = "";
   names[0] = 0;
@@ -60,7 +60,7 @@ EXPORT const char* sgl_prefill_builds() {
   return names;
 }
 
-// A build by name; null where it is not here or does not run.
+// The build of this name; null if the library lacks it or this processor cannot run it.
 EXPORT const Build* sgl_prefill_build(const char* name) {
 #define FIND(build) \
   if (!std::strcmp(name, #build) && runs(name)) return &sgl_prefill_##build;
@@ -68,5 +68,5 @@ EXPORT const Build* sgl_prefill_build(const char* name) {
   return nullptr;
 }
 
-// Of the sources: a library of others is not used.
+// Digest of the sources that the library was built from.
 EXPORT const char* sgl_prefill_digest() { return SGL_PREFILL_DIGEST; }

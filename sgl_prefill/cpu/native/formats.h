@@ -1,10 +1,13 @@
-// How each build multiplies: the packed forms of queries, keys, values and probabilities, and the two matrix products.
+// Formats: the packed layouts of queries, keys, values and probabilities, and the two matrix products on them.
 //
 //     scores      s[key, row]   = sum over dims of k[key, dim] * q[dim, row]      for KEYS keys
 //     accumulate  o[dim, row]  += sum over keys of v[key, dim] * p[key, row]
 //
-// A format has LANES rows, takes KEYS keys at a time and packs TILE_KEYS at once; IS_PACKED: consecutive rows in memory are
-// packed keys as they are.
+// LANES      rows of a row group
+// KEYS       keys of one step
+// TILE_KEYS  keys that are packed at once
+// PER_WORD   numbers in a word, the unit of packed data: 1 float32 or 2 bfloat16
+// IS_PACKED  consecutive rows in memory already have the layout of packed keys
 //
 // Wide<T>   float32 products; bfloat16 is widened where it is packed
 // Pairs     bfloat16 products in pairs (avx512_bf16)
@@ -18,8 +21,9 @@
 
 namespace SGL_PREFILL_BUILD {
 
-constexpr int REGISTERS = VECTOR_BYTES == 64 ? 4 : 2;  // vectors of rows in a register tile
-constexpr int RT = 6;                                  // keys or dims in it
+// A register tile of `Broadcast`: RT keys or dims x REGISTERS vectors of rows.
+constexpr int REGISTERS = VECTOR_BYTES == 64 ? 4 : 2;
+constexpr int RT = 6;
 
 // c[i][j] += sum over k of a[i * a_row + k * a_step] * b[k][WIDTH * j ...]
 template <int M, int NR, class Word, class Multiply>
@@ -33,7 +37,7 @@ INLINE void multiply(Floats (&c)[M][NR], const Word* a, int64_t a_row, int64_t a
       for (int j = 0; j < NR; ++j) c[i][j] = multiply_add(c[i][j], a[i * a_row], b + WIDTH * j);
 }
 
-// Both products from a multiply-add of one broadcast word and a vector of words.
+// Both products by a multiply-add of one broadcast word and a vector of words.
 template <class F, class Word>
 struct Broadcast {
   template <int NR>
@@ -115,7 +119,8 @@ struct Wide : Broadcast<Wide<T>, float> {
 };
 
 #if defined(__AVX512BF16__)
-// (even[i], odd[i]) side by side; returns sum + even + odd as they were rounded, so that probabilities add up to 1 all the same
+// Stores the pairs (even[i], odd[i]) in bfloat16. Returns sum + even + odd of the rounded numbers, so that probabilities add up
+// to 1.
 INLINE Floats store_pairs(uint32_t* p, Floats sum, Floats even, Floats odd) {
   alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
                                                  8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
@@ -125,14 +130,14 @@ INLINE Floats store_pairs(uint32_t* p, Floats sum, Floats even, Floats odd) {
   return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(0x3f803f80));  // times 1
 }
 
-INLINE __mmask32 lanes_of(int n) { return n >= 32 ? 0xffffffff : n <= 0 ? 0 : (1u << n) - 1; }
+INLINE __mmask32 first_lanes(int n) { return n >= 32 ? 0xffffffff : n <= 0 ? 0 : (1u << n) - 1; }
 
 // WIDTH rows become lanes of [dims / 2][lanes] pairs of dims.
 template <int LANES>
 void pack_query_pairs(uint32_t* to, const bf16* const (&rows)[WIDTH], int dim, int padded_dim) {
   for (int d = 0; d < padded_dim; d += 2 * WIDTH) {
     const int steps = std::min(padded_dim - d, 2 * WIDTH) / 2;
-    const __mmask32 mask = lanes_of(dim - d);
+    const __mmask32 mask = first_lanes(dim - d);
     Words x[WIDTH];
 #pragma GCC unroll 16
     for (int i = 0; i < WIDTH; ++i) x[i] = (Words)_mm512_maskz_loadu_epi16(mask, rows[i] + d);
@@ -141,14 +146,15 @@ void pack_query_pairs(uint32_t* to, const bf16* const (&rows)[WIDTH], int dim, i
   }
 }
 
-INLINE void pack_key_rows(bf16* to, const bf16* from, int64_t stride, const int32_t* slots, int n, int n_padded, int dim, int padded_dim) {
+INLINE void pack_key_rows(bf16* to, const bf16* from, int64_t stride, const int32_t* slots, int n, int n_padded, int dim,
+                          int padded_dim) {
   int i = 0;
   for (; i < n; ++i, to += padded_dim) {
     const bf16* row = from + slots[i] * stride;
     if (i + 8 < n) __builtin_prefetch(from + slots[i + 8] * stride);
     for (int d = 0; d < padded_dim; d += 32) {
-      const __mmask32 here = lanes_of(padded_dim - d);
-      _mm512_mask_storeu_epi16(to + d, here, _mm512_maskz_loadu_epi16(lanes_of(dim - d), row + d));
+      const __mmask32 here = first_lanes(padded_dim - d);
+      _mm512_mask_storeu_epi16(to + d, here, _mm512_maskz_loadu_epi16(first_lanes(dim - d), row + d));
     }
   }
   if (i < n_padded) std::memset((void*)to, 0, 2ul * (n_padded - i) * padded_dim);
@@ -195,6 +201,17 @@ struct Pairs : Broadcast<Pairs, uint32_t> {
 using Narrow = Pairs;
 
 #elif defined(__AMX_BF16__)
+// AMX has 8 tile registers of 16 x 64 bytes. Low and high: the first and the second 16 of 32 rows, dims or outputs.
+//
+// Register | scores                | accumulate              | product_block (products.h)
+// 0        | s, rows low           | o, dims low,  rows low  | out, rows low,  outputs low
+// 1        | s, rows high          | o, dims high, rows low  | out, rows low,  outputs high
+// 2        |                       | o, dims low,  rows high | out, rows high, outputs low
+// 3        |                       | o, dims high, rows high | out, rows high, outputs high
+// 4        | k, 16 keys            | v, dims low             | x, rows low
+// 5        | q, rows low           | v, dims high            | x, rows high
+// 6        | q, rows high          | p, rows low             | weights, outputs low
+// 7        |                       | p, rows high            | weights, outputs high
 struct Tiles {
   using Element = bf16;
   using Word = uint32_t;
@@ -220,14 +237,14 @@ struct Tiles {
     pack_key_rows((bf16*)to, from, stride, slots, n, (n + KEYS - 1) / KEYS * KEYS, dim, padded(dim));
   }
 
-  // Tiles of [16 dims][32 keys], [keys / 32][dims / 16] of them: V transposed.
+  // V transposed: [keys / 32][dims / 16] tiles of [16 dims][32 keys].
   static void pack_values(uint32_t* to, const bf16* from, int64_t stride, const int32_t* slots, int n, int dim) {
     alignas(64) static const uint16_t first[32] = {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39,
                                                    8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
     const __m512i low_half = _mm512_load_si512(first), high_half = _mm512_add_epi16(low_half, _mm512_set1_epi16(16));
     for (int i = 0; i < n; i += 32)
       for (int d = 0; d < padded(dim); d += 32, to += 2 * TILE_WORDS) {
-        const __mmask32 mask = lanes_of(dim - d);
+        const __mmask32 mask = first_lanes(dim - d);
         Words low[16], high[16];
         const auto row = [&](int key) {
           return key < n ? _mm512_maskz_loadu_epi16(mask, from + slots[key] * stride + d) : _mm512_setzero_si512();
@@ -245,7 +262,7 @@ struct Tiles {
       }
   }
 
-  // GCC's tile loads do not say that they read memory: what was written must be there.
+  // GCC's tile loads do not declare that they read memory: this makes the compiler finish its stores first.
   INLINE static void in_memory() { asm volatile("" ::: "memory"); }
 
   template <int NR>
@@ -273,7 +290,7 @@ struct Tiles {
   template <int NR>
   INLINE static void accumulate(float* o, const uint32_t* v, uint32_t* p, int key, int n_keys, int dim) {
     const int steps = (n_keys + KEYS - 1) / KEYS;
-    // Probabilities behind the last key are those of values that are zero; they must be numbers all the same.
+    // Behind the last key the values are zero. The probabilities must be zero too: 0 * NaN is NaN.
     for (int i = (n_keys + 1) / 2; i < steps * KEYS / 2; ++i) std::memset(p + i * LANES, 0, 4 * LANES);
     in_memory();
     v += (int64_t)key / KEYS * (dim / 16) * TILE_WORDS;

@@ -1,16 +1,18 @@
-// What is handed over from Python (ctypes structures of the same fields in kernels.py). Strides count elements.
+// What Python and the kernels exchange. calls.py declares the same structures in ctypes: a test compares the fields, and the
+// assertions below fix the layout. Strides count elements unless a name says bytes.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 
 extern "C" {
 
 struct Attention {
-  // Queries and results, [tokens, heads, dim], bfloat16 or float32 as the pools; `out` may be `query`.
+  // Queries and results, [tokens, heads, dim], of the pools' number type; `out` may be `query`.
   const void* query;
   int64_t query_token, query_head;
   void* out;
   int64_t out_token, out_head;
-  float* lse;  // [tokens, heads], natural logarithm of the softmax denominators; null: not asked for
+  float* lse;  // [tokens, heads], natural logarithm of the softmax denominators; null: not computed
   // Pools, [slots, kv heads, dim].
   const void* key_pool;
   int64_t key_slot, key_head;
@@ -19,13 +21,14 @@ struct Attention {
   // The KV slot of position p of request r: slots[slot_row[r] * slots_stride + p].
   const int32_t* slots;
   int64_t slots_stride;
-  const int64_t* slot_row;    // [requests]
-  const int32_t* first_token; // [requests + 1]: rows of the query tensor; a request's are its last positions
-  const int32_t* kv_tokens;   // [requests]
-  // Requests in groups that share their first positions' slots: order[group_start[g]] ... share shared_tokens[g].
-  const int32_t* order;         // [requests]
-  const int32_t* group_start;   // [groups + 1]
-  const int32_t* shared_tokens; // [groups]
+  const int64_t* slot_row;     // [requests]
+  const int32_t* first_token;  // [requests + 1]: request r has queries [first_token[r], first_token[r + 1]), its last positions
+  const int32_t* kv_tokens;    // [requests]
+  // Request group g: order[group_start[g]] to order[group_start[g + 1] - 1], whose first shared_tokens[g] positions have the same
+  // slots.
+  const int32_t* order;          // [requests]
+  const int32_t* group_start;    // [groups + 1]
+  const int32_t* shared_tokens;  // [groups]
   int32_t requests, groups, heads, kv_heads, dim;
   int32_t is_float32, is_causal;
   int32_t window_tokens;  // a query at position p sees keys from p - window_tokens on; negative: all
@@ -33,7 +36,10 @@ struct Attention {
   int32_t threads;
 };
 
-// One build's functions; every one returns 0, or 1 where it cannot serve these arguments, or 2 without memory.
+// What a kernel returns. REFUSED: it does not support these sizes.
+enum Status : int32_t { DONE = 0, REFUSED = 1, NO_MEMORY = 2 };
+
+// The functions of one build.
 struct Build {
   const char* name;
   int (*attention)(const Attention*);
@@ -47,9 +53,13 @@ struct Build {
                int64_t key_bytes, int64_t value_bytes, int32_t threads);
   int (*logits)(float* out, const void* hidden, const void* weight, int64_t rows, int64_t vocabulary, int64_t columns,
                 int32_t is_float32, int32_t threads);
-  int32_t has_products;  // whether the following serve, in bfloat16
+  int32_t has_products;  // whether pack_product and product are supported; both in bfloat16
   int (*pack_product)(void* packed, const void* weight, int64_t outputs, int64_t depth, int32_t has_gate, int32_t threads);
   int (*product)(void* out, const void* x, int64_t x_row, const void* packed, const void* bias, int64_t rows, int64_t outputs,
                  int64_t depth, int32_t activation, int32_t threads);
 };
+
+static_assert(sizeof(Attention) == 216 && offsetof(Attention, slots) == 104 && offsetof(Attention, requests) == 168 &&
+              offsetof(Attention, threads) == 208);
+static_assert(sizeof(Build) == 80 && offsetof(Build, has_products) == 56 && offsetof(Build, product) == 72);
 }

@@ -1,7 +1,7 @@
-"""Finds the library of native kernels at start, chooses the build for this processor, and checks it.
+"""Loads the library of native kernels, selects the build for this processor, and tests it.
 
-Where there is none, PyTorch's kernels serve, and `Native.reason` says why and what to do. The variable PREFILL_CPU_KERNEL
-names a build, or `off`; `auto`, its default, takes the best that runs here.
+Without native kernels PyTorch's are used, and `Native.reason` says why and what to do. The variable PREFILL_CPU_KERNEL names a
+build, `off`, or `auto` (the default): the best build that runs on this processor.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sgl_prefill.core.shared_groups import Group
+from sgl_prefill.cpu.attention import KVRows, attend, runs_of
 from sgl_prefill.cpu.native.build import LIBRARY, digest
 from sgl_prefill.cpu.native.calls import BuildTable, Kernels, StepRequests
 from sgl_prefill.errors import ConfigurationError
@@ -27,19 +28,17 @@ MAX_ERROR = {torch.bfloat16: 0.03, torch.float32: 1e-4}
 
 
 class Native(NamedTuple):
-    """What serves in this process."""
-
     kernels: Kernels | None
-    reason: str | None  # why there are none
+    reason: str | None  # why there are no kernels
 
     def shown(self) -> dict[str, Any]:
-        """Describes it for /server_info."""
+        """As in /server_info."""
         return {"build": None if self.kernels is None else self.kernels.build, "reason": self.reason}
 
 
 @functools.cache
 def native() -> Native:
-    """Returns the kernels of this process, found and checked once. Raises ConfigurationError for a build that is not there."""
+    """Returns the kernels of this process, loaded and tested once. Raises ConfigurationError: see `find`."""
     found = find(os.environ.get(VARIABLE, "auto"))
     if found.kernels is None:
         logger.warning("PyTorch's own kernels serve, several times slower than the native ones: %s", found.reason)
@@ -47,7 +46,7 @@ def native() -> Native:
 
 
 def find(choice: str) -> Native:
-    """Finds them. `choice`: auto, off, or the name of a build. Raises ConfigurationError where a named one does not run here."""
+    """choice: auto, off, or the name of a build. Raises ConfigurationError if the named build does not run here."""
     if choice == "off":
         return Native(None, f"{VARIABLE} is off")
     try:
@@ -73,7 +72,7 @@ def _missing(choice: str, reason: str) -> Native:
 
 
 def _load() -> ctypes.CDLL:
-    """Raises OSError with the remedy."""
+    """Raises OSError, whose message names the remedy."""
     if not LIBRARY.exists():
         raise OSError(f"they were not built when the package was installed: with a C++ compiler, run `{REBUILD}`")
     try:
@@ -91,7 +90,7 @@ def _load() -> ctypes.CDLL:
 
 
 def self_test(kernels: Kernels) -> str | None:
-    """Returns what is wrong, or None. Runs every kernel once on small inputs, against plain float32; takes milliseconds."""
+    """Compares each kernel on small inputs with PyTorch in float32, in milliseconds. Returns what is wrong, or None."""
     generator = torch.Generator().manual_seed(0)
     for dtype, tolerance in MAX_ERROR.items():
 
@@ -114,7 +113,7 @@ def self_test(kernels: Kernels) -> str | None:
 
 
 def _attention_error(kernels: Kernels, random: Any) -> float:
-    """Tries two requests of 9 and 40 new tokens behind 70 shared positions; slots in disorder, NaN in those that are not used."""
+    """Two requests of 9 and 40 new tokens after 70 shared positions, in shuffled slots; unused slots hold NaN."""
     n_shared, n_new, heads, kv_heads, dim = 70, (9, 40), 6, 2, 64
     n_slots = n_shared + sum(n_new)
     slots = torch.randperm(n_slots + 8, generator=torch.Generator().manual_seed(1)).to(torch.int32)
@@ -131,14 +130,11 @@ def _attention_error(kernels: Kernels, random: Any) -> float:
     errors = []
     for request, start in enumerate((0, n_new[0])):
         new = slice(start, start + n_new[request])
-        queries = query[new].float()
-        rows = table[request, : kv_tokens[request]].long()
-        k, v = (pool[rows].float().repeat_interleave(heads // kv_heads, 1) for pool in (key, value))
-        scores = torch.einsum("qhd,khd->hqk", queries, k) * dim**-0.5
-        unseen = torch.ones(scores.shape[1:]).triu(len(rows) - len(queries) + 1).bool()
-        wanted = torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -torch.inf).softmax(-1), v)
+        rows = KVRows(key.float(), value.float(), runs_of(table[request, : kv_tokens[request]]))
+        wanted = query[new].float()
+        attend(wanted, rows, wanted, scale=dim**-0.5)
         errors.append((output[new].float() - wanted).abs().max())
-    return float(torch.stack(errors).max())  # NaN where one is: Python's max would lose it
+    return float(torch.stack(errors).max())  # keeps a NaN, which Python's max may lose
 
 
 def _rms_norm_error(kernels: Kernels, random: Any) -> float:

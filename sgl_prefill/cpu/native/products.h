@@ -1,9 +1,9 @@
-// Matrix products with weights of the model, out = x . W^T + bias, or activation(gate) * up of it: only where the processor has
-// tiles (AMX). What oneDNN lacks: steps of some 20 to 500 rows, for which it uses half of the machine (some row counts run on one
-// thread alone), and results that are not written to memory to be read again (gate and up).
+// Matrix products with the model's weights, out = x . W^T + bias, or activation(gate) * up of it; on processors with AMX only.
+// Two things are faster than in oneDNN: steps of some 20 to 500 rows, where oneDNN uses half of the cores (for some row counts
+// one thread), and the gate, which is applied before results are written to memory.
 //
-// Packed weights: blocks of 32 outputs, each [depth / 32] steps of two tiles of 16 outputs, so that a block is read in a row.
-// With a gate, a block is 16 outputs of it and the same 16 of up.
+// Packed weights: blocks of 32 outputs; a block is [depth / 32] pairs of tiles of 16 outputs, contiguous in memory. With a gate,
+// a block is 16 outputs of the gate and the same 16 of up.
 #pragma once
 #include "tokenwise.h"
 
@@ -11,13 +11,13 @@ namespace SGL_PREFILL_BUILD {
 
 #if defined(__AMX_BF16__)
 constexpr bool HAS_PRODUCTS = true;
-constexpr int BLOCK = 32;                    // rows of x, or outputs
-constexpr int64_t RANGE_BYTES = 1 << 20;     // of x that stay in a core's cache while all weights go by
-constexpr int64_t LEAST_RANGE = 128, MOST_RANGE = 512;
+constexpr int BLOCK = 32;                               // rows of x, or outputs
+constexpr int64_t RANGE_BYTES = 1 << 20;                // rows of x that stay in a core's cache while all weights are read
+constexpr int64_t LEAST_RANGE = 128, MOST_RANGE = 512;  // rows
 constexpr int TASKS_A_THREAD = 4;
 
 int pack_product(void* to_, const void* weight_, int64_t outputs, int64_t depth, int32_t has_gate, int32_t threads) {
-  if (outputs % BLOCK || depth % 32) return 1;
+  if (outputs % BLOCK || depth % 32) return REFUSED;
   const int64_t second = has_gate ? outputs / 2 : 16, step = has_gate ? 16 : BLOCK;
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t block = 0; block < outputs / BLOCK; ++block) {
@@ -31,7 +31,7 @@ int pack_product(void* to_, const void* weight_, int64_t outputs, int64_t depth,
         for (int i = 0; i < 16; ++i) *(Words*)(to + 16 * i) = tile[i];
       }
   }
-  return 0;
+  return DONE;
 }
 
 // c[32][32] = x[up to 32 rows] . block of weights
@@ -66,16 +66,17 @@ INLINE void product_block(float* c, const bf16* x, int64_t x_row, const uint32_t
   Tiles::in_memory();
 }
 
-// activation: of the gate, negative: none. x: [rows, depth], rows of any stride; out: [rows, outputs], or half of them.
+// x: [rows, depth], rows of any stride; out: [rows, outputs], with a gate half as many columns; activation: negative without a
+// gate.
 int product(void* out_, const void* x_, int64_t x_row, const void* packed, const void* bias_, int64_t rows, int64_t outputs,
             int64_t depth, int32_t activation, int32_t threads) {
-  if (outputs % BLOCK || depth % 32) return 1;
-  if (rows == 0) return 0;
+  if (outputs % BLOCK || depth % 32) return REFUSED;
+  if (rows == 0) return DONE;
   const bf16 *x = (const bf16*)x_, *bias = (const bf16*)bias_;
   const int64_t blocks = outputs / BLOCK, second = activation < 0 ? 16 : outputs / 2, step = activation < 0 ? BLOCK : 16;
   const int64_t out_row = blocks * step;
   int64_t range = std::clamp(RANGE_BYTES / (2 * depth), LEAST_RANGE, MOST_RANGE);
-  // As many ranges as suit the cache, and enough tasks for all threads; none smaller than a block.
+  // Ranges of rows that fit the cache, with enough tasks for all threads; none is smaller than a block.
   int64_t ranges = std::max((rows + range / 2) / range, (TASKS_A_THREAD * threads + blocks - 1) / blocks);
   range = ((rows + ranges - 1) / ranges + BLOCK - 1) / BLOCK * BLOCK;
   ranges = (rows + range - 1) / range;
@@ -83,12 +84,13 @@ int product(void* out_, const void* x_, int64_t x_row, const void* packed, const
 #pragma omp parallel num_threads((int)std::min<int64_t>(threads, blocks * ranges))
   {
     alignas(64) float c[BLOCK * BLOCK];
-    Buffer memory(2 * BLOCK * depth);  // the last rows, and zeros behind them
+    Buffer memory(2 * BLOCK * depth);  // the last, incomplete block of rows, padded with zeros
     if (memory.at == nullptr) failed = true;
     bf16* tail = (bf16*)memory.at;
     const int64_t n_tail = rows % BLOCK;
     if (n_tail && !failed) {
-      for (int64_t row = 0; row < n_tail; ++row) std::memcpy((void*)(tail + row * depth), x + (rows - n_tail + row) * x_row, 2 * depth);
+      for (int64_t row = 0; row < n_tail; ++row)
+        std::memcpy((void*)(tail + row * depth), x + (rows - n_tail + row) * x_row, 2 * depth);
       std::memset((void*)(tail + n_tail * depth), 0, 2 * (BLOCK - n_tail) * depth);
     }
     Tiles::begin();
@@ -115,13 +117,13 @@ int product(void* out_, const void* x_, int64_t x_row, const void* packed, const
     }
     Tiles::end();
   }
-  return failed ? 2 : 0;
+  return failed ? NO_MEMORY : DONE;
 }
 
 #else
 constexpr bool HAS_PRODUCTS = false;
-int pack_product(void*, const void*, int64_t, int64_t, int32_t, int32_t) { return 1; }
-int product(void*, const void*, int64_t, const void*, const void*, int64_t, int64_t, int64_t, int32_t, int32_t) { return 1; }
+int pack_product(void*, const void*, int64_t, int64_t, int32_t, int32_t) { return REFUSED; }
+int product(void*, const void*, int64_t, const void*, const void*, int64_t, int64_t, int64_t, int32_t, int32_t) { return REFUSED; }
 #endif
 
 }  // namespace SGL_PREFILL_BUILD

@@ -1,5 +1,5 @@
-// What surrounds attention and matrix products, each in one pass over its rows: RMSNorm with residual, gated activations,
-// rotary embedding, and the logits of a few rows in float32.
+// Kernels that treat each token by itself, in one pass over memory: RMSNorm with residual, gated activations, rotary embedding,
+// storing K and V; and the logits of a few rows in float32.
 #pragma once
 #include <omp.h>
 
@@ -7,14 +7,14 @@
 
 namespace SGL_PREFILL_BUILD {
 
-constexpr int64_t WORTH_A_THREAD = 16384;  // elements
+constexpr int64_t ELEMENTS_A_THREAD = 16384;  // at least
 
 INLINE int threads_for(int64_t elements, int threads) {
-  return (int)std::max<int64_t>(std::min<int64_t>(threads, elements / WORTH_A_THREAD), 1);
+  return (int)std::max<int64_t>(std::min<int64_t>(threads, elements / ELEMENTS_A_THREAD), 1);
 }
 
-// out = norm(x + residual) * (offset + weight), residual = x + residual; a null residual counts as 0. Where the offset is not
-// 0 (Gemma) the sum is rounded to T before it is normalized, else not: as SGLang's layers have it.
+// out = norm(x + residual) * (offset + weight), residual = x + residual; a null residual counts as 0. As in SGLang's layers, the
+// sum is rounded to T before it is normalized if the offset is not 0 (Gemma).
 template <class T>
 int rms_norm_of(T* out, const T* x, int64_t x_row, T* residual, const T* weight, float offset, float eps, int64_t rows,
                 int64_t columns, int threads) {
@@ -58,17 +58,19 @@ int rms_norm_of(T* out, const T* x, int64_t x_row, T* residual, const T* weight,
       for (; i < columns; ++i) store_one(to + i, sum[i] * scale * (widen(weight[i]) + offset));
     }
   }
-  return failed ? 2 : 0;
+  return failed ? NO_MEMORY : DONE;
 }
 
 int rms_norm(void* out, const void* x, int64_t x_row, void* residual, const void* weight, float offset, float eps, int64_t rows,
              int64_t columns, int32_t is_float32, int32_t threads) {
   if (is_float32)
-    return rms_norm_of((float*)out, (const float*)x, x_row, (float*)residual, (const float*)weight, offset, eps, rows, columns, threads);
-  return rms_norm_of((bf16*)out, (const bf16*)x, x_row, (bf16*)residual, (const bf16*)weight, offset, eps, rows, columns, threads);
+    return rms_norm_of((float*)out, (const float*)x, x_row, (float*)residual, (const float*)weight, offset, eps, rows, columns,
+                       threads);
+  return rms_norm_of((bf16*)out, (const bf16*)x, x_row, (bf16*)residual, (const bf16*)weight, offset, eps, rows, columns,
+                     threads);
 }
 
-enum Activation { SILU = 0, GELU_TANH = 1 };
+enum Activation { SILU = 0, GELU_TANH = 1 };  // ACTIVATIONS of calls.py
 
 INLINE Floats activated(Floats x, int kind) {
   // gelu(x) = x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3))
@@ -88,11 +90,11 @@ void gated_of(T* out, const T* gate_up, int64_t rows, int64_t columns, int kind,
   }
 }
 
-// act(gate) * up; gate_up: [rows, 2 * columns]
+// out = activation(gate) * up; gate_up: [rows, 2 * columns]
 int gated(void* out, const void* gate_up, int64_t rows, int64_t columns, int32_t kind, int32_t is_float32, int32_t threads) {
   if (is_float32) gated_of((float*)out, (const float*)gate_up, rows, columns, kind, threads);
   else gated_of((bf16*)out, (const bf16*)gate_up, rows, columns, kind, threads);
-  return 0;
+  return DONE;
 }
 
 template <class T>
@@ -119,15 +121,15 @@ void rotate_of(T* x, int64_t x_row, int64_t x_head, const int64_t* positions, co
   }
 }
 
-// Rotary embedding in place; cos_sin: [positions, rotary_dim], cosines first. is_neox: halves, else neighbours are rotated.
+// Rotary embedding in place; cos_sin: [positions, rotary_dim], cosines first. is_neox: rotates halves, else neighbours.
 int rotate(void* x, int64_t x_row, int64_t x_head, const int64_t* positions, const float* cos_sin, int64_t rows, int32_t heads,
            int32_t rotary_dim, int32_t is_neox, int32_t is_float32, int32_t threads) {
   if (is_float32) rotate_of((float*)x, x_row, x_head, positions, cos_sin, rows, heads, rotary_dim, is_neox, threads);
   else rotate_of((bf16*)x, x_row, x_head, positions, cos_sin, rows, heads, rotary_dim, is_neox, threads);
-  return 0;
+  return DONE;
 }
 
-// Rows i of key and value to slot slots[i] of their pools.
+// Copies row i of key and value to slot slots[i] of their pools.
 int store_kv(void* key_pool, int64_t key_slot_bytes, void* value_pool, int64_t value_slot_bytes, const int64_t* slots,
              const void* key, int64_t key_stride_bytes, const void* value, int64_t value_stride_bytes, int64_t rows,
              int64_t key_bytes, int64_t value_bytes, int32_t threads) {
@@ -136,17 +138,17 @@ int store_kv(void* key_pool, int64_t key_slot_bytes, void* value_pool, int64_t v
     std::memcpy((char*)key_pool + slots[row] * key_slot_bytes, (const char*)key + row * key_stride_bytes, key_bytes);
     std::memcpy((char*)value_pool + slots[row] * value_slot_bytes, (const char*)value + row * value_stride_bytes, value_bytes);
   }
-  return 0;
+  return DONE;
 }
 
 template <class F>
 int logits_of(float* out, const typename F::Element* hidden, const typename F::Element* weight, int64_t rows, int64_t vocabulary,
               int64_t columns, int threads) {
-  if (F::padded(columns) != columns) return 1;
+  if (F::padded(columns) != columns) return REFUSED;
   std::atomic<bool> failed{false};
   const int64_t n_groups = (rows + F::LANES - 1) / F::LANES, words = columns / F::PER_WORD;
   Buffer queries(sizeof(typename F::Word) * n_groups * F::LANES * words);
-  if (queries.at == nullptr) return 2;
+  if (queries.at == nullptr) return NO_MEMORY;
   typename F::Word* q = (typename F::Word*)queries.at;
   for (int64_t row = 0; row < n_groups * F::LANES; row += WIDTH) {
     const typename F::Element* lanes[WIDTH];
@@ -156,7 +158,7 @@ int logits_of(float* out, const typename F::Element* hidden, const typename F::E
   const int64_t n_blocks = (vocabulary + F::KEYS - 1) / F::KEYS;
 #pragma omp parallel num_threads(threads)
   {
-    // Where rows of the weight are not packed keys as they are, and for the last ones.
+    // Packed rows of the weight, where its own layout does not serve, and for the last KEYS rows.
     Buffer memory(sizeof(typename F::Word) * F::KEYS * words + 4 * F::KEYS * F::LANES);
     if (memory.at == nullptr) failed = true;
     float* s = (float*)memory.at;
@@ -185,14 +187,15 @@ int logits_of(float* out, const typename F::Element* hidden, const typename F::E
     }
     F::end();
   }
-  return failed ? 2 : 0;
+  return failed ? NO_MEMORY : DONE;
 }
 
 // hidden @ weight.T accumulated in float32; hidden: [rows, columns], weight: [vocabulary, columns], out: [rows, vocabulary]
 int logits(float* out, const void* hidden, const void* weight, int64_t rows, int64_t vocabulary, int64_t columns,
            int32_t is_float32, int32_t threads) {
-  if (columns % 2) return 1;
-  if (is_float32) return logits_of<Wide<float>>(out, (const float*)hidden, (const float*)weight, rows, vocabulary, columns, threads);
+  if (columns % 2) return REFUSED;
+  if (is_float32)
+    return logits_of<Wide<float>>(out, (const float*)hidden, (const float*)weight, rows, vocabulary, columns, threads);
   return logits_of<Narrow>(out, (const bf16*)hidden, (const bf16*)weight, rows, vocabulary, columns, threads);
 }
 

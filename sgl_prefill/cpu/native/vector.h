@@ -1,5 +1,5 @@
-// A thin layer of vector types over GCC's and Clang's vector extensions: one source, compiled once for each kind of
-// processor. What a build has is told by its compile flags alone; only the marked functions use instructions by name.
+// Vector types over GCC's and Clang's vector extensions: one source for all kinds of processor. The compile flags select the
+// width; only the functions with an #if use instructions by name.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -7,7 +7,13 @@
 #include <cstring>
 
 #if defined(__AVX512F__)
+#pragma GCC diagnostic push  // GCC warns of registers that its own header leaves undefined on purpose
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#if !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #define VECTOR_BYTES 64
 #elif defined(__AVX2__)
 #define VECTOR_BYTES 32
@@ -29,8 +35,8 @@ struct bf16 {
   uint16_t bits;
 };
 
-// Aligned memory; `at` is null where there was none. Our own type and not the library's: what the builds share by name (a
-// std::vector<float>) the linker takes from any of them, and its instructions may not be this processor's.
+// Aligned memory; `at` is null if allocation failed. Not a std::vector<float>: all builds would share that name, and the linker
+// may keep the code of a build that this processor cannot run.
 struct Buffer {
   char* at;
   explicit Buffer(size_t bytes) : at((char*)std::aligned_alloc(64, (bytes + 63) / 64 * 64)) {}
@@ -55,7 +61,7 @@ INLINE float widen(float x) { return x; }
 
 INLINE Floats load(const bf16* from) { return (Floats)(__builtin_convertvector(*(const Halves*)from, Words) << 16); }
 
-// Rounded to the nearest, ties to even; a NaN stays one.
+// Rounds to nearest, ties to even; a NaN stays NaN.
 INLINE void store(bf16* to, Floats x) {
 #if defined(__AVX512BF16__)
   *(__m256i_u*)to = (__m256i)_mm512_cvtneps_pbh((__m512)x);
@@ -72,8 +78,8 @@ INLINE void store_one(bf16* to, float x) {
 }
 INLINE void store_one(float* to, float x) { *to = x; }
 
-// 2^x with a relative error of 3e-6, or of 8e-5 (ROUGH: a thirtieth of bfloat16's own), for any x: 0 or 2^-126 far below,
-// infinity or at least 2^126 far above.
+// 2^x with a relative error of 3e-6; ROUGH: of 8e-5, a thirtieth of bfloat16's. Far below -126 the result is 0 or 2^-126, far
+// above 126 infinity or at least 2^126.
 template <bool ROUGH = false>
 INLINE Floats exp2_of(Floats x) {
 #if defined(__AVX512F__)
@@ -102,7 +108,7 @@ INLINE Floats exp2_of(Floats x) {
 #endif
 }
 
-// 1 / x of normal numbers, with a relative error of 1e-7.
+// 1 / x for normal numbers, with a relative error of 1e-7.
 INLINE Floats reciprocal(Floats x) {
 #if defined(__AVX512F__)
   const Floats rough = (Floats)_mm512_rcp14_ps((__m512)x);
@@ -118,7 +124,7 @@ INLINE float sum_of(Floats x) {
   return total;
 }
 
-// Rows become columns, of WIDTH x WIDTH words.
+// Transposes WIDTH x WIDTH words.
 #if defined(__AVX512F__)
 inline void transpose(Words (&x)[WIDTH]) {
   __m512i t[16], u[16];
