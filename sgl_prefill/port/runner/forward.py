@@ -80,8 +80,8 @@ def body_of(model_runner: ModelRunner) -> torch.nn.Module:
     backend = prefill_backend(model_runner.attn_backend)
     if pool.dtype != model_runner.dtype and gathers_kv(backend):
         raise UntraceableModelError(
-            f"its KV cache holds {pool.dtype}, and {type(backend).__name__} needs K and V of a batch in {model_runner.dtype}:"
-            " a hybrid pass keeps them in the cache only (--attention-backend fa3 reads them from there)"
+            f"its KV cache holds {pool.dtype}, and {type(backend).__name__} wants K and V of a batch in {model_runner.dtype}:"
+            " a hybrid pass has them in the cache alone (--attention-backend fa3 reads them from there)"
         )
     body = getattr(model_runner.model, "model", None)
     if not isinstance(body, torch.nn.Module):
