@@ -38,9 +38,9 @@ def measure(argv: list[str]) -> dict[str, Any]:
     config, server_args = launch_server.parse([*argv, "--log-level", "warning"], listens=False)
     logging.basicConfig(level=logging.WARNING)
     from sgl_prefill.core import memory_plan
-    from sgl_prefill.entry import scheduler_alone
+    from sgl_prefill.entry import in_process
 
-    parts, _ = scheduler_alone.build(config, server_args)
+    parts, _ = in_process.build_scheduler(config, server_args)
     assert parts.record.memory_plan is not None
     return memory_plan.shown(parts.record.memory_plan)
 
