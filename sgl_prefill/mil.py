@@ -1,7 +1,7 @@
 """`python -m sgl_prefill.mil`: the longest input that this model and this memory can serve, without serving.
 
 Takes the flags of `sgl_prefill.launch_server`. Loads the model, measures what an input takes, prints where the memory would
-go and, as the last line, the number of tokens. The context length of the model is no limit here.
+go and, as the last line, the number of tokens. The model's context length does not limit it.
 """
 
 from __future__ import annotations

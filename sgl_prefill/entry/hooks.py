@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.cpu import experts, lm_head, ranks
+from sgl_prefill.cpu import experts, lm_head, rank_threads
 from sgl_prefill.entry import processes
 from sgl_prefill.entry.processes import ProcessState
 from sgl_prefill.gpu import two_parts
@@ -794,17 +794,17 @@ FEATURES: tuple[Feature, ...] = (
         hooks=(
             Hook(
                 f"{SRT}.distributed.parallel_state.init_model_parallel_group",
-                ranks.around_init_model_parallel_group,
+                rank_threads.around_init_model_parallel_group,
                 "SGLang would build a communicator of NCCL for the ranks of a host.",
             ),
             Hook(
                 f"{SRT}.distributed.parallel_state.GroupCoordinator.all_reduce",
-                ranks.around_all_reduce,
+                rank_threads.around_all_reduce,
                 "A recorded body would hold a sum over ranks in parts, not as the one operation that is known to be token-wise.",
             ),
             Hook(
                 f"{SRT}.distributed.bootstrap._init_cpu_threads_env",
-                ranks.around_init_cpu_threads,
+                rank_threads.around_init_cpu_threads,
                 "All ranks of a host would compute on the same cores.",
             ),
             Hook(

@@ -9,7 +9,7 @@ import os
 from typing import TYPE_CHECKING
 
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.cpu import ranks
+from sgl_prefill.cpu import rank_threads
 from sgl_prefill.entry import activation, prefork, processes
 from sgl_prefill.errors import ProcessError
 from sgl_prefill.startup.device import this_device
@@ -54,7 +54,7 @@ def serve(config: PrefillConfig, server_args: ServerArgs) -> int:
         gc.set_threshold(GC_THRESHOLD)
     processes.give_way()
     if this_device().is_host:
-        ranks.share_cores(server_args.tp_size)
+        rank_threads.share_cores(server_args.tp_size)
     environment = prefork.ParentEnvironment(processes.REPORTED_FAILURE)
     try:
         http_server.launch_server(
