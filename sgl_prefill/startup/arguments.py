@@ -304,8 +304,8 @@ def stable_answer_problems(server_args: Any) -> list[str]:
     if foreign := [name for name in backends if not str(name).startswith(ATTENTION_BACKEND_NAME)]:
         names = ", ".join(str(name or server_args.attention_backend) for name in dict.fromkeys(foreign))
         problems.append(
-            f"--stable-answers needs the attention backend {ATTENTION_BACKEND_NAME}, and {names} is given: leave one of the two"
-            " out"
+            f"--stable-answers needs the attention backend {ATTENTION_BACKEND_NAME}, and {names} is asked for: leave one of the"
+            " two out"
         )
     found = native()
     if found.kernels is None:
