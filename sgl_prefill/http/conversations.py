@@ -1,16 +1,19 @@
-"""Conversations: checks before a chat template is rendered, and rendering of long ones in another thread."""
+"""Chat templates: checks before one is rendered, rendering of long chats in another thread, and the shared system prompt."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
 import copy
+import os.path
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from sgl_prefill.errors import BadRequestError
-from sgl_prefill.http.text_limit import OFF_LOOP_CHARACTERS
+from jinja2 import TemplateError
+
+from sgl_prefill.errors import BadRequestError, ConfigurationError
+from sgl_prefill.http.request_checks import OFF_LOOP_CHARACTERS
 
 if TYPE_CHECKING:
     import fastapi
@@ -42,8 +45,8 @@ def check(request: ChatCompletionRequest, longest_input_tokens: int) -> None:
     messages = request.messages
     if "chat_template" in (request.chat_template_kwargs or {}):
         raise BadRequestError(
-            "chat_template_kwargs holds chat_template, and a template is a program that all others would wait for: leave it"
-            " out, or start the server with --chat-template"
+            "chat_template_kwargs holds chat_template, and a template is a program that could block all other requests: leave"
+            " it out, or start the server with --chat-template"
         )
     if len(messages) > (most := max(longest_input_tokens, FEWEST_PARTS)):
         raise BadRequestError(f"the request holds {len(messages)} messages, and this server takes at most {most}")
@@ -56,7 +59,7 @@ def check(request: ChatCompletionRequest, longest_input_tokens: int) -> None:
 def around_process_messages(
     original: Callable[..., Any], serving: Any, request: ChatCompletionRequest, *arguments: Any, **options: Any
 ) -> Any:
-    """Hook on every route that renders a chat template: runs `check`, and returns what `fill_beside` or `fill_with` prepared."""
+    """Hook on every route that renders a chat template: runs `check`; uses the result of `render_long_chat` or `use_rendered`."""
     filled = _filled.get()
     if filled is not None and filled.done():
         return filled.result()
@@ -72,7 +75,7 @@ def around_process_messages(
     return result
 
 
-async def fill_beside(
+async def render_long_chat(
     serving: OpenAIServingBase, request: ChatCompletionRequest, raw_request: fastapi.Request | None
 ) -> None:
     """Renders and tokenises a long conversation in another thread, for the next conversion by `serving` in this request."""
@@ -89,18 +92,18 @@ async def fill_beside(
         with contextlib.suppress(Exception):  # the next conversion raises it too
             context.run(beside._convert_to_internal_request, request, raw_request)
 
-    await manager.run_beside(convert)
+    await manager.run_in_thread(convert)
 
 
-def fill_with(result: Any) -> None:
+def use_rendered(result: Any) -> None:
     """Makes the next conversion in this request take `result` as its rendered template."""
     filled: Future[Any] = Future()
     filled.set_result(result)
     _filled.set(filled)
 
 
-def fill_in_thread(serving: Any, request: ChatCompletionRequest, raw_request: fastapi.Request | None) -> Any:
-    """Returns SGLang's rendered conversation, for `fill_with`. For a thread beside the event loop: `serving` must have a
+def render_in_thread(serving: Any, request: ChatCompletionRequest, raw_request: fastapi.Request | None) -> Any:
+    """Returns SGLang's rendered conversation, for `use_rendered`. For a thread beside the event loop: `serving` must have a
     tokenizer of its own. Raises the errors of the template and of SGLang."""
     filled = Future[Any]()
     context = contextvars.copy_context()
@@ -128,3 +131,32 @@ def texts_of(request: ChatCompletionRequest) -> Iterator[str]:
         for part in content if isinstance(content, list) else []:
             if isinstance(text := getattr(part, "text", None), str):
                 yield text
+
+
+async def share_system_prompt(manager: PrefillTokenizerManager, serving_chat: Any, text: str) -> None:
+    """Computes `--shared-prefix` at start, so that hits on it reveal no tenant's requests: as the beginning of a text and, if the
+    model has a chat template, of a chat. Raises ConfigurationError if the prefix cache cannot hold it."""
+    prefixes = [manager.tokenizer.encode(text), _common_chat_prefix(manager, serving_chat, text)]
+    for tokens in filter(None, prefixes):
+        result = await manager.share_prefix(tokens)
+        if result.get("evicted_tokens"):
+            raise ConfigurationError(
+                f"--shared-prefix has {len(tokens)} tokens, and the prefix cache can hold {result['kept_tokens']}: shorten it, or"
+                " give the server more memory"
+            )
+
+
+def _common_chat_prefix(manager: PrefillTokenizerManager, serving_chat: Any, text: str) -> list[int]:
+    """The tokens that all chats with this system prompt begin with; empty if the template takes no system prompt."""
+    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+
+    rendered = []
+    for user_text in ("a", "1, 2"):
+        messages = [{"role": "system", "content": text}, {"role": "user", "content": user_text}]
+        chat = ChatCompletionRequest(model="default", messages=messages, max_tokens=1)
+        try:
+            obj, _ = serving_chat._convert_to_internal_request(chat, None)
+        except (ValueError, TemplateError):  # no chats, or none with a system prompt
+            return []
+        rendered.append(list(obj.input_ids if obj.input_ids is not None else manager.tokenizer.encode(obj.text)))
+    return list(os.path.commonprefix(rendered))

@@ -7,8 +7,11 @@ Where the query stands before the document, all documents of a call share it in 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import math
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 import pydantic
@@ -18,19 +21,50 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_prefill.core import rerank_template
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.http import reply_options
 from sgl_prefill.http.error_format import refusal_of, with_nested_error
 from sgl_prefill.http.label_scoring import AllowedAnswers, LabelScorer
-from sgl_prefill.http.reply_options import PLAIN, ReplyOptions
-from sgl_prefill.http.rerank_replies import Reply, Result, Serialiser, jina_result, to_jina, to_sglang
-from sgl_prefill.http.rerank_request import Asked, RerankRequest, understood
-from sgl_prefill.http.scored_prompt import ScoredPrompt, usage
+from sgl_prefill.http.rerank_request import CheckedRerank, RerankRequest, checked
+from sgl_prefill.http.scored_prompt import (
+    PLAIN,
+    ReplyOptions,
+    ScoredPrompt,
+    check_reply_fields,
+    given_reply_fields,
+    usage,
+)
 
 if TYPE_CHECKING:
     import fastapi
 
     from sgl_prefill.config import PrefillConfig
     from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
+
+
+DOCUMENTS_PER_SEARCH_UNIT = 100  # Cohere's unit of billing
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The score of one document."""
+
+    index: int  # in the request's documents
+    score: float
+    document: str | dict[str, Any]  # as the client sent it
+    meta_info: dict[str, Any] | None  # from SGLang's own handler
+    extra: dict[str, Any]  # further fields that the request asks for
+
+
+class Reply(NamedTuple):
+    """A whole reply."""
+
+    results: list[Result]  # best first
+    n_documents: int  # in the request
+    model: str
+    usage: dict[str, Any] | None  # None: not counted
+    return_documents: bool | None  # None: the format's default
+
+
+Serialiser = Callable[[Reply], Any]
 
 
 class Reranker:
@@ -64,7 +98,7 @@ class Reranker:
             serialise: None for /v1/rerank, where SGLang's handler answers with its list, and ours by `format_of_v1`.
         """
         manager = serving.tokenizer_manager
-        reply_options.check(request, has_answers=True)
+        check_reply_fields(request, has_answers=True)
         if not self._replaces_sglangs and not sglang_would_refuse(serving, request):
             return await self._by_sglang(manager, request, raw_request, serialise or to_sglang)
         if not manager.is_generation:
@@ -74,7 +108,7 @@ class Reranker:
             )
         if request.is_multimodal():
             raise BadRequestError("this model reranks text only: give the query and the documents as strings")
-        asked = understood(request)
+        asked = checked(request)
         if asked.instruction is not None and not self._template.takes_instruction:
             raise BadRequestError("this server's --rerank-template has no place for an instruction: leave it out")
         obj = GenerateReqInput(text=self._template.prompts(asked.instruction, asked.query, asked.passages))
@@ -98,7 +132,7 @@ class Reranker:
         serialise: Serialiser,
     ) -> Any:
         """Lets SGLang's handler score the texts. Requests with images get its own reply."""
-        if names := reply_options.given(request):
+        if names := given_reply_fields(request):
             remedy = ", or start the server with --rerank-template" if manager.is_generation else ""
             raise BadRequestError(
                 f"{names}: SGLang's own handler, which serves this model, has a score of a document and no more: leave it"
@@ -110,7 +144,7 @@ class Reranker:
                 return await self._stock_endpoint(stock, raw_request)
             except pydantic.ValidationError as error:
                 raise BadRequestError(str(error)) from error
-        asked = understood(request)
+        asked = checked(request)
         if request.stream:
             raise BadRequestError(
                 "stream is true, and SGLang's own handler, which serves this model, scores all documents at once: leave it out,"
@@ -175,6 +209,47 @@ class Reranker:
             found.put_nowait(error)
 
 
+def to_sglang(reply: Reply) -> list[dict[str, Any]]:
+    shows = reply.return_documents is not False
+    documents = [{"document": one.document} if shows else {} for one in reply.results]
+    return [
+        {"score": one.score, **document, "index": one.index, "meta_info": one.meta_info, **one.extra}
+        for one, document in zip(reply.results, documents, strict=True)
+    ]
+
+
+def to_jina(reply: Reply) -> dict[str, Any]:
+    results = [jina_result(one, reply.return_documents) for one in reply.results]
+    named = {"id": f"rerank-{uuid.uuid4().hex}", "object": "list", "model": reply.model}
+    return {**named, "usage": reply.usage, "results": results, "meta": _cohere_meta(reply)}
+
+
+def jina_result(one: Result, return_documents: bool | None) -> dict[str, Any]:
+    """One element of `results`, and one event of a stream in any format."""
+    scores = {"index": one.index, "relevance_score": one.score, "score": one.score}
+    return {**scores, **_document(one, return_documents is not False), **one.extra}
+
+
+def to_cohere(reply: Reply) -> dict[str, Any]:
+    results = [
+        {"index": one.index, "relevance_score": one.score, **_document(one, reply.return_documents), **one.extra}
+        for one in reply.results
+    ]
+    meta = {**_cohere_meta(reply), "api_version": {"version": "2"}}
+    return {"id": str(uuid.uuid4()), "results": results, "meta": meta}
+
+
+def _document(one: Result, is_shown: bool | None) -> dict[str, Any]:
+    document = one.document if isinstance(one.document, dict) else {"text": one.document}
+    return {"document": document} if is_shown else {}
+
+
+def _cohere_meta(reply: Reply) -> dict[str, Any]:
+    prompt_tokens = None if reply.usage is None else reply.usage["prompt_tokens"]
+    units = {"search_units": math.ceil(reply.n_documents / DOCUMENTS_PER_SEARCH_UNIT)}
+    return {"billed_units": units, "tokens": {"input_tokens": prompt_tokens, "output_tokens": 0}}
+
+
 def format_of_v1(request: RerankRequest) -> Serialiser:
     """/v1/rerank is SGLang's and Jina's: Jina's clients name a model. SGLang's gateway does too, and reads SGLang's list; it
     always sends `rid`."""
@@ -212,7 +287,7 @@ def _usage(scored: list[ScoredPrompt]) -> dict[str, Any]:
 def _reply(
     manager: PrefillTokenizerManager,
     request: RerankRequest,
-    asked: Asked,
+    asked: CheckedRerank,
     results: Sequence[Result],
     usage: dict[str, Any] | None,
 ) -> Reply:

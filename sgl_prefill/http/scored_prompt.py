@@ -1,14 +1,62 @@
-"""The answer to one prompt: its distribution over the labels, the requested additions, and the JSON of replies."""
+"""The answer to one prompt: its distribution over the labels, the options of its reply, and the JSON of replies."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel, StrictBool, StrictInt
+
 from sgl_prefill.core.labels import Label, LabelDistribution, restrict
 from sgl_prefill.core.long_labels import ScoredLabels
+from sgl_prefill.errors import BadRequestError
 from sgl_prefill.http.parted_requests import SHOWN
-from sgl_prefill.http.reply_options import PLAIN, ReplyOptions
 from sgl_prefill.http.request_checks import check_has_logprobs
+from sgl_prefill.startup.calibrations import StoredCalibration
+
+MOST_ALTERNATIVES = 100
+
+
+class ReplyFields(BaseModel):
+    """Fields of request bodies on every route that scores labels."""
+
+    calibration: str | None = None
+    raw_scores: StrictBool = False
+    top_alternatives: StrictInt | None = None
+
+
+class ReplyOptions(NamedTuple):
+    """The checked options. None of them changes the log-probabilities of the labels."""
+
+    calibration: StoredCalibration | None = None
+    raw_scores: bool = False
+    top_alternatives: int = 0  # how many of the likeliest tokens of the whole vocabulary
+
+
+PLAIN = ReplyOptions()
+
+
+def given_reply_fields(request: Any) -> str:
+    """Names the reply fields that a body sets, for an error message; "" if it sets none."""
+    values = {name: getattr(request, name) for name in ReplyFields.model_fields}
+    return ", ".join(name for name, value in values.items() if value is not None and value is not False)
+
+
+def check_reply_fields(request: Any, has_answers: bool) -> None:
+    """Raises BadRequestError for these fields without allowed answers, and for values outside their range."""
+    if request.top_alternatives is not None:
+        check_alternatives(request.top_alternatives)
+    if (names := given_reply_fields(request)) and not has_answers:
+        raise BadRequestError(
+            f"{names} without allowed answers: they say something about labels, so give allowed_tokens or the like,"
+            " or leave them out"
+        )
+
+
+def check_alternatives(n: int) -> None:
+    if not 1 <= n <= MOST_ALTERNATIVES:
+        raise BadRequestError(
+            f"top_alternatives is {n}: ask for 1 to {MOST_ALTERNATIVES} tokens, or leave it out for none"
+        )
 
 
 class Alternative(NamedTuple):
