@@ -26,11 +26,11 @@ PART_CHARACTERS = 40  # a template's work for a message or a part of one, in cha
 FEWEST_PARTS = 4_096  # lower bound of the limit on messages and parts
 # In JSON, a quote within a client's text is escaped, so these count only keys.
 ROLE, TYPE = b'"role"', b'"type"'
-_filled: contextvars.ContextVar[Future[Any] | None] = contextvars.ContextVar("filled_template", default=None)
+_rendered: contextvars.ContextVar[Future[Any] | None] = contextvars.ContextVar("rendered_template", default=None)
 
 
 def check_size(body: bytes, longest_input_tokens: int) -> None:
-    """Raise BadRequestError for a JSON body with more parts than the server takes tokens, before it is parsed."""
+    """Raises BadRequestError for a JSON body with more parts than the server takes tokens, before it is parsed."""
     most = max(longest_input_tokens, FEWEST_PARTS)
     for name, things in ((ROLE, "messages"), (TYPE, "parts and tools")):
         if (n := body.count(name)) > most:
@@ -41,7 +41,7 @@ def check_size(body: bytes, longest_input_tokens: int) -> None:
 
 
 def check(request: ChatCompletionRequest, longest_input_tokens: int) -> None:
-    """Raise BadRequestError for a conversation that must not be rendered."""
+    """Raises BadRequestError for a conversation that must not be rendered."""
     messages = request.messages
     if "chat_template" in (request.chat_template_kwargs or {}):
         raise BadRequestError(
@@ -60,18 +60,18 @@ def around_process_messages(
     original: Callable[..., Any], serving: Any, request: ChatCompletionRequest, *arguments: Any, **options: Any
 ) -> Any:
     """Hook on every route that renders a chat template: runs `check`; uses the result of `render_long_chat` or `use_rendered`."""
-    filled = _filled.get()
-    if filled is not None and filled.done():
-        return filled.result()
+    rendered = _rendered.get()
+    if rendered is not None and rendered.done():
+        return rendered.result()
     try:
         check(request, serving.tokenizer_manager.longest_input_tokens)
         result = original(serving, request, *arguments, **options)
     except Exception as error:
-        if filled is not None:
-            filled.set_exception(error)
+        if rendered is not None:
+            rendered.set_exception(error)
         raise
-    if filled is not None:
-        filled.set_result(result)
+    if rendered is not None:
+        rendered.set_result(result)
     return result
 
 
@@ -79,41 +79,43 @@ async def render_long_chat(
     serving: OpenAIServingBase, request: ChatCompletionRequest, raw_request: fastapi.Request | None
 ) -> None:
     """Renders and tokenises a long conversation in another thread, for the next conversion by `serving` in this request."""
-    _filled.set(None)  # the task may have rendered another conversation before
+    _rendered.set(None)  # the task may have rendered another conversation before
     if work_characters(request) < OFF_LOOP_CHARACTERS:
         return
     manager: PrefillTokenizerManager = serving.tokenizer_manager
-    _filled.set(Future())
+    _rendered.set(Future())
     context = contextvars.copy_context()
 
     def convert(twin: PrefillTokenizerManager) -> None:
-        beside = copy.copy(serving)
-        beside.tokenizer_manager = twin
+        in_thread = copy.copy(serving)
+        in_thread.tokenizer_manager = twin
         with contextlib.suppress(Exception):  # the next conversion raises it too
-            context.run(beside._convert_to_internal_request, request, raw_request)
+            context.run(in_thread._convert_to_internal_request, request, raw_request)
 
     await manager.run_in_thread(convert)
 
 
 def use_rendered(result: Any) -> None:
     """Makes the next conversion in this request take `result` as its rendered template."""
-    filled: Future[Any] = Future()
-    filled.set_result(result)
-    _filled.set(filled)
+    rendered: Future[Any] = Future()
+    rendered.set_result(result)
+    _rendered.set(rendered)
 
 
 def render_in_thread(serving: Any, request: ChatCompletionRequest, raw_request: fastapi.Request | None) -> Any:
-    """Returns SGLang's rendered conversation, for `use_rendered`. For a thread beside the event loop: `serving` must have a
-    tokenizer of its own. Raises the errors of the template and of SGLang."""
-    filled = Future[Any]()
+    """Returns SGLang's rendered conversation, for `use_rendered`. Raises the errors of the template and of SGLang.
+
+    serving: with a tokenizer of this thread.
+    """
+    rendered = Future[Any]()
     context = contextvars.copy_context()
-    context.run(_filled.set, filled)
+    context.run(_rendered.set, rendered)
     try:
         context.run(serving._convert_to_internal_request, request, raw_request)
-    except Exception:  # also in `filled`, if the template raised it
-        if not filled.done():
+    except Exception:  # also in `rendered`, if the template raised it
+        if not rendered.done():
             raise
-    return filled.result()
+    return rendered.result()
 
 
 def work_characters(request: ChatCompletionRequest) -> int:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import bisect
 import copy
 import functools
-import time
-import uuid
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
-import orjson
 from fastapi.encoders import jsonable_encoder
 from fastapi.responses import ORJSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
@@ -18,6 +15,7 @@ from pydantic import BaseModel
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.http import conversations
 from sgl_prefill.http.parted_requests import CUT, SHOWN, Limit, PartCutter, check_no_cut_options, is_batch
+from sgl_prefill.http.scored_prompt import envelope, event_of
 
 if TYPE_CHECKING:
     import fastapi
@@ -155,21 +153,10 @@ def with_parts(reply: Any, request: Any, parts: PartsOfPrompts) -> Any:
     if isinstance(reply, BaseModel):
         return ORJSONResponse({**jsonable_encoder(reply), **shown})
     if isinstance(reply, StreamingResponse) and reply.status_code < 400:
-        reply.body_iterator = _after(_chunk(request, shown), reply.body_iterator)
+        first = event_of({**envelope(request, is_chunk=True), "choices": [], **shown})
+        reply.body_iterator = _after(first, reply.body_iterator)
     assert isinstance(reply, Response)
     return reply
-
-
-def _chunk(request: Any, shown: dict[str, Any]) -> bytes:
-    is_chat = hasattr(request, "messages")
-    envelope = {
-        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
-        "object": "chat.completion.chunk" if is_chat else "text_completion",
-        "created": int(time.time()),
-        "model": request.model,
-        "choices": [],
-    }
-    return b"data: " + orjson.dumps({**envelope, **shown}) + b"\n\n"
 
 
 async def _after(first: bytes, stream: Any) -> AsyncIterator[Any]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import fastapi
 
+from sgl_prefill.core import long_labels
 from sgl_prefill.core.answer_tree import Tokens
 from sgl_prefill.core.labels import (
     CONTEXT_CHARACTERS,
@@ -25,15 +26,6 @@ from sgl_prefill.core.labels import (
     resolve_in_context,
     tokens_in_context,
 )
-from sgl_prefill.core.long_labels import (
-    END_TOKEN,
-    MOST_FORM_TOKENS,
-    AnswerOptions,
-    ScoredLabels,
-    check_tokens,
-    ways_to_end,
-)
-from sgl_prefill.core.long_labels import score as score_forms
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.http.long_label_requests import TreeRequests
 from sgl_prefill.http.request_checks import MOST_LABELS, check_ids_in_vocabulary, count_prompts
@@ -62,7 +54,7 @@ class AllowedAnswers(NamedTuple):
 
     tokens: list[str] | None  # as text, resolved after each prompt
     token_ids: list[int] | None  # as ids, the same after every prompt
-    long: AnswerOptions | None = None  # as texts of any length, resolved after each prompt
+    long: long_labels.AnswerOptions | None = None  # as texts of any length, resolved after each prompt
 
     @property
     def field(self) -> str:
@@ -76,7 +68,7 @@ class AllowedAnswers(NamedTuple):
         forms = {label.name: sorted(label.forms) for label in self.long.labels if label.forms != (label.name,)}
         found = {
             "normalise": self.long.normalise if self.long.normalise != "sum" else None,
-            "answer_end": END_TOKEN if self.long.ends_with_token else self.long.end_text,
+            "answer_end": long_labels.END_TOKEN if self.long.ends_with_token else self.long.end_text,
             "forms": forms,
         }
         return {name: value for name, value in found.items() if value}
@@ -142,7 +134,6 @@ class LabelScorer:
                 reply.calibration.check(of_prompt, answers.way, set(paths))
 
     async def _with_reply(self, scored: list[ScoredPrompt], reply: ReplyOptions) -> list[ScoredPrompt]:
-        """Returns the answers with the additions that `reply` asks for."""
         if reply == PLAIN:
             return scored
         texts: dict[int, str] = {}
@@ -196,7 +187,7 @@ class LabelScorer:
     async def _score_long(
         self,
         obj: GenerateReqInput,
-        options: AnswerOptions,
+        options: long_labels.AnswerOptions,
         raw_request: fastapi.Request | None,
         deadline_ms: float | None,
         reply: ReplyOptions,
@@ -205,7 +196,9 @@ class LabelScorer:
         tenant = await self._tenant(raw_request)
         end_ids = sorted(self._manager.end_token_ids) if options.ends_with_token else []
         if options.ends_with_token and not end_ids:
-            raise BadRequestError(f"answer_end is {END_TOKEN!r}, and this model's configuration names no end token")
+            raise BadRequestError(
+                f"answer_end is {long_labels.END_TOKEN!r}, and this model's configuration names no end token"
+            )
         baseline = None if options.baseline is None else _with_prompt(obj, options.baseline)
         trees_of = [await self._trees(obj, options, end_ids, tenant)]
         if baseline is not None:
@@ -232,7 +225,7 @@ class LabelScorer:
             ((baseline_forms,), baseline_trees) = trees_of[1]
             without = baseline_forms, baseline_trees.logprobs(outputs[n_main:])[0]
         scored = [
-            score_forms(options, of_prompt, end_ids, found, *without)
+            long_labels.score(options, of_prompt, end_ids, found, *without)
             for of_prompt, found in zip(forms, logprobs, strict=True)
         ]
         return [
@@ -241,13 +234,15 @@ class LabelScorer:
         ]
 
     async def _trees(
-        self, obj: GenerateReqInput, options: AnswerOptions, end_ids: list[int], tenant: str
+        self, obj: GenerateReqInput, options: long_labels.AnswerOptions, end_ids: list[int], tenant: str
     ) -> tuple[list[list[Tokens]], TreeRequests]:
         """Returns the tokens of each form after each prompt, and the requests for them."""
         prompts = _prompts_of(obj)
         labels = await self._resolve(AllowedAnswers(options.texts, None, options), prompts, tenant)
         forms = [[label.token_ids for label in of_prompt] for of_prompt in labels]
-        ways = [[way for answer in of_prompt for way in ways_to_end(answer, end_ids)] for of_prompt in forms]
+        ways = [
+            [way for answer in of_prompt for way in long_labels.ways_to_end(answer, end_ids)] for of_prompt in forms
+        ]
         return forms, TreeRequests(obj, prompts, ways)
 
     async def _resolve(
@@ -293,16 +288,16 @@ class LabelScorer:
         for end in missing:
             found[end] = await self._in_slices(functools.partial(self._resolve_after, end, is_long), texts)
             if is_long:
-                check_tokens(texts, [label.token_ids for label in found[end]])
+                long_labels.check_tokens(texts, [label.token_ids for label in found[end]])
             else:
                 _check_distinct_tokens(found[end])
         self._remember(key, {end: found[end] for end in missing})
         return [found[end] for end in ends]
 
-    async def _in_slices(self, look_up: Callable[[Sequence[T]], list[Label]], asked: Sequence[T]) -> list[Label]:
+    async def _in_slices(self, look_up: Callable[[Sequence[T]], list[Label]], values: Sequence[T]) -> list[Label]:
         loop, labels = asyncio.get_running_loop(), list[Label]()
-        for start in range(0, len(asked), SLICE):
-            labels += await loop.run_in_executor(self._thread, look_up, asked[start : start + SLICE])
+        for start in range(0, len(values), SLICE):
+            labels += await loop.run_in_executor(self._thread, look_up, values[start : start + SLICE])
         return labels
 
     def _remember(self, look_up: _LookUp, found: dict[_End, list[Label]]) -> None:
@@ -352,7 +347,7 @@ def _check_size(answers: AllowedAnswers, n_prompts: int) -> None:
     if (longest := max(map(len, answers.tokens or [""]), default=0)) > MOST_LABEL_CHARACTERS:
         raise BadRequestError(
             f"{answers.field} holds a label of {longest} characters, and {MOST_LABEL_CHARACTERS} are the limit: a label is"
-            f" {'one token' if answers.long is None else f'at most {MOST_FORM_TOKENS} tokens'}"
+            f" {'one token' if answers.long is None else f'at most {long_labels.MOST_FORM_TOKENS} tokens'}"
         )
 
 
@@ -405,7 +400,7 @@ def _with_prompt(obj: GenerateReqInput, prompt: str | tuple[int, ...]) -> Genera
     return type(obj)(text=text, input_ids=ids, **kept)
 
 
-def _labels_of(options: AnswerOptions, scored: ScoredLabels) -> list[Label]:
+def _labels_of(options: long_labels.AnswerOptions, scored: long_labels.ScoredLabels) -> list[Label]:
     """Each label with the tokens of its likeliest form."""
     best = [max(forms, key=lambda form: form.logprob).token_ids for forms in scored.forms]
     return [Label(label.name, ids[0], ids[1:]) for label, ids in zip(options.labels, best, strict=True)]

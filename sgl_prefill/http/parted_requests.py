@@ -181,13 +181,7 @@ class PartCutter:
         return cut_prompts
 
     def cut(
-        self,
-        twin: PrefillTokenizerManager,
-        *,
-        text: str,
-        spans: Sequence[Span],
-        limit: Limit,
-        name: str,
+        self, twin: PrefillTokenizerManager, *, text: str, spans: Sequence[Span], limit: Limit, name: str
     ) -> CutPrompt:
         """Runs in the thread for long texts. Raises BadRequestError.
 

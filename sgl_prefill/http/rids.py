@@ -32,7 +32,7 @@ class Rids:
         self._inside: dict[str, dict[str, None]] = {}  # internal ids by the client's, in order
 
     def hide(self, obj: GenerateReqInput | EmbeddingReqInput, owner: str) -> list[str]:
-        """Sets and returns one internal id per prompt. In a session, which refers to earlier ids, it is made from the client's."""
+        """Sets and returns one internal id per prompt. In a session, which names earlier ids, it is made from the client's."""
         session = getattr(obj, "session_params", None)
         session = session if isinstance(session, dict) and session.get("id") is not None else None
         if session is not None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import functools
 import pkgutil
-import time
-import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,36 +16,18 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import ORJSONResponse, Response, StreamingResponse
 from sglang.srt.entrypoints import http_server
-from sglang.srt.entrypoints.openai.protocol import (
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from sglang.srt.entrypoints.openai.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from starlette.routing import BaseRoute, Route
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError, SeamError
-from sgl_prefill.http import conversations, scores
+from sgl_prefill.http import conversations, protocol, scores
 from sgl_prefill.http import dashboard_routes as dashboard
 from sgl_prefill.http.cut_requests import CutRequests, PartsOfPrompts, with_parts
 from sgl_prefill.http.error_format import Refusal
 from sgl_prefill.http.label_scoring import AllowedAnswers, LabelScorer
 from sgl_prefill.http.middleware import Middleware
 from sgl_prefill.http.parted_requests import attach_parts
-from sgl_prefill.http.protocol import (
-    LabelChatCompletionRequest,
-    LabelCompletionRequest,
-    LabelGenerateReqInput,
-    allowed_answers,
-    check_generate_label_request,
-    check_generate_penalties,
-    check_keys,
-    check_label_request,
-    check_penalties,
-    pass_deadline,
-    pass_generate_deadline,
-    pass_salt,
-)
 from sgl_prefill.http.request_checks import (
     OFF_LOOP_CHARACTERS,
     check_ids_in_vocabulary,
@@ -57,12 +37,15 @@ from sgl_prefill.http.request_checks import (
 from sgl_prefill.http.rerank import Reranker, Serialiser, to_cohere, to_jina
 from sgl_prefill.http.rerank_request import RerankRequest
 from sgl_prefill.http.scored_prompt import (
+    LAST_EVENT,
     PLAIN,
     ReplyOptions,
     ScoredPrompt,
     chat_choice,
     check_reply_fields,
     completion_choice,
+    envelope,
+    event_of,
     given_reply_fields,
     usage,
 )
@@ -154,61 +137,60 @@ class PrefillRoutes:
     def _default_max_tokens(self, stock_default: int | None) -> int | None:
         return stock_default if self._config.allow_generation else 1
 
-    async def completions(self, request: LabelCompletionRequest, raw_request: Request) -> Any:
-        check_keys(request)
+    async def completions(self, request: protocol.LabelCompletionRequest, raw_request: Request) -> Any:
+        protocol.check_keys(request)
         serving = self._app.state.openai_serving_completion
-        answers = allowed_answers(request)
+        answers = protocol.allowed_answers(request)
         reply = await self._reply_options(request, answers, raw_request)
         if answers is None:
             if request.max_tokens is None:
                 request.max_tokens = self._default_max_tokens(CompletionRequest.model_fields["max_tokens"].default)
-            check_penalties(request, request.max_tokens)
+            protocol.check_penalties(request, request.max_tokens)
             if request.echo and request.logprobs == 0:
                 request.logprobs = 1  # SGLang fails at 0 with echo
-            pass_deadline(request)
+            protocol.pass_deadline(request)
             parts = await self.cuts.of_completion(serving, request)
             return with_parts(await self._stock["/v1/completions"](request, raw_request), request, parts)
-        check_label_request(request, request.max_tokens)
+        protocol.check_label_request(request, request.max_tokens)
         request.max_tokens = 1
         parts = await self.cuts.of_completion(serving, request)
         scored = await self._score(serving, request, answers, raw_request, reply, parts)
         choices = [completion_choice(index, one, request.logprobs) for index, one in enumerate(scored)]
-        return _openai_reply("cmpl-", "text_completion", request, choices, scored)
+        return _openai_reply(request, choices, scored)
 
-    async def chat_completions(self, request: LabelChatCompletionRequest, raw_request: Request) -> Any:
-        check_keys(request)
+    async def chat_completions(self, request: protocol.LabelChatCompletionRequest, raw_request: Request) -> Any:
+        protocol.check_keys(request)
         serving = self._app.state.openai_serving_chat
         self.cuts.check_texts_of_chat(request)
-        answers = allowed_answers(request)
+        answers = protocol.allowed_answers(request)
         reply = await self._reply_options(request, answers, raw_request)
         max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
         if answers is None:
             if max_tokens is None:
                 request.max_completion_tokens = max_tokens = self._default_max_tokens(None)
-            check_penalties(request, max_tokens)
-            pass_deadline(request)
+            protocol.check_penalties(request, max_tokens)
+            protocol.pass_deadline(request)
             parts = await self._fill(serving, request, raw_request)
             return with_parts(await self._stock["/v1/chat/completions"](request, raw_request), request, parts)
-        check_label_request(request, max_tokens)
+        protocol.check_label_request(request, max_tokens)
         request.max_tokens, request.max_completion_tokens = None, 1
         parts = await self._fill(serving, request, raw_request)
         scored = await self._score(serving, request, answers, raw_request, reply, parts)
         name = "delta" if request.stream else "message"
         choices = [chat_choice(index, one, request.logprobs, name) for index, one in enumerate(scored)]
-        kind = "chat.completion.chunk" if request.stream else "chat.completion"
-        return _openai_reply("chatcmpl-", kind, request, choices, scored)
+        return _openai_reply(request, choices, scored)
 
-    async def generate(self, obj: LabelGenerateReqInput, request: Request) -> Any:
-        pass_salt(obj)
-        answers = allowed_answers(obj)
+    async def generate(self, obj: protocol.LabelGenerateReqInput, request: Request) -> Any:
+        protocol.pass_salt(obj)
+        answers = protocol.allowed_answers(obj)
         reply = await self._reply_options(obj, answers, request)
         attach_parts(obj, await self.cuts.of_generate(obj))
         if answers is None:
-            check_generate_penalties(obj)
-            pass_generate_deadline(obj)
+            protocol.check_generate_penalties(obj)
+            protocol.pass_generate_deadline(obj)
             return await self._stock["/generate"](obj, request)
         check_lists_against_prompts(obj)
-        check_generate_label_request(obj)
+        protocol.check_generate_label_request(obj)
         is_batch, streams = count_prompts(obj) is not None, obj.stream
         with _value_errors_are_bad_requests():
             scored = await self.scorer.score(obj, answers, request, obj.deadline_ms, reply)
@@ -225,7 +207,7 @@ class PrefillRoutes:
             for one in scored
         ]
         body: Any = outputs if is_batch else outputs[0]
-        return _one_chunk([body]) if streams else ORJSONResponse(body)
+        return _stream([body]) if streams else ORJSONResponse(body)
 
     async def score(self, request: LabelScoringRequest, raw_request: Request) -> Any:
         check_reply_fields(request, has_answers=True)
@@ -284,7 +266,9 @@ class PrefillRoutes:
             }
         )
 
-    async def _fill(self, serving: Any, request: LabelChatCompletionRequest, raw_request: Request) -> PartsOfPrompts:
+    async def _fill(
+        self, serving: Any, request: protocol.LabelChatCompletionRequest, raw_request: Request
+    ) -> PartsOfPrompts:
         with _value_errors_are_bad_requests():
             return await self.cuts.of_chat(serving, request, raw_request)
 
@@ -386,18 +370,16 @@ async def _refuse_path(scope: Scope, receive: Receive, send: Send) -> None:
 async def _answer_invalid(request: Request, error: Exception) -> Response:
     """Answers a body that does not match the schema with the first problems by field. SGLang's handler names source files."""
     assert isinstance(error, RequestValidationError)
-    problems = list(dict.fromkeys(_shortened(f"{_field(one['loc'])}: {one['msg']}") for one in error.errors()))
+    problems = list(dict.fromkeys(_problem(one) for one in error.errors()))
     left = len(problems) - MOST_PROBLEMS
     text = "; ".join(problems[:MOST_PROBLEMS]) + (f"; and {left} more" if left > 0 else "")
     return await answer_bad_request(request, BadRequestError(text))
 
 
-def _shortened(problem: str) -> str:
-    return problem if len(problem) <= LONGEST_PROBLEM else f"{problem[:LONGEST_PROBLEM]}..."
-
-
-def _field(location: Sequence[Any]) -> str:
-    return ".".join(str(part) for part in location if part != "body") or "the request body"
+def _problem(error: dict[str, Any]) -> str:
+    field = ".".join(str(part) for part in error["loc"] if part != "body") or "the request body"
+    text = f"{field}: {error['msg']}"
+    return text if len(text) <= LONGEST_PROBLEM else f"{text[:LONGEST_PROBLEM]}..."
 
 
 def _serves(route: BaseRoute, path: str, endpoint: Callable[..., Any]) -> bool:
@@ -420,28 +402,21 @@ def _value_errors_are_bad_requests() -> Iterator[None]:
         raise BadRequestError(str(error)) from error
 
 
-def _openai_reply(
-    prefix: str, kind: str, request: Any, choices: list[dict[str, Any]], scored: list[ScoredPrompt]
-) -> Response:
+def _openai_reply(request: Any, choices: list[dict[str, Any]], scored: list[ScoredPrompt]) -> Response:
     """The whole reply, or for a stream one chunk with everything (and one with the usage if requested)."""
-    envelope: dict[str, Any] = {
-        "id": f"{prefix}{uuid.uuid4().hex}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": request.model,
-    }
+    head = envelope(request, is_chunk=request.stream)
     if not request.stream:
-        return ORJSONResponse({**envelope, "choices": choices, "usage": usage(scored)})
-    chunks: list[Any] = [{**envelope, "choices": choices}]
+        return ORJSONResponse({**head, "choices": choices, "usage": usage(scored)})
+    chunks: list[Any] = [{**head, "choices": choices}]
     if request.stream_options is not None and request.stream_options.include_usage:
-        chunks.append({**envelope, "choices": [], "usage": usage(scored)})
-    return _one_chunk(chunks)
+        chunks.append({**head, "choices": [], "usage": usage(scored)})
+    return _stream(chunks)
 
 
-def _one_chunk(chunks: list[Any]) -> StreamingResponse:
+def _stream(chunks: list[Any]) -> StreamingResponse:
     async def events() -> AsyncIterator[bytes]:
         for chunk in chunks:
-            yield b"data: " + orjson.dumps(chunk) + b"\n\n"
-        yield b"data: [DONE]\n\n"
+            yield event_of(chunk)
+        yield LAST_EVENT
 
     return StreamingResponse(events(), media_type="text/event-stream")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+import uuid
 from typing import Any, NamedTuple
 
+import orjson
 from pydantic import BaseModel, StrictBool, StrictInt
 
 from sgl_prefill.core.labels import Label, LabelDistribution, restrict
@@ -69,15 +72,13 @@ class Alternative(NamedTuple):
 
 
 class ScoredPrompt(NamedTuple):
-    """The answer to one prompt."""
-
     labels: list[Label]  # in the order of the request
     distribution: LabelDistribution
     meta_info: dict[str, Any]  # SGLang's, of this prompt
-    long: ScoredLabels | None = None  # of labels of any length
-    n_answer_tokens: int = 0  # that were computed beside the prompt's
+    long: ScoredLabels | None = None  # only for labels of any length
+    n_answer_tokens: int = 0  # computed beyond the prompt
     options: ReplyOptions = PLAIN
-    calibrated: list[float] | None = None  # P(label) by the calibration that was asked for
+    calibrated: list[float] | None = None  # P(label) by the requested calibration
     alternatives: list[Alternative] | None = None  # the likeliest first
 
     @property
@@ -92,7 +93,6 @@ class ScoredPrompt(NamedTuple):
         return self.labels[self.best_index]
 
     def _tokens_json(self) -> list[dict[str, Any]]:
-        """Each label's tokens, as the reply shows them."""
         if self.long is None:
             return [{"token_id": label.token_id} for label in self.labels]
         return [
@@ -101,7 +101,6 @@ class ScoredPrompt(NamedTuple):
         ]
 
     def _values_json(self) -> list[dict[str, float]]:
-        """Each label's probability or raw score."""
         values = [{"probability": probability} for probability in self.distribution.probabilities]
         if self.options.raw_scores:
             scores = self.distribution.logprobs if self.long is None else self.long.scores
@@ -112,7 +111,6 @@ class ScoredPrompt(NamedTuple):
         return values
 
     def _additions_json(self) -> dict[str, Any]:
-        """The requested additions."""
         found: dict[str, Any] = {}
         if self.options.calibration is not None:
             found["calibration"] = self.options.calibration.name
@@ -161,7 +159,7 @@ def scored_of(labels: list[Label], output: dict[str, Any]) -> ScoredPrompt:
 
 
 def with_reply(scored: ScoredPrompt, reply: ReplyOptions, texts: dict[int, str]) -> ScoredPrompt:
-    """Returns the answer with the additions that `reply` asks for. texts: by token id, of all alternatives."""
+    """Adds what `reply` requests. texts: by token id, of all alternatives."""
     calibrated = alternatives = None
     if reply.calibration is not None:
         names = [label.text for label in scored.labels]
@@ -189,13 +187,7 @@ def completion_choice(index: int, scored: ScoredPrompt, logprobs: int | None) ->
             "top_logprobs": [dict(zip(texts, scored.distribution.logprobs, strict=True))],
             "text_offset": [0],
         }
-    return {
-        "index": index,
-        "text": scored.best.text,
-        "logprobs": shown,
-        "finish_reason": "stop",
-        "label_scores": scored.to_json(),
-    }
+    return _choice(index, {"text": scored.best.text}, shown, scored)
 
 
 def chat_choice(index: int, scored: ScoredPrompt, logprobs: bool, message_field: str) -> dict[str, Any]:
@@ -205,13 +197,11 @@ def chat_choice(index: int, scored: ScoredPrompt, logprobs: bool, message_field:
         for label, logprob in zip(scored.labels, scored.distribution.logprobs, strict=True)
     ]
     shown = {"content": [{**entries[scored.best_index], "top_logprobs": entries}]} if logprobs else None
-    return {
-        "index": index,
-        message_field: {"role": "assistant", "content": scored.best.text},
-        "logprobs": shown,
-        "finish_reason": "stop",
-        "label_scores": scored.to_json(),
-    }
+    return _choice(index, {message_field: {"role": "assistant", "content": scored.best.text}}, shown, scored)
+
+
+def _choice(index: int, text: dict[str, Any], logprobs: Any, scored: ScoredPrompt) -> dict[str, Any]:
+    return {"index": index, **text, "logprobs": logprobs, "finish_reason": "stop", "label_scores": scored.to_json()}
 
 
 def usage(scored: list[ScoredPrompt]) -> dict[str, Any]:
@@ -224,3 +214,19 @@ def usage(scored: list[ScoredPrompt]) -> dict[str, Any]:
         "total_tokens": prompt_tokens + answer_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(one.meta_info["cached_tokens"] for one in scored)},
     }
+
+
+def envelope(request: Any, *, is_chunk: bool) -> dict[str, Any]:
+    """The fields of an OpenAI reply beside `choices`."""
+    is_chat = hasattr(request, "messages")
+    kind = "text_completion" if not is_chat else "chat.completion.chunk" if is_chunk else "chat.completion"
+    name = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+    return {"id": name, "object": kind, "created": int(time.time()), "model": request.model}
+
+
+def event_of(data: Any) -> bytes:
+    """A server-sent event."""
+    return b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+LAST_EVENT = b"data: [DONE]\n\n"

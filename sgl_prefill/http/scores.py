@@ -44,7 +44,7 @@ def check(request: LabelScoringRequest, manager: PrefillTokenizerManager) -> Non
     if others := [name for name in UNSERVED if getattr(request, name) not in (None, False)]:
         raise BadRequestError(f"{names} and {', '.join(others)} cannot be combined on /v1/score: leave one of them out")
     if request.label_token_ids is None:
-        raise BadRequestError("label_token_ids is missing: give the token ids whose probabilities are asked for")
+        raise BadRequestError("label_token_ids is missing: give the token ids of the labels")
     if isinstance(request.items, list):
         manager.check_count(len(request.items))  # before they are joined
     check_distinct(request.label_token_ids, "label_token_ids")

@@ -14,33 +14,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import fastapi
 from sglang.srt.managers.embed_types import PositionalEmbeds
-from sglang.srt.managers.io_struct import (
-    AbortReq,
-    EmbeddingReqInput,
-    GenerateReqInput,
-    ShutdownReq,
-)
+from sglang.srt.managers.io_struct import AbortReq, EmbeddingReqInput, GenerateReqInput, ShutdownReq
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError
+from sgl_prefill.http import request_checks
 from sgl_prefill.http.parted_requests import show_parts
-from sgl_prefill.http.request_checks import (
-    CUT_CHARACTERS_PER_TOKEN,
-    MEDIA,
-    MOST_PROMPTS,
-    OFF_LOOP_CHARACTERS,
-    check_has_logprobs,
-    check_ids_in_vocabulary,
-    check_lists_against_prompts,
-    check_lists_of_embedding,
-    check_metric_labels,
-    check_sampling_options,
-    check_session,
-    count_prompts,
-    longest_token_characters,
-)
 from sgl_prefill.http.rids import Rids
 from sgl_prefill.port.kv import namespaces
 from sgl_prefill.port.runner import answer_trees
@@ -107,22 +88,24 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None = None
     ) -> AsyncIterator[Any]:
         """Raises BadRequestError (a ValueError, which every route answers with 400) for what can never be answered."""
-        self.check_count(count_prompts(obj) or 1)
+        self.check_count(request_checks.count_prompts(obj) or 1)
         self._check_media(obj)
         if obj.multi_item_delimiter_indices is not None and not self.server_args.enable_mis:
             raise BadRequestError("multi_item_delimiter_indices needs a server started with --enable-mis")
         if isinstance(obj, GenerateReqInput):
             if is_probe(request):
                 obj.sampling_params = {"max_new_tokens": 0}
-            check_lists_against_prompts(obj)
+            request_checks.check_lists_against_prompts(obj)
             if isinstance(obj.session_params, dict):
-                check_session(obj.session_params)
+                request_checks.check_session(obj.session_params)
             self._check_internal_fields(obj)
-            check_metric_labels(obj.custom_labels or {}, self.server_args.tokenizer_metrics_allowed_custom_labels or ())
+            request_checks.check_metric_labels(
+                obj.custom_labels or {}, self.server_args.tokenizer_metrics_allowed_custom_labels or ()
+            )
             self._check_embeddings(obj)
             self._check_logprob_options(obj)
         else:
-            check_lists_of_embedding(obj, takes_media=self.mm_processor is not None)
+            request_checks.check_lists_of_embedding(obj, takes_media=self.mm_processor is not None)
         self._check_sampling_params(obj)
         caller = await self.caller_of(request)
         if caller.is_background:
@@ -130,7 +113,9 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             obj.sampling_params = custom_params.for_each(obj.sampling_params, custom_params.mark_background)
         put = functools.partial(custom_params.put_ours, ours=self._params_of_caller(caller, obj))
         obj.sampling_params = custom_params.for_each(obj.sampling_params, put)
-        obj.sampling_params = answer_trees.sampling_params_with_trees(obj, is_batch=count_prompts(obj) is not None)
+        obj.sampling_params = answer_trees.sampling_params_with_trees(
+            obj, is_batch=request_checks.count_prompts(obj) is not None
+        )
         # SGLang knows health probes by their id.
         hidden = [] if is_probe(request) else self._rids.hide(obj, self._owner(clients.current()))
         watch = None
@@ -244,13 +229,13 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
 
     @functools.cached_property
     def _longest_token_characters(self) -> int | None:
-        return None if self.tokenizer is None else longest_token_characters(self.tokenizer)
+        return None if self.tokenizer is None else request_checks.longest_token_characters(self.tokenizer)
 
     def check_text(self, text: str, name: str = "the prompt", *, may_be_cut: bool = False) -> None:
         """Raises BadRequestError for a text that cannot fit, whatever its tokens are; or, may_be_cut: is too long to be cut."""
         longest = self._longest_token_characters
         if may_be_cut:
-            longest = max(longest or 0, CUT_CHARACTERS_PER_TOKEN)
+            longest = max(longest or 0, request_checks.CUT_CHARACTERS_PER_TOKEN)
         if longest is not None and len(text) > (most := longest * self.longest_input_tokens):
             if may_be_cut:
                 raise BadRequestError(
@@ -268,7 +253,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         flat = [text for one in given for text in ([one] if isinstance(one, str) else one)]
         for text in flat:
             self.check_text(text)
-        if sum(map(len, flat)) < OFF_LOOP_CHARACTERS:
+        if sum(map(len, flat)) < request_checks.OFF_LOOP_CHARACTERS:
             return await super()._tokenize_texts(texts, is_cross_encoder)
         stock = TokenizerManager._tokenize_texts
         return await self.run_in_thread(lambda twin: asyncio.run(stock(twin, texts, is_cross_encoder)))
@@ -287,7 +272,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
 
     def check_count(self, n_prompts: int) -> None:
         for flag, most in (
-            ("limit", MOST_PROMPTS),
+            ("limit", request_checks.MOST_PROMPTS),
             ("--max-waiting-requests", self.prefill_config.max_waiting_requests),
             ("--max-client-waiting-requests", self.prefill_config.max_client_waiting_requests),
         ):
@@ -298,7 +283,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
 
     def _check_media(self, obj: GenerateReqInput | EmbeddingReqInput) -> None:
         if self.mm_processor is None:
-            for name in MEDIA:
+            for name in request_checks.MEDIA:
                 value = getattr(obj, name)
                 if any(one is not None for one in (value if isinstance(value, list) else [value])):
                     raise BadRequestError(f"the request holds {name}, and this server's model takes text only")
@@ -332,7 +317,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     def _process_single_item_scoring_results(self, results: Any, *arguments: Any, **options: Any) -> Any:
         """Refuses answers without log-probabilities, such as those of aborted requests, where SGLang's would fail."""
         for result in results if self.is_generation else ():
-            check_has_logprobs(result["meta_info"])
+            request_checks.check_has_logprobs(result["meta_info"])
         return super()._process_single_item_scoring_results(results, *arguments, **options)
 
     def _is_administrator(self, caller: clients.Caller) -> bool:
@@ -404,7 +389,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             if not isinstance(params, dict):
                 raise BadRequestError(f"sampling_params is {params!r}: it must be an object, or a list of objects")
             options = {**(self.preferred_sampling_params or {}), **params}
-            check_sampling_options(options, self.model_config.vocab_size, self.tokenizer)
+            request_checks.check_sampling_options(options, self.model_config.vocab_size, self.tokenizer)
             self._check_deadline_is_known(options)
             self._check_grammar(options)
             if isinstance(obj, GenerateReqInput):
@@ -475,7 +460,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         if n_input == 0 and obj.input_embeds is None and not obj.contains_mm_input():
             raise BadRequestError("the prompt is empty: it must hold at least one token")
         if obj.input_ids is not None and n_input > 0:
-            check_ids_in_vocabulary(input_ids, self.model_config.vocab_size, "the prompt")
+            request_checks.check_ids_in_vocabulary(input_ids, self.model_config.vocab_size, "the prompt")
         limit = self.longest_input_tokens
         n_answer = answer_trees.count_nodes(obj.sampling_params or {})
         if n_input + n_answer > limit:
