@@ -71,7 +71,7 @@ class Reranker:
     Args:
         scorer: called per request, since SGLang creates its tokenizer manager late.
         stock_endpoint: SGLang's handler of /v1/rerank.
-        reply_options: reads the label options of a request; its second argument is the HTTP request.
+        reply_options: reads the reply fields of a request.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Reranker:
         config: PrefillConfig,
         scorer: Callable[[], LabelScorer],
         stock_endpoint: Callable[..., Awaitable[Any]],
-        reply_options: Callable[[RerankRequest, Any], Awaitable[ReplyOptions]],
+        reply_options: Callable[[RerankRequest], ReplyOptions],
     ) -> None:
         self._replaces_sglangs = config.rerank_template is not None
         self._template = rerank_template.load(config.rerank_template or rerank_template.DEFAULT)
@@ -110,7 +110,7 @@ class Reranker:
         if values.instruction is not None and not self._template.takes_instruction:
             raise BadRequestError("this server's --rerank-template has no place for an instruction: leave it out")
         obj = GenerateReqInput(text=self._template.prompts(values.instruction, values.query, values.passages))
-        options = await self._reply_options(request, raw_request)
+        options = self._reply_options(request)
         to_json = serialise or format_of_v1(request)
 
         def whole(scored: list[ScoredPrompt]) -> Any:

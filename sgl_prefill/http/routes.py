@@ -38,7 +38,6 @@ from sgl_prefill.http.rerank import Reranker, Serialiser, to_cohere, to_jina
 from sgl_prefill.http.rerank_request import RerankRequest
 from sgl_prefill.http.scored_prompt import (
     LAST_EVENT,
-    PLAIN,
     ReplyOptions,
     ScoredPrompt,
     chat_choice,
@@ -46,6 +45,7 @@ from sgl_prefill.http.scored_prompt import (
     completion_choice,
     envelope,
     event_of,
+    generate_output,
     given_reply_fields,
     usage,
 )
@@ -114,7 +114,7 @@ class PrefillRoutes:
             route.path: pkgutil.resolve_name(route.stock_endpoint) for route in ROUTES
         }
         self._scorer: LabelScorer | None = None
-        self._reranker = Reranker(config, lambda: self.scorer, self._stock["/v1/rerank"], self._options_of)
+        self._reranker = Reranker(config, lambda: self.scorer, self._stock["/v1/rerank"], self._reply_options)
 
     def stock_endpoint(self, path: str) -> Callable[..., Awaitable[Any]]:
         """SGLang's endpoint of a replaced route."""
@@ -141,7 +141,7 @@ class PrefillRoutes:
         protocol.check_keys(request)
         serving = self._app.state.openai_serving_completion
         answers = protocol.allowed_answers(request)
-        reply = await self._reply_options(request, answers, raw_request)
+        reply = self._reply_options(request, answers is not None)
         if answers is None:
             if request.max_tokens is None:
                 request.max_tokens = self._default_max_tokens(CompletionRequest.model_fields["max_tokens"].default)
@@ -163,7 +163,7 @@ class PrefillRoutes:
         serving = self._app.state.openai_serving_chat
         self.cuts.check_texts_of_chat(request)
         answers = protocol.allowed_answers(request)
-        reply = await self._reply_options(request, answers, raw_request)
+        reply = self._reply_options(request, answers is not None)
         max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
         if answers is None:
             if max_tokens is None:
@@ -183,7 +183,7 @@ class PrefillRoutes:
     async def generate(self, obj: protocol.LabelGenerateReqInput, request: Request) -> Any:
         protocol.pass_salt(obj)
         answers = protocol.allowed_answers(obj)
-        reply = await self._reply_options(obj, answers, request)
+        reply = self._reply_options(obj, answers is not None)
         attach_parts(obj, await self.cuts.of_generate(obj))
         if answers is None:
             protocol.check_generate_penalties(obj)
@@ -194,18 +194,7 @@ class PrefillRoutes:
         is_batch, streams = count_prompts(obj) is not None, obj.stream
         with _value_errors_are_bad_requests():
             scored = await self.scorer.score(obj, answers, request, obj.deadline_ms, reply)
-        outputs: list[dict[str, Any]] = [
-            {
-                "text": one.best.text,
-                "output_ids": list(one.best.token_ids),
-                "meta_info": {
-                    **one.meta_info,
-                    "completion_tokens": len(one.best.token_ids),
-                    "label_scores": one.to_json(),
-                },
-            }
-            for one in scored
-        ]
+        outputs = [generate_output(one) for one in scored]
         body: Any = outputs if is_batch else outputs[0]
         return _stream([body]) if streams else ORJSONResponse(body)
 
@@ -215,7 +204,7 @@ class PrefillRoutes:
             return await self._stock["/v1/score"](request, raw_request)
         with _value_errors_are_bad_requests():
             scores.check(request, self._manager)
-            obj, reply, scored = scores.prompts_of(request), await self._options_of(request, raw_request), []
+            obj, reply, scored = scores.prompts_of(request), self._reply_options(request), []
             if obj is not None:
                 answers = AllowedAnswers(None, request.label_token_ids)
                 scored = await self.scorer.score(obj, answers, raw_request, reply=reply)
@@ -288,12 +277,9 @@ class PrefillRoutes:
             attach_parts(obj, parts)
             return await self.scorer.score(obj, answers, raw_request, request.deadline_ms, reply)
 
-    async def _reply_options(self, request: Any, answers: Any, raw_request: Request) -> ReplyOptions:
-        check_reply_fields(request, answers is not None)
-        return PLAIN if answers is None else await self._options_of(request, raw_request)
-
-    async def _options_of(self, request: Any, raw_request: Request) -> ReplyOptions:
-        """Reads the reply fields of a checked body. Raises BadRequestError for an unknown calibration."""
+    def _reply_options(self, request: Any, has_answers: bool = True) -> ReplyOptions:
+        """Raises BadRequestError for reply fields without answers, wrong values and an unknown calibration."""
+        check_reply_fields(request, has_answers)
         calibration = None
         if request.calibration is not None:
             calibration = calibrations.by_name(self._manager.calibrations, request.calibration)

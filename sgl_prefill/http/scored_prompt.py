@@ -204,6 +204,13 @@ def _choice(index: int, text: dict[str, Any], logprobs: Any, scored: ScoredPromp
     return {"index": index, **text, "logprobs": logprobs, "finish_reason": "stop", "label_scores": scored.to_json()}
 
 
+def generate_output(scored: ScoredPrompt) -> dict[str, Any]:
+    """One output of /generate."""
+    n_tokens, label_scores = len(scored.best.token_ids), scored.to_json()
+    meta_info = {**scored.meta_info, "completion_tokens": n_tokens, "label_scores": label_scores}
+    return {"text": scored.best.text, "output_ids": list(scored.best.token_ids), "meta_info": meta_info}
+
+
 def usage(scored: list[ScoredPrompt]) -> dict[str, Any]:
     """The token counts of all prompts together. Cached tokens count as prompt tokens, the best label's as completion tokens."""
     prompt_tokens = sum(one.meta_info["prompt_tokens"] for one in scored)

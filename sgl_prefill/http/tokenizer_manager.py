@@ -77,7 +77,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     @property
     def no_long_answers(self) -> str | None:
         """Why this engine cannot compute labels of several tokens; None if it can."""
-        return self._scheduler_facts.get(ANSWERS_KEY)  # type: ignore[no-any-return]
+        return self._scheduler_facts.get(ANSWERS_KEY)
 
     @functools.cached_property
     def end_token_ids(self) -> set[int]:

@@ -11,7 +11,7 @@ import pytest
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sgl_prefill.http import shutdown as ending
-from sgl_prefill.http.shutdown import SHUTTING_DOWN, DIED, FAILED, INTERRUPTED, Ending
+from sgl_prefill.http.shutdown import DIED, FAILED, INTERRUPTED, SHUTTING_DOWN, Ending
 from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
 
 

@@ -204,7 +204,7 @@ async def asked(
         manager.told.append(f"SGLang was asked for {request.documents} with {request.instruct}")
         return found
 
-    async def reply_options(request: RerankRequest, _: Any) -> ReplyOptions:
+    def reply_options(request: RerankRequest) -> ReplyOptions:
         found = None if request.calibration is None else TURNED
         return ReplyOptions(found, request.raw_scores, request.top_alternatives or 0)
 
