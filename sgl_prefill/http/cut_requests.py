@@ -14,7 +14,19 @@ from pydantic import BaseModel
 
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.http import conversations
-from sgl_prefill.http.parted_requests import CUT, SHOWN, Limit, PartCutter, check_no_cut_options, is_batch
+from sgl_prefill.http.parted_requests import (
+    CUT,
+    SHOWN,
+    CutPrompt,
+    Limit,
+    PartedPrompt,
+    PartTokenizer,
+    check_no_cut_options,
+    cut_prompt,
+    is_batch,
+    limit_of,
+    prompts_of,
+)
 from sgl_prefill.http.scored_prompt import envelope, event_of
 
 if TYPE_CHECKING:
@@ -31,7 +43,7 @@ class CutRequests:
 
     def __init__(self, manager: PrefillTokenizerManager) -> None:
         self._manager = manager
-        self.cutter = PartCutter(manager)
+        self._tokenizer: PartTokenizer | None = None  # used in the thread for long texts only
 
     async def of_completion(self, serving: Any, request: LabelCompletionRequest) -> PartsOfPrompts:
         """Cuts `prompt_parts` and sets `prompt` to the tokens. Returns the reply's `prompt_parts` of each prompt."""
@@ -57,10 +69,32 @@ class CutRequests:
         return parts
 
     async def _cut(self, request: Any) -> tuple[Any, PartsOfPrompts]:
-        found = await self.cutter.prompts(request)
+        self._check_has_tokenizer("prompt_parts")
+        limit, given = limit_of(request, self._manager.longest_input_tokens), request.prompt_parts
+        prompts = prompts_of(given)
+        self._manager.check_count(len(prompts))
+        for name, prompt in prompts.items():
+            self._manager.check_text(prompt.text, name, may_be_cut=limit.cuts)
+        found = []
+        for name, prompt in prompts.items():
+            work = functools.partial(self._cut_one, prompt=prompt, limit=limit, name=name)
+            found.append(await self._manager.run_in_thread(work))
         ids = [one.token_ids for one in found]
         parts = [[part._asdict() for part in one.cut.parts] for one in found]
-        return ids if is_batch(request.prompt_parts) else ids[0], parts
+        return ids if is_batch(given) else ids[0], parts
+
+    def _cut_one(self, twin: PrefillTokenizerManager, *, prompt: PartedPrompt, limit: Limit, name: str) -> CutPrompt:
+        """Runs in the thread for long texts. twin: the copy of the tokenizer manager in it."""
+        if self._tokenizer is None:
+            self._tokenizer = PartTokenizer(twin.tokenizer)
+        return cut_prompt(self._tokenizer.encode(prompt.text), prompt.spans, limit, name)
+
+    def _check_has_tokenizer(self, field: str) -> None:
+        if self._manager.tokenizer is None:
+            raise BadRequestError(
+                f"this server runs without a tokenizer, and {field} is for texts: send the prompt as token ids, at most"
+                f" {self._manager.longest_input_tokens}"
+            )
 
     def check_texts_of_chat(self, request: LabelChatCompletionRequest) -> None:
         """Refuses texts that cannot fit before a template is rendered."""
@@ -80,14 +114,14 @@ class CutRequests:
             check_no_cut_options(request, 'mark messages that may be dropped with "keep": false')
             await conversations.render_long_chat(serving, request, raw_request)
             return None
-        self.cutter.check_has_tokenizer("keep")
+        self._check_has_tokenizer("keep")
         name = f"messages[{request.marks[0].message}].keep"
         for field in ("input_ids", "continue_final_message"):
             if getattr(request, field):
                 raise BadRequestError(f"{field} cannot be combined with {name}: leave one of them out")
         if self._manager.model_config.is_multimodal:
             raise BadRequestError(f"{name} is for texts, and this server's model takes images: leave keep out")
-        limit = self.cutter.limit_of(request)
+        limit = limit_of(request, self._manager.longest_input_tokens)
         work = functools.partial(_without_messages, serving, request, raw_request, limit)
         result, n_dropped = await self._manager.run_in_thread(work)
         conversations.use_rendered(result)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sgl_prefill.core.prompt_parts import KEEPS, CannotCutError, Cut, Keep, Span, cut
+from sgl_prefill.core.prompt_parts import KEEPS, CannotCutError, Cut, Span, cut
 from sgl_prefill.errors import BadRequestError
 
 if TYPE_CHECKING:
-    from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
+    pass
 
 REFUSE, CUT = "refuse", "cut"
 MOST_PARTS = 4_096  # of one prompt
@@ -28,9 +27,9 @@ class Limit(NamedTuple):
     cuts: bool  # whether longer prompts are cut or refused
 
 
-class Part(NamedTuple):
-    text: str
-    keep: Keep
+class PartedPrompt(NamedTuple):
+    text: str  # of all parts
+    spans: list[Span]  # one per part, in characters
 
 
 class Tokens(NamedTuple):
@@ -68,49 +67,47 @@ def check_no_cut_options(request: Any, remedy: str) -> None:
             raise BadRequestError(f"{name} is {value!r}, and nothing says what may be cut: {remedy}, or leave it out")
 
 
-def check_keep(keep: Any, where: str) -> Keep:
-    if isinstance(keep, (bool, str)) and keep in KEEPS:
-        return keep  # type: ignore[return-value]
-    raise BadRequestError(
-        f'{where} is {keep!r}: it must be true (all of it is kept), "start", "end" or "middle" (the side that is kept)'
-    )
-
-
-def prompts_of(given: Any) -> list[list[Part]]:
-    """Parses `prompt_parts`: the parts of one prompt, or a list of such lists. Raises BadRequestError."""
+def prompts_of(given: Any) -> dict[str, PartedPrompt]:
+    """Parses `prompt_parts`, the parts of one prompt or a list of such lists, by the name of the field in error messages. Raises
+    BadRequestError."""
     if not isinstance(given, list):
         raise BadRequestError(
             f"prompt_parts is {type(given).__name__}: it must be a list of parts, or a list of such lists"
         )
-    prompts = given if is_batch(given) else [given]
-    return [_parts_of(one, name) for one, name in zip(prompts, _names_of(given), strict=True)]
-
-
-def _names_of(given: list[Any]) -> list[str]:
-    return [f"prompt_parts[{index}]" for index in range(len(given))] if is_batch(given) else ["prompt_parts"]
+    lists = {f"prompt_parts[{index}]": one for index, one in enumerate(given)}
+    return {
+        name: _prompt_of(one, name) for name, one in (lists if is_batch(given) else {"prompt_parts": given}).items()
+    }
 
 
 def is_batch(given: list[Any]) -> bool:
     return bool(given) and isinstance(given[0], list)
 
 
-def _parts_of(given: Any, where: str) -> list[Part]:
+def _prompt_of(given: Any, where: str) -> PartedPrompt:
     if not isinstance(given, list):
         raise BadRequestError(f"{where} is no list of parts, and others beside it are: give one list for each prompt")
     if len(given) > MOST_PARTS:
         raise BadRequestError(f"{where} has {len(given)} parts, and {MOST_PARTS} are the limit: join some of them")
-    parts = []
+    spans, start = list[Span](), 0
     for index, part in enumerate(given):
         name = f"{where}[{index}]"
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             raise BadRequestError(f'{name} is no part: give {{"text": ..., "keep": ...}}')
         if unknown := part.keys() - {"text", "keep"}:
             raise BadRequestError(f"{name} holds {min(unknown)!r}: a part has text and keep")
-        parts.append(Part(part["text"], check_keep(part.get("keep", True), f"{name}.keep")))
-    if not any(part.text for part in parts):
-        what = "is empty" if not parts else "holds no text"
+        keep = part.get("keep", True)
+        if not isinstance(keep, (bool, str)) or keep not in KEEPS:
+            raise BadRequestError(
+                f'{name}.keep is {keep!r}: it must be true (all of it is kept), "start", "end" or "middle" (the side that is'
+                " kept)"
+            )
+        spans.append(Span(start, start + len(part["text"]), keep))
+        start = spans[-1].end
+    if start == 0:
+        what = "is empty" if not given else "holds no text"
         raise BadRequestError(f"{where} {what}: give at least one part with a text")
-    return parts
+    return PartedPrompt("".join(part["text"] for part in given), spans)
 
 
 class PartTokenizer:
@@ -147,76 +144,25 @@ class PartTokenizer:
         return Tokens(whole.ids[:n_before], bare.ids, bare.offsets, whole.ids[n_end:])
 
 
-class PartCutter:
-    """Cuts prompts for all routes, in the thread for long texts."""
-
-    def __init__(self, manager: PrefillTokenizerManager) -> None:
-        self._manager = manager
-        self._tokenizer: PartTokenizer | None = None  # used in that thread only
-
-    def limit_of(self, request: Any) -> Limit:
-        return limit_of(request, self._manager.longest_input_tokens)
-
-    def check_has_tokenizer(self, field: str) -> None:
-        if self._manager.tokenizer is None:
-            raise BadRequestError(
-                f"this server runs without a tokenizer, and {field} is for texts: send the prompt as token ids, at most"
-                f" {self._manager.longest_input_tokens}"
-            )
-
-    async def prompts(self, request: Any) -> list[CutPrompt]:
-        """Tokenises and cuts the prompts of `prompt_parts`. Raises BadRequestError."""
-        self.check_has_tokenizer("prompt_parts")
-        limit, given = self.limit_of(request), request.prompt_parts
-        prompts = prompts_of(given)
-        self._manager.check_count(len(prompts))
-        texts = ["".join(part.text for part in parts) for parts in prompts]
-        names = _names_of(given)
-        for text, name in zip(texts, names, strict=True):
-            self._manager.check_text(text, name, may_be_cut=limit.cuts)
-        cut_prompts = []
-        for parts, text, name in zip(prompts, texts, names, strict=True):
-            work = functools.partial(self.cut, text=text, spans=_spans(parts), limit=limit, name=name)
-            cut_prompts.append(await self._manager.run_in_thread(work))
-        return cut_prompts
-
-    def cut(
-        self, twin: PrefillTokenizerManager, *, text: str, spans: Sequence[Span], limit: Limit, name: str
-    ) -> CutPrompt:
-        """Runs in the thread for long texts. Raises BadRequestError.
-
-        Args:
-            twin: the copy of the tokenizer manager in this thread.
-            name: of the field, for error messages.
-        """
-        if self._tokenizer is None:
-            self._tokenizer = PartTokenizer(twin.tokenizer)
-        tokens = self._tokenizer.encode(text)
-        n_added = len(tokens.before) + len(tokens.after)
-        n_tokens = n_added + len(tokens.ids)
-        if n_tokens > limit.tokens and not limit.cuts:
-            raise BadRequestError(
-                f"{name}: the prompt has {n_tokens} tokens, and {limit.name} at most {limit.tokens}: shorten it, or send"
-                f' "on_overflow": "{CUT}" and say by "keep" what may be cut'
-            )
-        try:
-            found = cut(tokens.offsets, spans, limit.tokens - n_added)
-        except CannotCutError as error:
-            n_fixed = n_added + error.fixed_tokens
-            raise BadRequestError(
-                f"{name}: {n_fixed} of the prompt's {n_tokens} tokens cannot be cut, and {limit.name} at most {limit.tokens}, of"
-                " which one at least must be there: shorten what is kept whole, or let more parts be cut by"
-                ' "keep": "start", "end" or "middle"'
-            ) from error
-        return CutPrompt([*tokens.before, *found.apply(tokens.ids), *tokens.after], found)
-
-
-def _spans(parts: Sequence[Part]) -> list[Span]:
-    spans, start = [], 0
-    for part in parts:
-        spans.append(Span(start, start + len(part.text), part.keep))
-        start = spans[-1].end
-    return spans
+def cut_prompt(tokens: Tokens, spans: Sequence[Span], limit: Limit, name: str) -> CutPrompt:
+    """Raises BadRequestError if the prompt does not fit. name: of the field, for error messages."""
+    n_added = len(tokens.before) + len(tokens.after)
+    n_tokens = n_added + len(tokens.ids)
+    if n_tokens > limit.tokens and not limit.cuts:
+        raise BadRequestError(
+            f"{name}: the prompt has {n_tokens} tokens, and {limit.name} at most {limit.tokens}: shorten it, or send"
+            f' "on_overflow": "{CUT}" and say by "keep" what may be cut'
+        )
+    try:
+        found = cut(tokens.offsets, spans, limit.tokens - n_added)
+    except CannotCutError as error:
+        n_fixed = n_added + error.fixed_tokens
+        raise BadRequestError(
+            f"{name}: {n_fixed} of the prompt's {n_tokens} tokens cannot be cut, and {limit.name} at most {limit.tokens}, of"
+            " which one at least must be there: shorten what is kept whole, or let more parts be cut by"
+            ' "keep": "start", "end" or "middle"'
+        ) from error
+    return CutPrompt([*tokens.before, *found.apply(tokens.ids), *tokens.after], found)
 
 
 def attach_parts(obj: Any, of_prompts: list[list[dict[str, Any]]] | None) -> None:

@@ -196,28 +196,25 @@ def pass_salt(obj: LabelGenerateReqInput) -> None:
         obj.extra_key = f"{obj.cache_salt or ''}{obj.extra_key or ''}" or None
 
 
-def check_penalties(request: CompletionRequest | ChatCompletionRequest, max_tokens: int | None) -> None:
-    """Raises BadRequestError for penalties that cannot change an answer of this length."""
-    _check_penalties({name: getattr(request, name) for name in request.model_fields_set & set(PENALTIES)}, max_tokens)
+def check_penalties(
+    request: CompletionRequest | ChatCompletionRequest | GenerateReqInput, max_tokens: int | None
+) -> None:
+    """Raises BadRequestError for penalties that cannot change an answer of one token. max_tokens: of the OpenAI routes."""
+    for options in _sampling_options(request, max_tokens):
+        length = options.get("max_new_tokens")
+        if (found := _penalties(options)) and isinstance(length, int) and length <= 1:
+            values = ", ".join(f"{name} is {options[name]}" for name in found)
+            raise BadRequestError(
+                f"{values}: penalties are for tokens that an answer has already, and this answer is one: leave them out"
+            )
 
 
-def check_generate_penalties(obj: GenerateReqInput) -> None:
-    """As `check_penalties`, for /generate."""
-    for of_prompt in _sampling_params_of(obj):
-        _check_penalties(of_prompt, of_prompt.get("max_new_tokens"))
-
-
-def _sampling_params_of(obj: GenerateReqInput) -> list[dict[str, Any]]:
-    params: Any = obj.sampling_params or {}
+def _sampling_options(request: Any, max_tokens: int | None) -> list[dict[str, Any]]:
+    """One set for the OpenAI routes; one for all or one per prompt of /generate."""
+    if isinstance(request, BaseModel):
+        return [{**{name: getattr(request, name) for name in request.model_fields_set}, "max_new_tokens": max_tokens}]
+    params: Any = request.sampling_params or {}
     return params if isinstance(params, list) else [params]
-
-
-def _check_penalties(given: Mapping[str, Any], max_tokens: int | None) -> None:
-    if (found := _penalties(given)) and isinstance(max_tokens, int) and max_tokens <= 1:
-        values = ", ".join(f"{name} is {given[name]}" for name in found)
-        raise BadRequestError(
-            f"{values}: penalties are for tokens that an answer has already, and this answer is one: leave them out"
-        )
 
 
 def _penalties(given: Mapping[str, Any]) -> list[str]:
@@ -238,11 +235,10 @@ def check_label_request(request: BaseModel, max_tokens: int | None) -> None:
 
 def check_generate_label_request(obj: GenerateReqInput) -> None:
     """As `check_label_request`, for /generate, whose options are in `sampling_params`."""
-    for of_prompt in _sampling_params_of(obj):
+    for options in _sampling_options(obj, None):
         names = ("n", "regex", "json_schema", "ebnf", "logit_bias")
-        given = [name for name in names if of_prompt.get(name) not in (None, 1)]
-        given += _penalties(of_prompt)
-        _refuse("max_new_tokens", of_prompt.get("max_new_tokens"), given)
+        given = [name for name in names if options.get(name) not in (None, 1)]
+        _refuse("max_new_tokens", options.get("max_new_tokens"), given + _penalties(options))
 
 
 def _refuse(length_field: str, max_tokens: Any, contradicting: list[str]) -> None:

@@ -186,7 +186,7 @@ class PrefillRoutes:
         reply = self._reply_options(obj, answers is not None)
         attach_parts(obj, await self.cuts.of_generate(obj))
         if answers is None:
-            protocol.check_generate_penalties(obj)
+            protocol.check_penalties(obj, None)
             protocol.pass_generate_deadline(obj)
             return await self._stock["/generate"](obj, request)
         check_lists_against_prompts(obj)

@@ -98,7 +98,6 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             request_checks.check_lists_against_prompts(obj)
             if isinstance(obj.session_params, dict):
                 request_checks.check_session(obj.session_params)
-            self._check_internal_fields(obj)
             request_checks.check_metric_labels(
                 obj.custom_labels or {}, self.server_args.tokenizer_metrics_allowed_custom_labels or ()
             )
@@ -109,7 +108,11 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self._check_sampling_params(obj)
         caller = await self.caller_of(request)
         if caller.is_background:
-            self._check_background()
+            if not self.prefill_config.has_policy:
+                raise BadRequestError(
+                    f"{custom_params.BACKGROUND_HEADER} or {custom_params.BACKGROUND_FIELD} is set, and this server runs SGLang's"
+                    " own scheduler, which has no background jobs: leave it out, or start the server without --scheduling stock"
+                )
             obj.sampling_params = custom_params.for_each(obj.sampling_params, custom_params.mark_background)
         put = functools.partial(custom_params.put_ours, ours=self._params_of_caller(caller, obj))
         obj.sampling_params = custom_params.for_each(obj.sampling_params, put)
@@ -288,13 +291,6 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 if any(one is not None for one in (value if isinstance(value, list) else [value])):
                     raise BadRequestError(f"the request holds {name}, and this server's model takes text only")
 
-    def _check_background(self) -> None:
-        if not self.prefill_config.has_policy:
-            raise BadRequestError(
-                f"{custom_params.BACKGROUND_HEADER} or {custom_params.BACKGROUND_FIELD} is set, and this server runs SGLang's own"
-                " scheduler, which has no background jobs: leave it out, or start the server without --scheduling stock"
-            )
-
     def abort_request(self, rid: str | list[str] = "", abort_all: bool = False) -> None:
         """Aborts requests with exactly this id: a client's of a batch or prompt, or an internal one.
 
@@ -345,16 +341,14 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             raise fastapi.HTTPException(status_code=reason["status_code"], detail=reason["message"])
         return await super()._handle_abort_finish_reason(out, state, is_stream)  # type: ignore[no-any-return]
 
-    def _check_internal_fields(self, obj: GenerateReqInput) -> None:
+    def _check_embeddings(self, obj: GenerateReqInput) -> None:
         overrides = obj.positional_embed_overrides
         for override in overrides if isinstance(overrides, list) else [overrides]:
             if override is not None and not isinstance(override, PositionalEmbeds):
                 raise BadRequestError(
                     "positional_embed_overrides is an internal field: use the embed overrides of /v1/score"
                 )
-
-    def _check_embeddings(self, obj: GenerateReqInput) -> None:
-        if self.packs_weights and (obj.input_embeds is not None or obj.positional_embed_overrides is not None):
+        if self.packs_weights and (obj.input_embeds is not None or overrides is not None):
             raise BadRequestError(
                 "input_embeds and embed overrides need SGLang's own layers, and this server computes prompts of token ids"
                 " with packed weights: start it with --hybrid-prefill off"
