@@ -102,7 +102,7 @@ def _prompt_of(given: Any, where: str) -> PartedPrompt:
                 f'{name}.keep is {keep!r}: it must be true (all of it is kept), "start", "end" or "middle" (the side that is'
                 " kept)"
             )
-        spans.append(Span(start, start + len(part["text"]), keep))
+        spans.append(Span(start, start + len(part["text"]), keep))  # type: ignore[arg-type]
         start = spans[-1].end
     if start == 0:
         what = "is empty" if not given else "holds no text"
