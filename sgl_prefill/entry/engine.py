@@ -15,11 +15,10 @@ from sgl_prefill.entry import activation, fingerprints, prefork, processes
 from sgl_prefill.errors import BadRequestError, ConfigurationError, SeamError
 from sgl_prefill.http.cut_requests import CutRequests
 from sgl_prefill.http.label_scoring import AllowedAnswers, LabelScorer
-from sgl_prefill.http.parted_requests import note
+from sgl_prefill.http.parted_requests import attach_parts
 from sgl_prefill.http.protocol import LabelGenerateReqInput
 from sgl_prefill.http.protocol import allowed_answers as answers_of
-from sgl_prefill.http.reply_options import ReplyOptions, check_alternatives
-from sgl_prefill.http.scored_prompt import ScoredPrompt
+from sgl_prefill.http.scored_prompt import ReplyOptions, ScoredPrompt, check_alternatives
 from sgl_prefill.startup import arguments, calibrations, examine
 from sgl_prefill.startup.device import this_device
 
@@ -89,7 +88,7 @@ class Engine(StockEngine):  # type: ignore[misc]
     async def _score(
         self, obj: LabelGenerateReqInput, answers: AllowedAnswers, reply: ReplyOptions
     ) -> list[ScoredPrompt]:
-        note(obj, await self._cuts.of_generate(obj))
+        attach_parts(obj, await self._cuts.of_generate(obj))
         return await self._label_scorer.score(obj, answers, reply=reply)
 
     @functools.cached_property

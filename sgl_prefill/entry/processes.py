@@ -183,7 +183,7 @@ def execute_warmup(config: PrefillConfig, server_args: ServerArgs) -> bool:
     from sglang.srt.entrypoints import http_server
     from sglang.srt.managers.tokenizer_manager import ServerStatus
 
-    from sgl_prefill.http import shared_prefix
+    from sgl_prefill.http import conversations
 
     manager = http_server._global_state.tokenizer_manager
     route = "/generate" if manager.is_generation else "/encode"
@@ -201,7 +201,7 @@ def execute_warmup(config: PrefillConfig, server_args: ServerArgs) -> bool:
         session.post(server_args.url() + route, json=body, timeout=WARM_UP_TIMEOUT_S).raise_for_status()
         if config.shared_prefix is not None:
             text = Path(config.shared_prefix).read_text(encoding="utf-8")
-            shared = shared_prefix.share(manager, http_server.app.state.openai_serving_chat, text)
+            shared = conversations.share_system_prompt(manager, http_server.app.state.openai_serving_chat, text)
             asyncio.run_coroutine_threadsafe(shared, manager.event_loop).result(WARM_UP_TIMEOUT_S)
     except requests.RequestException as error:
         _end_all(f"sgl_prefill: cannot start\nthe warm-up request failed: {error}\n", 1)

@@ -1,16 +1,19 @@
-"""Conversations: checks before a chat template is rendered, and rendering of long ones in another thread."""
+"""Chat templates: checks before one is rendered, rendering of long chats in another thread, and the shared system prompt."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
 import copy
+import os.path
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from sgl_prefill.errors import BadRequestError
-from sgl_prefill.http.text_limit import OFF_LOOP_CHARACTERS
+from jinja2 import TemplateError
+
+from sgl_prefill.errors import BadRequestError, ConfigurationError
+from sgl_prefill.http.request_checks import OFF_LOOP_CHARACTERS
 
 if TYPE_CHECKING:
     import fastapi
@@ -23,11 +26,11 @@ PART_CHARACTERS = 40  # a template's work for a message or a part of one, in cha
 FEWEST_PARTS = 4_096  # lower bound of the limit on messages and parts
 # In JSON, a quote within a client's text is escaped, so these count only keys.
 ROLE, TYPE = b'"role"', b'"type"'
-_filled: contextvars.ContextVar[Future[Any] | None] = contextvars.ContextVar("filled_template", default=None)
+_rendered: contextvars.ContextVar[Future[Any] | None] = contextvars.ContextVar("rendered_template", default=None)
 
 
 def check_size(body: bytes, longest_input_tokens: int) -> None:
-    """Raise BadRequestError for a JSON body with more parts than the server takes tokens, before it is parsed."""
+    """Raises BadRequestError for a JSON body with more parts than the server takes tokens, before it is parsed."""
     most = max(longest_input_tokens, FEWEST_PARTS)
     for name, things in ((ROLE, "messages"), (TYPE, "parts and tools")):
         if (n := body.count(name)) > most:
@@ -38,12 +41,12 @@ def check_size(body: bytes, longest_input_tokens: int) -> None:
 
 
 def check(request: ChatCompletionRequest, longest_input_tokens: int) -> None:
-    """Raise BadRequestError for a conversation that must not be rendered."""
+    """Raises BadRequestError for a conversation that must not be rendered."""
     messages = request.messages
     if "chat_template" in (request.chat_template_kwargs or {}):
         raise BadRequestError(
-            "chat_template_kwargs holds chat_template, and a template is a program that all others would wait for: leave it"
-            " out, or start the server with --chat-template"
+            "chat_template_kwargs holds chat_template, and a template is a program that could block all other requests: leave"
+            " it out, or start the server with --chat-template"
         )
     if len(messages) > (most := max(longest_input_tokens, FEWEST_PARTS)):
         raise BadRequestError(f"the request holds {len(messages)} messages, and this server takes at most {most}")
@@ -56,61 +59,63 @@ def check(request: ChatCompletionRequest, longest_input_tokens: int) -> None:
 def around_process_messages(
     original: Callable[..., Any], serving: Any, request: ChatCompletionRequest, *arguments: Any, **options: Any
 ) -> Any:
-    """Hook on every route that renders a chat template: runs `check`, and returns what `fill_beside` or `fill_with` prepared."""
-    filled = _filled.get()
-    if filled is not None and filled.done():
-        return filled.result()
+    """Hook on every route that renders a chat template: runs `check`; uses the result of `render_long_chat` or `use_rendered`."""
+    rendered = _rendered.get()
+    if rendered is not None and rendered.done():
+        return rendered.result()
     try:
         check(request, serving.tokenizer_manager.longest_input_tokens)
         result = original(serving, request, *arguments, **options)
     except Exception as error:
-        if filled is not None:
-            filled.set_exception(error)
+        if rendered is not None:
+            rendered.set_exception(error)
         raise
-    if filled is not None:
-        filled.set_result(result)
+    if rendered is not None:
+        rendered.set_result(result)
     return result
 
 
-async def fill_beside(
+async def render_long_chat(
     serving: OpenAIServingBase, request: ChatCompletionRequest, raw_request: fastapi.Request | None
 ) -> None:
     """Renders and tokenises a long conversation in another thread, for the next conversion by `serving` in this request."""
-    _filled.set(None)  # the task may have rendered another conversation before
+    _rendered.set(None)  # the task may have rendered another conversation before
     if work_characters(request) < OFF_LOOP_CHARACTERS:
         return
     manager: PrefillTokenizerManager = serving.tokenizer_manager
-    _filled.set(Future())
+    _rendered.set(Future())
     context = contextvars.copy_context()
 
     def convert(twin: PrefillTokenizerManager) -> None:
-        beside = copy.copy(serving)
-        beside.tokenizer_manager = twin
+        in_thread = copy.copy(serving)
+        in_thread.tokenizer_manager = twin
         with contextlib.suppress(Exception):  # the next conversion raises it too
-            context.run(beside._convert_to_internal_request, request, raw_request)
+            context.run(in_thread._convert_to_internal_request, request, raw_request)
 
-    await manager.run_beside(convert)
+    await manager.run_in_thread(convert)
 
 
-def fill_with(result: Any) -> None:
+def use_rendered(result: Any) -> None:
     """Makes the next conversion in this request take `result` as its rendered template."""
-    filled: Future[Any] = Future()
-    filled.set_result(result)
-    _filled.set(filled)
+    rendered: Future[Any] = Future()
+    rendered.set_result(result)
+    _rendered.set(rendered)
 
 
-def fill_in_thread(serving: Any, request: ChatCompletionRequest, raw_request: fastapi.Request | None) -> Any:
-    """Returns SGLang's rendered conversation, for `fill_with`. For a thread beside the event loop: `serving` must have a
-    tokenizer of its own. Raises the errors of the template and of SGLang."""
-    filled = Future[Any]()
+def render_in_thread(serving: Any, request: ChatCompletionRequest, raw_request: fastapi.Request | None) -> Any:
+    """Returns SGLang's rendered conversation, for `use_rendered`. Raises the errors of the template and of SGLang.
+
+    serving: with a tokenizer of this thread.
+    """
+    rendered = Future[Any]()
     context = contextvars.copy_context()
-    context.run(_filled.set, filled)
+    context.run(_rendered.set, rendered)
     try:
         context.run(serving._convert_to_internal_request, request, raw_request)
-    except Exception:  # also in `filled`, if the template raised it
-        if not filled.done():
+    except Exception:  # also in `rendered`, if the template raised it
+        if not rendered.done():
             raise
-    return filled.result()
+    return rendered.result()
 
 
 def work_characters(request: ChatCompletionRequest) -> int:
@@ -128,3 +133,32 @@ def texts_of(request: ChatCompletionRequest) -> Iterator[str]:
         for part in content if isinstance(content, list) else []:
             if isinstance(text := getattr(part, "text", None), str):
                 yield text
+
+
+async def share_system_prompt(manager: PrefillTokenizerManager, serving_chat: Any, text: str) -> None:
+    """Computes `--shared-prefix` at start, so that hits on it reveal no tenant's requests: as the beginning of a text and, if the
+    model has a chat template, of a chat. Raises ConfigurationError if the prefix cache cannot hold it."""
+    prefixes = [manager.tokenizer.encode(text), _common_chat_prefix(manager, serving_chat, text)]
+    for tokens in filter(None, prefixes):
+        result = await manager.share_prefix(tokens)
+        if result.get("evicted_tokens"):
+            raise ConfigurationError(
+                f"--shared-prefix has {len(tokens)} tokens, and the prefix cache can hold {result['kept_tokens']}: shorten it, or"
+                " give the server more memory"
+            )
+
+
+def _common_chat_prefix(manager: PrefillTokenizerManager, serving_chat: Any, text: str) -> list[int]:
+    """The tokens that all chats with this system prompt begin with; empty if the template takes no system prompt."""
+    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+
+    rendered = []
+    for user_text in ("a", "1, 2"):
+        messages = [{"role": "system", "content": text}, {"role": "user", "content": user_text}]
+        chat = ChatCompletionRequest(model="default", messages=messages, max_tokens=1)
+        try:
+            obj, _ = serving_chat._convert_to_internal_request(chat, None)
+        except (ValueError, TemplateError):  # no chats, or none with a system prompt
+            return []
+        rendered.append(list(obj.input_ids if obj.input_ids is not None else manager.tokenizer.encode(obj.text)))
+    return list(os.path.commonprefix(rendered))

@@ -1,23 +1,33 @@
-"""What the routes do with requests that say how they may be cut: tokens in the place of texts, and what became of each part."""
+"""Cutting of long prompts on the routes: replaces texts by tokens that fit, and adds `prompt_parts` to replies."""
 
 from __future__ import annotations
 
 import bisect
 import copy
 import functools
-import time
-import uuid
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
-import orjson
 from fastapi.encoders import jsonable_encoder
 from fastapi.responses import ORJSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
 
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.http import conversations
-from sgl_prefill.http.parted_requests import CUT, SHOWN, Limit, PartCutter, check_nothing_asked, is_batch, shown
+from sgl_prefill.http.parted_requests import (
+    CUT,
+    SHOWN,
+    CutPrompt,
+    Limit,
+    PartedPrompt,
+    PartTokenizer,
+    check_no_cut_options,
+    cut_prompt,
+    is_batch,
+    limit_of,
+    prompts_of,
+)
+from sgl_prefill.http.scored_prompt import envelope, event_of
 
 if TYPE_CHECKING:
     import fastapi
@@ -33,37 +43,61 @@ class CutRequests:
 
     def __init__(self, manager: PrefillTokenizerManager) -> None:
         self._manager = manager
-        self.cutter = PartCutter(manager)
+        self._tokenizer: PartTokenizer | None = None  # used in the thread for long texts only
 
     async def of_completion(self, serving: Any, request: LabelCompletionRequest) -> PartsOfPrompts:
-        """Puts tokens that fit into `prompt`, where `prompt_parts` is given. Returns what became of the parts of each prompt."""
+        """Cuts `prompt_parts` and sets `prompt` to the tokens. Returns the reply's `prompt_parts` of each prompt."""
         if request.prompt_parts is None:
-            check_nothing_asked(request, "give prompt_parts in the place of prompt")
+            check_no_cut_options(request, "give prompt_parts in the place of prompt")
             return None
         if serving.template_manager.completion_template_name is not None:
             raise BadRequestError(
                 "prompt_parts cannot be combined with the --completion-template of this server: give prompt"
             )
-        found = await self.cutter.prompts(request)
-        ids = [one.token_ids for one in found]
-        request.prompt = ids if is_batch(request.prompt_parts) else ids[0]
-        return [shown(one) for one in found]
+        request.prompt, parts = await self._cut(request)
+        return parts
 
     async def of_generate(self, obj: LabelGenerateReqInput) -> PartsOfPrompts:
-        """Does the same for `input_ids` of /generate, whose replies show the parts in `meta_info`."""
+        """As `of_completion`, for `input_ids` of /generate."""
         if obj.prompt_parts is None:
-            check_nothing_asked(obj, "give prompt_parts in the place of text")
+            check_no_cut_options(obj, "give prompt_parts in the place of text")
             return None
         for name in ("text", "input_ids", "input_embeds"):
             if getattr(obj, name) is not None:
                 raise BadRequestError(f"{name} and prompt_parts are both given: give the prompt once")
-        found = await self.cutter.prompts(obj)
+        obj.input_ids, parts = await self._cut(obj)
+        return parts
+
+    async def _cut(self, request: Any) -> tuple[Any, PartsOfPrompts]:
+        self._check_has_tokenizer("prompt_parts")
+        limit, given = limit_of(request, self._manager.longest_input_tokens), request.prompt_parts
+        prompts = prompts_of(given)
+        self._manager.check_count(len(prompts))
+        for name, prompt in prompts.items():
+            self._manager.check_text(prompt.text, name, may_be_cut=limit.cuts)
+        found = []
+        for name, prompt in prompts.items():
+            work = functools.partial(self._cut_one, prompt=prompt, limit=limit, name=name)
+            found.append(await self._manager.run_in_thread(work))
         ids = [one.token_ids for one in found]
-        obj.input_ids = ids if is_batch(obj.prompt_parts) else ids[0]
-        return [shown(one) for one in found]
+        parts = [[part._asdict() for part in one.cut.parts] for one in found]
+        return ids if is_batch(given) else ids[0], parts
+
+    def _cut_one(self, twin: PrefillTokenizerManager, *, prompt: PartedPrompt, limit: Limit, name: str) -> CutPrompt:
+        """Runs in the thread for long texts. twin: the copy of the tokenizer manager in it."""
+        if self._tokenizer is None:
+            self._tokenizer = PartTokenizer(twin.tokenizer)
+        return cut_prompt(self._tokenizer.encode(prompt.text), prompt.spans, limit, name)
+
+    def _check_has_tokenizer(self, field: str) -> None:
+        if self._manager.tokenizer is None:
+            raise BadRequestError(
+                f"this server runs without a tokenizer, and {field} is for texts: send the prompt as token ids, at most"
+                f" {self._manager.longest_input_tokens}"
+            )
 
     def check_texts_of_chat(self, request: LabelChatCompletionRequest) -> None:
-        """Raises BadRequestError before a template is filled with what cannot fit."""
+        """Refuses texts that cannot fit before a template is rendered."""
         may_be_cut = bool(request.marks) and request.on_overflow == CUT
         for text in conversations.texts_of(request):
             self._manager.check_text(text, "a message", may_be_cut=may_be_cut)
@@ -71,26 +105,26 @@ class CutRequests:
     async def of_chat(
         self, serving: Any, request: LabelChatCompletionRequest, raw_request: fastapi.Request | None
     ) -> PartsOfPrompts:
-        """Fills the template of a conversation for the conversion that comes next; where parts are marked, cut to fit."""
+        """Renders a long or marked conversation for SGLang's next conversion, without the messages that do not fit."""
         if request.prompt_parts is not None:
             raise BadRequestError(
                 'prompt_parts is for prompts, and a chat has messages: mark messages that may be dropped with "keep": false'
             )
         if not request.marks:
-            check_nothing_asked(request, 'mark messages that may be dropped with "keep": false')
-            await conversations.fill_beside(serving, request, raw_request)
+            check_no_cut_options(request, 'mark messages that may be dropped with "keep": false')
+            await conversations.render_long_chat(serving, request, raw_request)
             return None
-        self.cutter.check_has_tokenizer("keep")
+        self._check_has_tokenizer("keep")
         name = f"messages[{request.marks[0].message}].keep"
         for field in ("input_ids", "continue_final_message"):
             if getattr(request, field):
                 raise BadRequestError(f"{field} cannot be combined with {name}: leave one of them out")
         if self._manager.model_config.is_multimodal:
             raise BadRequestError(f"{name} is for texts, and this server's model takes images: leave keep out")
-        limit = self.cutter.limit_of(request)
+        limit = limit_of(request, self._manager.longest_input_tokens)
         work = functools.partial(_without_messages, serving, request, raw_request, limit)
-        result, n_dropped = await self._manager.run_beside(work)
-        conversations.fill_with(result)
+        result, n_dropped = await self._manager.run_in_thread(work)
+        conversations.use_rendered(result)
         dropped = _droppable(request)[:n_dropped]
         return [[{"message": mark.message, "dropped": mark.message in dropped} for mark in request.marks]]
 
@@ -106,29 +140,30 @@ def _without_messages(
     limit: Limit,
     twin: PrefillTokenizerManager,
 ) -> tuple[Any, int]:
-    """Fills the template without the fewest of the oldest messages that may be dropped, so that the prompt fits.
+    """Drops as few as possible of the oldest messages that may be dropped, so that the prompt fits.
 
-    Returns SGLang's result of the template, and how many were dropped. Runs in the thread of `run_beside`; twin: its manager.
+    Returns SGLang's rendered template, and the number of dropped messages. Runs in the thread for long texts; twin: the copy of
+    the tokenizer manager in it.
     """
-    beside = copy.copy(serving)
-    beside.tokenizer_manager = twin
+    in_thread = copy.copy(serving)
+    in_thread.tokenizer_manager = twin
     droppable = _droppable(request)
 
     @functools.cache
-    def filled(n_dropped: int) -> Any:
+    def rendered(n_dropped: int) -> Any:
         dropped = set(droppable[:n_dropped])
         messages = [message for index, message in enumerate(request.messages) if index not in dropped]
         left = request.model_copy(update={"messages": messages})
-        return conversations.fill_in_thread(beside, left, raw_request)
+        return conversations.render_in_thread(in_thread, left, raw_request)
 
     def n_tokens(n_dropped: int) -> int:
-        result = filled(n_dropped)
+        result = rendered(n_dropped)
         if not isinstance(result.prompt_ids, list):
             result.prompt_ids = twin.tokenizer.encode(result.prompt_ids)
         return len(result.prompt_ids)
 
     if n_tokens(0) <= limit.tokens:
-        return filled(0), 0
+        return rendered(0), 0
     if not limit.cuts:
         raise BadRequestError(
             f"messages: the prompt has {n_tokens(0)} tokens, and {limit.name} at most {limit.tokens}: shorten it, or send"
@@ -141,32 +176,21 @@ def _without_messages(
             ' them with "keep": false'
         )
     n_dropped = bisect.bisect_left(range(len(droppable)), True, lo=1, key=lambda count: n_tokens(count) <= limit.tokens)
-    return filled(n_dropped), n_dropped
+    return rendered(n_dropped), n_dropped
 
 
 def with_parts(reply: Any, request: Any, parts: PartsOfPrompts) -> Any:
-    """Puts what became of the parts beside the choices of a reply of SGLang's; of a stream, into a chunk before all others."""
+    """Adds `prompt_parts` beside the choices of SGLang's reply; in a stream as the first chunk."""
     if parts is None:
         return reply
-    told = {SHOWN: parts if is_batch(request.prompt_parts or []) else parts[0]}
+    shown = {SHOWN: parts if is_batch(request.prompt_parts or []) else parts[0]}
     if isinstance(reply, BaseModel):
-        return ORJSONResponse({**jsonable_encoder(reply), **told})
+        return ORJSONResponse({**jsonable_encoder(reply), **shown})
     if isinstance(reply, StreamingResponse) and reply.status_code < 400:
-        reply.body_iterator = _after(_chunk(request, told), reply.body_iterator)
+        first = event_of({**envelope(request, is_chunk=True), "choices": [], **shown})
+        reply.body_iterator = _after(first, reply.body_iterator)
     assert isinstance(reply, Response)
     return reply
-
-
-def _chunk(request: Any, told: dict[str, Any]) -> bytes:
-    is_chat = hasattr(request, "messages")
-    envelope = {
-        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
-        "object": "chat.completion.chunk" if is_chat else "text_completion",
-        "created": int(time.time()),
-        "model": request.model,
-        "choices": [],
-    }
-    return b"data: " + orjson.dumps({**envelope, **told}) + b"\n\n"
 
 
 async def _after(first: bytes, stream: Any) -> AsyncIterator[Any]:

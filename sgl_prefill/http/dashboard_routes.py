@@ -1,6 +1,6 @@
-"""Routes of `/dashboard`: the page, and the stream of snapshots that it shows.
+"""Routes of `/dashboard` (the page, and its stream of snapshots) and `/scheduler/decisions`.
 
-All open pages share one request to the schedulers at a time; while no page is open none is sent.
+All open pages share one request to the schedulers at a time. None is sent while no page is open.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 from fastapi import FastAPI
@@ -23,36 +23,35 @@ from sglang.srt.managers.io_struct import GetInternalStateReq
 
 from sgl_prefill import dashboard as dashboard_files
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.errors import BadRequestError
+from sgl_prefill.errors import BadRequestError, NotFoundError
 from sgl_prefill.http.shutdown import Ending
-from sgl_prefill.port.dashboard.watch import NAME
+from sgl_prefill.port.dashboard.watch import DECISIONS_NAME, NAME
+from sgl_prefill.port.steps.recent import N_STEPS
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
 
-PATH, EVENTS_PATH = "/dashboard", "/dashboard/events"
-MOST_PER_S = 5
+PATH, EVENTS_PATH, DECISIONS_PATH = "/dashboard", "/dashboard/events", "/scheduler/decisions"
+MOST_PER_S = 5  # snapshots
 PART_OF_TIME = 0.005  # largest share of the scheduler's time for snapshots
-LONGEST_PAUSE_S = 5.0  # between two snapshots, however long one takes
-LOOK_S = 1.0  # between two looks whether the server is shutting down
+LONGEST_PAUSE_S = 5.0  # between two snapshots
+LOOK_S = 1.0  # between two checks for shutdown
 FILES = Path(dashboard_files.__file__).parent
 SCRIPTS = ("vendor/uPlot.iife.min.js", "vendor/d3-hierarchy.min.js", "page.js")
 STYLES = ("vendor/uPlot.min.css", "page.css")
 
 
 class Page(NamedTuple):
-    """The page with its styles and scripts in one file."""
-
-    html: bytes
-    policy: str  # Content-Security-Policy: these scripts and styles run, no other, and no other host is asked
+    html: bytes  # with styles and scripts
+    policy: str  # Content-Security-Policy: only these scripts and styles, no other host
 
 
 @functools.cache
 def page() -> Page:
     scripts, styles = "\n".join(map(_text, SCRIPTS)), "\n".join(map(_text, STYLES))
-    assert "</script" not in scripts, "a script would end there"
+    assert "</script" not in scripts, "it would end the script element"
     html = _text("page.html").replace("/*STYLES*/", styles).replace("/*SCRIPTS*/", scripts)
     policy = (
         f"default-src 'none'; script-src {_hash(scripts)}; style-src {_hash(styles)}; connect-src 'self'; img-src data:;"
@@ -70,7 +69,7 @@ def _hash(content: str) -> str:
 
 
 class Feed:
-    """Snapshots for all open pages. manager: returns SGLang's tokenizer manager, which is made after this."""
+    """Snapshots for all open pages. manager: returns SGLang's tokenizer manager, which is created later."""
 
     def __init__(
         self,
@@ -83,51 +82,43 @@ class Feed:
         self._periods_s: list[float] = []  # of each open page
         self._latest = b""
         self._new = asyncio.Event()  # replaced with each snapshot
-        self._is_asking = False  # an answer is awaited; else nothing until the next question
-        self._asking: asyncio.Task[None] | None = None
+        self._is_waiting = False  # for a scheduler's answer
+        self._polling: asyncio.Task[None] | None = None
 
     async def events(self, per_s: int) -> AsyncGenerator[bytes, None]:
         """Yields snapshots as server-sent events until the server ends."""
         period_s = 1 / per_s
         self._periods_s.append(period_s)
         try:
-            if self._asking is None or self._asking.done():
+            if self._polling is None or self._polling.done():
                 self._latest = b""
-                self._asking = asyncio.create_task(self._ask_on())
+                self._polling = asyncio.create_task(self._poll())
             elif self._latest:
                 yield b"data: " + self._latest + b"\n\n"  # the next may be seconds away
             while self._ending.reason is None:
-                if await self._comes(self._new):
+                if await _is_set(self._new):
                     sent_s = time.monotonic()
                     yield b"data: " + self._latest + b"\n\n"
                     await asyncio.sleep(0.9 * period_s - (time.monotonic() - sent_s))
-                elif self._asking.done():
-                    self._asking.result()  # raises what it has failed at
+                elif self._polling.done():
+                    self._polling.result()  # raises its error
                 else:
-                    yield b": a step computes\n\n" if self._is_asking else b": the next snapshot is not due\n\n"
+                    yield b": a step computes\n\n" if self._is_waiting else b": the next snapshot is not due\n\n"
         finally:
             self._periods_s.remove(period_s)
 
-    @staticmethod
-    async def _comes(new: asyncio.Event) -> bool:
-        try:
-            await asyncio.wait_for(new.wait(), LOOK_S)
-        except TimeoutError:
-            return False
-        return True
-
-    async def _ask_on(self) -> None:
-        """Asks while a page is open. Must not be cancelled: SGLang would give its next request the answer of this one."""
+    async def _poll(self) -> None:
+        """Requests snapshots while a page is open. Must not be cancelled: SGLang's next request would get this one's answer."""
         while self._periods_s and self._ending.reason is None:
             began_s = time.monotonic()
-            self._is_asking = True
-            took_ms = await self._ask()
-            self._is_asking = False
+            self._is_waiting = True
+            took_ms = await self._snapshot()
+            self._is_waiting = False
             rest_s = min(took_ms / 1000 / PART_OF_TIME, LONGEST_PAUSE_S)
             pause_s = max(min(self._periods_s, default=0.0), rest_s)
             await asyncio.sleep(pause_s - (time.monotonic() - began_s))
 
-    async def _ask(self) -> float:
+    async def _snapshot(self) -> float:
         """Makes one snapshot. Returns the milliseconds that the slowest scheduler spent on it."""
         manager = self._manager()
         manager.auto_create_handle_loop()
@@ -142,6 +133,15 @@ class Feed:
         before, self._new = self._new, asyncio.Event()
         before.set()
         return max((float(engine["took_ms"]) for engine in engines), default=0.0)
+
+
+async def _is_set(event: asyncio.Event) -> bool:
+    """Waits at most LOOK_S."""
+    try:
+        await asyncio.wait_for(event.wait(), LOOK_S)
+    except TimeoutError:
+        return False
+    return True
 
 
 def add_routes(app: FastAPI, feed: Feed) -> None:
@@ -169,16 +169,20 @@ def _page_response(status: HTTPStatus) -> Response:
 
 
 class AskForKey:
-    """ASGI middleware around SGLang's check of API keys: a 401 for the page gets the page as its body, which asks for the key.
+    """ASGI middleware around SGLang's check of API keys: the body of a 401 for `/dashboard` is the page, which asks for the key.
 
-    A browser cannot send a key with an address. The page holds nothing about this server. All other requests pass.
+    A browser cannot send a key with an address. The page itself holds no data of this server.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "GET" or _path(scope) != PATH:
+        if (
+            scope["type"] != "http"
+            or scope["method"] != "GET"
+            or scope["path"].removeprefix(scope.get("root_path", "")) != PATH
+        ):
             await self._app(scope, receive, send)
             return
         is_refused = False
@@ -195,6 +199,23 @@ class AskForKey:
             await _page_response(HTTPStatus.UNAUTHORIZED)(scope, receive, send)
 
 
-def _path(scope: Scope) -> str:
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
+def add_decisions_route(app: FastAPI, config: PrefillConfig, manager: Callable[[], PrefillTokenizerManager]) -> None:
+    """The requests of the last steps, one JSON object a line. manager: called per request, since SGLang creates it later."""
+
+    @app.get(DECISIONS_PATH)
+    async def show_decisions(last: str = "200") -> Any:
+        if not (last.isascii() and last.isdigit() and len(last) < 6 and 1 <= int(last) <= N_STEPS):
+            raise BadRequestError(
+                f"last is {last[:20]!r}: it must be a number from 1 to {N_STEPS}, the steps that a server keeps;"
+                " --request-log FILE records all requests"
+            )
+        if not config.has_policy:
+            raise NotFoundError(
+                "this server runs with --scheduling stock, where SGLang's own scheduler decides: start it with another"
+                " --scheduling"
+            )
+        found = manager()
+        found.auto_create_handle_loop()
+        replies = await found.get_internal_state_communicator(GetInternalStateReq(rid=DECISIONS_NAME))
+        lines = [line for reply in replies for line in reply.internal_state[DECISIONS_NAME].splitlines(keepends=True)]
+        return Response("".join(lines[-int(last) :]), media_type="application/x-ndjson")

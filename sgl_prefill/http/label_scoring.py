@@ -1,7 +1,7 @@
 """Label scoring (PrefillOnly, section 2.3): the probabilities of a few allowed answers in one prefill.
 
 A scoring request runs with `max_new_tokens=0` and `token_ids_logprob`, SGLang's prefill-only path: no sampling, one
-log-softmax row. The prompts were rendered by SGLang's own routes.
+log-softmax row. SGLang's own routes render the prompts.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import fastapi
 
+from sgl_prefill.core import long_labels
 from sgl_prefill.core.answer_tree import Tokens
 from sgl_prefill.core.labels import (
     CONTEXT_CHARACTERS,
@@ -25,20 +26,10 @@ from sgl_prefill.core.labels import (
     resolve_in_context,
     tokens_in_context,
 )
-from sgl_prefill.core.long_labels import (
-    END_TOKEN,
-    MOST_FORM_TOKENS,
-    AnswerOptions,
-    ScoredLabels,
-    check_tokens,
-    ways_to_end,
-)
-from sgl_prefill.core.long_labels import score as score_forms
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.http.long_label_requests import TreeRequests
-from sgl_prefill.http.reply_options import PLAIN, ReplyOptions
 from sgl_prefill.http.request_checks import MOST_LABELS, check_ids_in_vocabulary, count_prompts
-from sgl_prefill.http.scored_prompt import ScoredPrompt, scored_of, with_reply
+from sgl_prefill.http.scored_prompt import PLAIN, ReplyOptions, ScoredPrompt, scored_of, with_reply
 from sgl_prefill.port.steps import custom_params
 
 if TYPE_CHECKING:
@@ -46,17 +37,16 @@ if TYPE_CHECKING:
 
     from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
 
-# The look-up of a label after one end of a prompt takes some 30 microseconds, so the limit is a second of one core.
+# Looking up a label after one end of a prompt takes some 30 microseconds: at most one second of one core.
 MOST_RESOLUTIONS = 30_000
-SLICE = 500  # labels; then other requests' look-ups have their turn
+SLICE = 500  # labels per task of the look-up thread, so that requests take turns
 MOST_LABEL_CHARACTERS = 1_000
-LEAST_LEFT_MS = 1e-3  # deadline of a request that is late already: the scheduler refuses it
-
-ANYWHERE = ""  # stands for all ends of prompts in the look-ups of token ids
+LEAST_LEFT_MS = 1e-3  # deadline of a request that is already late: the scheduler refuses it
+ANYWHERE = ""  # key of labels given as token ids, the same after every prompt
 
 T = TypeVar("T")
 _End = str | tuple[int, ...]  # of a prompt
-_Asked = tuple[str, tuple[str, ...] | tuple[int, ...], bool]  # tenant, labels, whether they may have several tokens
+_LookUp = tuple[str, tuple[str, ...] | tuple[int, ...], bool]  # tenant, labels, whether they may have several tokens
 
 
 class AllowedAnswers(NamedTuple):
@@ -64,7 +54,7 @@ class AllowedAnswers(NamedTuple):
 
     tokens: list[str] | None  # as text, resolved after each prompt
     token_ids: list[int] | None  # as ids, the same after every prompt
-    long: AnswerOptions | None = None  # as texts of any length, resolved after each prompt
+    long: long_labels.AnswerOptions | None = None  # as texts of any length, resolved after each prompt
 
     @property
     def field(self) -> str:
@@ -78,7 +68,7 @@ class AllowedAnswers(NamedTuple):
         forms = {label.name: sorted(label.forms) for label in self.long.labels if label.forms != (label.name,)}
         found = {
             "normalise": self.long.normalise if self.long.normalise != "sum" else None,
-            "answer_end": END_TOKEN if self.long.ends_with_token else self.long.end_text,
+            "answer_end": long_labels.END_TOKEN if self.long.ends_with_token else self.long.end_text,
             "forms": forms,
         }
         return {name: value for name, value in found.items() if value}
@@ -89,15 +79,15 @@ class LabelScorer:
 
     def __init__(self, tokenizer_manager: PrefillTokenizerManager) -> None:
         self._manager = tokenizer_manager
-        # A copy for the look-up thread: the event loop uses SGLang's at the same time, and tokenizers are not thread-safe.
+        # A copy for the look-up thread: the event loop uses SGLang's, and tokenizers are not thread-safe.
         self._tokenizer = copy.deepcopy(tokenizer_manager.tokenizer)
         # Fast tokenizers encode a batch of texts without the GIL.
         self._backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if self._backend is not None:
             self._backend.no_padding()
             self._backend.no_truncation()
-        # Labels by end of prompt. Per tenant, since the time of a look-up would reveal what other tenants asked.
-        self._known: dict[_Asked, dict[_End, list[Label]]] = {}
+        # Labels by end of prompt. Per tenant: the time of a look-up would reveal other tenants' labels.
+        self._known: dict[_LookUp, dict[_End, list[Label]]] = {}
         self._n_known = 0  # labels in `_known`
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="labels")
 
@@ -109,16 +99,15 @@ class LabelScorer:
         deadline_ms: float | None = None,
         reply: ReplyOptions = PLAIN,
     ) -> list[ScoredPrompt]:
-        """Returns one result a prompt, in order. `obj` names the prompts (and adapter, priority, images) and is changed.
+        """Returns one result per prompt, in order. Raises BadRequestError for labels that cannot be scored; SGLang's errors pass.
 
-        `deadline_ms`: of each prompt, see `port.steps.refusals`; a late one raises fastapi.HTTPException (429 or 504).
-
-        Raises BadRequestError (400) for labels that cannot be scored; what SGLang raises for the rest passes through.
+        Args:
+            obj: the prompts, adapter, priority and images; is changed.
+            deadline_ms: of each prompt; a late one raises fastapi.HTTPException (429 or 504).
         """
         if answers.long is not None:
-            self._check_reply(
-                reply, answers, [[label.name for label in answers.long.labels]] * len(_prompts_of(obj)), obj
-            )
+            names = [label.name for label in answers.long.labels]
+            self._check_reply(reply, answers, [names] * len(_prompts_of(obj)), obj)
             scored = await self._score_long(obj, answers.long, raw_request, deadline_ms, reply)
         else:
             labels = await self._labels_after(obj, answers, raw_request, reply, deadline_ms)
@@ -132,8 +121,7 @@ class LabelScorer:
     def _check_reply(
         self, reply: ReplyOptions, answers: AllowedAnswers, names: list[list[str]], obj: GenerateReqInput
     ) -> None:
-        """Raises BadRequestError if these options do not fit the labels. names: the labels' names per prompt; prompts may share a
-        list."""
+        """Raises BadRequestError if the options do not fit the labels. names: of the labels, per prompt; lists may be shared."""
         n_alternatives = len(names) * reply.top_alternatives
         if n_alternatives and (n := n_alternatives + sum(map(len, names))) > MOST_LABELS:
             raise BadRequestError(
@@ -146,7 +134,6 @@ class LabelScorer:
                 reply.calibration.check(of_prompt, answers.way, set(paths))
 
     async def _with_reply(self, scored: list[ScoredPrompt], reply: ReplyOptions) -> list[ScoredPrompt]:
-        """Returns the answers with the additions that `reply` asks for."""
         if reply == PLAIN:
             return scored
         texts: dict[int, str] = {}
@@ -163,7 +150,7 @@ class LabelScorer:
         reply: ReplyOptions,
         deadline_ms: float | None = None,
     ) -> list[list[Label]]:
-        """Returns the labels of one token after each prompt, and makes `obj` a request for their log-probabilities."""
+        """Returns the one-token labels after each prompt, and makes `obj` a request for their log-probabilities."""
         labels = await self._resolve(answers, _prompts_of(obj), await self._tenant(raw_request))
         if reply != PLAIN:
             names = {id(of_prompt): [label.text for label in of_prompt] for of_prompt in labels}
@@ -180,14 +167,13 @@ class LabelScorer:
         raw_request: fastapi.Request | None = None,
         reply: ReplyOptions = PLAIN,
     ) -> AsyncIterator[tuple[int, ScoredPrompt]]:
-        """Yields the index and the result of each prompt of a list when it is computed. The prompts are sent as one group, as by
-        `score`. For labels of one token. A failed prompt aborts all."""
+        """As `score` for one-token labels, but yields the index and result of each prompt when computed. A failure aborts all."""
         assert isinstance(obj.text, list)
         labels = await self._labels_after(obj, answers, raw_request, reply)
         obj.stream = True
         async for output in self._manager.generate_request(obj, raw_request):
             reason = output["meta_info"].get("finish_reason") or {}
-            if reason.get("status_code"):  # refused, not aborted by its client
+            if reason.get("status_code"):  # refused by the scheduler
                 caller = await self._manager.caller_of(raw_request)
                 caller.refused_for, caller.retry_after_s = reason.get("reason"), reason.get("retry_after_s")
                 self._manager.abort_request(obj.rid)
@@ -201,7 +187,7 @@ class LabelScorer:
     async def _score_long(
         self,
         obj: GenerateReqInput,
-        options: AnswerOptions,
+        options: long_labels.AnswerOptions,
         raw_request: fastapi.Request | None,
         deadline_ms: float | None,
         reply: ReplyOptions,
@@ -210,34 +196,36 @@ class LabelScorer:
         tenant = await self._tenant(raw_request)
         end_ids = sorted(self._manager.end_token_ids) if options.ends_with_token else []
         if options.ends_with_token and not end_ids:
-            raise BadRequestError(f"answer_end is {END_TOKEN!r}, and this model's configuration names no end token")
-        baseline = None if options.baseline is None else _beside(obj, options.baseline)
-        asked = [await self._trees(obj, options, end_ids, tenant)]
+            raise BadRequestError(
+                f"answer_end is {long_labels.END_TOKEN!r}, and this model's configuration names no end token"
+            )
+        baseline = None if options.baseline is None else _with_prompt(obj, options.baseline)
+        trees_of = [await self._trees(obj, options, end_ids, tenant)]
         if baseline is not None:
-            asked.append(await self._trees(baseline, options, end_ids, tenant))
+            trees_of.append(await self._trees(baseline, options, end_ids, tenant))
         why_not = self._manager.no_long_answers
-        if why_not is not None and any(n for _, trees in asked for n in trees.n_nodes):
+        if why_not is not None and any(n for _, trees in trees_of for n in trees.n_nodes):
             raise BadRequestError(
                 f"allowed_answers holds labels of several tokens, which this engine cannot compute: {why_not}. Shorten them"
             )
         started_s = time.monotonic()
         outputs: list[list[dict[str, Any]]] = []
-        # In turn: each request hits the prefixes that the earlier ones have computed.
-        for one in (one for _, trees in asked for one in trees.requests):
-            left_ms = (
-                None if deadline_ms is None else max(deadline_ms - 1e3 * (time.monotonic() - started_s), LEAST_LEFT_MS)
-            )
+        # One after another: each request hits the prefixes that the earlier ones computed.
+        for one in (one for _, trees in trees_of for one in trees.requests):
+            left_ms = deadline_ms
+            if left_ms is not None:
+                left_ms = max(left_ms - 1e3 * (time.monotonic() - started_s), LEAST_LEFT_MS)
             _ask_for_logprobs(one, left_ms, 0 if outputs else reply.top_alternatives)
             outputs.append(await self._answered(one, raw_request))
-        n_main = len(asked[0][1].requests)
-        (forms, trees), outputs_of_prompts = asked[0], outputs[:n_main]
+        n_main = len(trees_of[0][1].requests)
+        (forms, trees), outputs_of_prompts = trees_of[0], outputs[:n_main]
         logprobs = trees.logprobs(outputs_of_prompts)
         without: tuple[Sequence[Tokens], dict[Tokens, float] | None] = ((), None)
         if baseline is not None:
-            ((baseline_forms,), baseline_trees) = asked[1]
+            ((baseline_forms,), baseline_trees) = trees_of[1]
             without = baseline_forms, baseline_trees.logprobs(outputs[n_main:])[0]
         scored = [
-            score_forms(options, of_prompt, end_ids, found, *without)
+            long_labels.score(options, of_prompt, end_ids, found, *without)
             for of_prompt, found in zip(forms, logprobs, strict=True)
         ]
         return [
@@ -246,19 +234,20 @@ class LabelScorer:
         ]
 
     async def _trees(
-        self, obj: GenerateReqInput, options: AnswerOptions, end_ids: list[int], tenant: str
+        self, obj: GenerateReqInput, options: long_labels.AnswerOptions, end_ids: list[int], tenant: str
     ) -> tuple[list[list[Tokens]], TreeRequests]:
         """Returns the tokens of each form after each prompt, and the requests for them."""
         prompts = _prompts_of(obj)
         labels = await self._resolve(AllowedAnswers(options.texts, None, options), prompts, tenant)
         forms = [[label.token_ids for label in of_prompt] for of_prompt in labels]
-        ways = [[way for answer in of_prompt for way in ways_to_end(answer, end_ids)] for of_prompt in forms]
+        ways = [
+            [way for answer in of_prompt for way in long_labels.ways_to_end(answer, end_ids)] for of_prompt in forms
+        ]
         return forms, TreeRequests(obj, prompts, ways)
 
     async def _resolve(
         self, answers: AllowedAnswers, prompts: list[str] | list[list[int]], tenant: str = ""
     ) -> list[list[Label]]:
-        """Returns the labels after each prompt."""
         _check_size(answers, len(prompts))
         if answers.token_ids is not None:
             return [await self._labels_of_ids(answers.token_ids, tenant)] * len(prompts)
@@ -267,7 +256,7 @@ class LabelScorer:
     async def _labels_of_ids(self, token_ids: list[int], tenant: str) -> list[Label]:
         check_distinct(token_ids, "allowed_token_ids")
         check_ids_in_vocabulary(token_ids, self._manager.model_config.vocab_size, "allowed_token_ids")
-        key: _Asked = (tenant, tuple(token_ids), False)
+        key: _LookUp = (tenant, tuple(token_ids), False)
         labels = self._known.get(key, {}).get(ANYWHERE)
         if labels is None:
             labels = await self._in_slices(self._labels_of, token_ids)
@@ -277,17 +266,16 @@ class LabelScorer:
     async def _labels_of_texts(
         self, answers: AllowedAnswers, prompts: list[str] | list[list[int]], tenant: str
     ) -> list[list[Label]]:
-        """Looks up each distinct end of a prompt once, in another thread: prompts of one template share their end, and so do
-        requests."""
+        """Looks up each distinct end of a prompt once, in the look-up thread: prompts of one template share their end."""
         assert answers.tokens is not None
         is_long = answers.long is not None
         if not is_long:
             check_distinct(answers.tokens, "allowed_tokens")
         texts = tuple(answers.tokens)
-        key: _Asked = (tenant, texts, is_long)
+        key: _LookUp = (tenant, texts, is_long)
         ends = [_end_of(prompt) for prompt in prompts]
         for index, end in enumerate(ends):
-            if not isinstance(end, str):  # decoded here; the tokenizer manager checks the rest of the prompt
+            if not isinstance(end, str):  # it is decoded here; the tokenizer manager checks the rest of the prompt
                 check_ids_in_vocabulary(list(end), self._manager.model_config.vocab_size, f"prompt {index}")
         known = self._known.get(key, {})
         found = {end: known.get(end, []) for end in ends}
@@ -300,23 +288,22 @@ class LabelScorer:
         for end in missing:
             found[end] = await self._in_slices(functools.partial(self._resolve_after, end, is_long), texts)
             if is_long:
-                check_tokens(texts, [label.token_ids for label in found[end]])
+                long_labels.check_tokens(texts, [label.token_ids for label in found[end]])
             else:
                 _check_distinct_tokens(found[end])
         self._remember(key, {end: found[end] for end in missing})
         return [found[end] for end in ends]
 
-    async def _in_slices(self, look_up: Callable[[Sequence[T]], list[Label]], asked: Sequence[T]) -> list[Label]:
-        """Looks labels up in the thread, slice by slice, so that other requests have their turn."""
+    async def _in_slices(self, look_up: Callable[[Sequence[T]], list[Label]], values: Sequence[T]) -> list[Label]:
         loop, labels = asyncio.get_running_loop(), list[Label]()
-        for start in range(0, len(asked), SLICE):
-            labels += await loop.run_in_executor(self._thread, look_up, asked[start : start + SLICE])
+        for start in range(0, len(values), SLICE):
+            labels += await loop.run_in_executor(self._thread, look_up, values[start : start + SLICE])
         return labels
 
-    def _remember(self, asked: _Asked, found: dict[_End, list[Label]]) -> None:
-        """Keeps look-ups, and drops the oldest above the limit. Another request may have added the same meanwhile."""
-        known = self._known.setdefault(asked, {})
-        self._n_known += len(asked[1]) * sum(end not in known for end in found)
+    def _remember(self, look_up: _LookUp, found: dict[_End, list[Label]]) -> None:
+        """Stores look-ups, which a concurrent request may have stored already, and drops the oldest above the limit."""
+        known = self._known.setdefault(look_up, {})
+        self._n_known += len(look_up[1]) * sum(end not in known for end in found)
         known |= found
         while self._n_known > MOST_RESOLUTIONS:
             oldest = next(iter(self._known))
@@ -343,7 +330,6 @@ class LabelScorer:
         return [list(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts]
 
     def _decode(self, token_ids: list[int]) -> str:
-        """Decodes; "" if the server runs without a tokenizer."""
         if self._tokenizer is None:
             return ""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -351,18 +337,17 @@ class LabelScorer:
 
 
 def _check_size(answers: AllowedAnswers, n_prompts: int) -> None:
-    """Raises BadRequestError for too many or too long labels: the event loop writes an entry of JSON for each label of each
-    prompt."""
-    asked = answers.token_ids if answers.token_ids is not None else answers.tokens or []
-    if (n := n_prompts * len(asked)) > MOST_LABELS:
+    """Raises BadRequestError for too many or too long labels."""
+    labels = answers.token_ids if answers.token_ids is not None else answers.tokens or []
+    if (n := n_prompts * len(labels)) > MOST_LABELS:
         raise BadRequestError(
-            f"{len(asked)} allowed answers after {n_prompts} prompts are {n} probabilities, and {MOST_LABELS} are the limit"
+            f"{len(labels)} allowed answers after {n_prompts} prompts are {n} probabilities, and {MOST_LABELS} are the limit"
             " of one request: send fewer prompts in each"
         )
     if (longest := max(map(len, answers.tokens or [""]), default=0)) > MOST_LABEL_CHARACTERS:
         raise BadRequestError(
             f"{answers.field} holds a label of {longest} characters, and {MOST_LABEL_CHARACTERS} are the limit: a label is"
-            f" {'one token' if answers.long is None else f'at most {MOST_FORM_TOKENS} tokens'}"
+            f" {'one token' if answers.long is None else f'at most {long_labels.MOST_FORM_TOKENS} tokens'}"
         )
 
 
@@ -397,15 +382,15 @@ def _prompts_of(obj: GenerateReqInput) -> list[str] | list[list[int]]:
 
 
 def _ask_for_logprobs(obj: GenerateReqInput, deadline_ms: float | None, n_alternatives: int) -> None:
-    """Makes this a request for the log-probabilities after its prompts, and nothing else."""
+    """Makes this a prefill-only request for log-probabilities."""
     parameters = custom_params.with_deadline(deadline_ms)
     obj.sampling_params = {"max_new_tokens": 0, "temperature": 0.0, "custom_params": parameters}
     obj.return_logprob, obj.logprob_start_len, obj.top_logprobs_num = True, -1, n_alternatives
     obj.return_text_in_logprobs = obj.stream = False
 
 
-def _beside(obj: GenerateReqInput, prompt: str | tuple[int, ...]) -> GenerateReqInput:
-    """Returns a request for one further prompt, with the adapter, priority and prefix namespace of `obj`."""
+def _with_prompt(obj: GenerateReqInput, prompt: str | tuple[int, ...]) -> GenerateReqInput:
+    """Returns a request for another prompt, with the adapter, priority and prefix namespace of `obj`."""
 
     def first(given: Any) -> Any:
         return given[0] if isinstance(given, list) and given else given
@@ -415,10 +400,7 @@ def _beside(obj: GenerateReqInput, prompt: str | tuple[int, ...]) -> GenerateReq
     return type(obj)(text=text, input_ids=ids, **kept)
 
 
-def _labels_of(options: AnswerOptions, scored: ScoredLabels) -> list[Label]:
+def _labels_of(options: long_labels.AnswerOptions, scored: long_labels.ScoredLabels) -> list[Label]:
     """Each label with the tokens of its likeliest form."""
-    found = []
-    for label, forms in zip(options.labels, scored.forms, strict=True):
-        best = max(forms, key=lambda form: form.logprob).token_ids
-        found.append(Label(label.name, best[0], best[1:]))
-    return found
+    best = [max(forms, key=lambda form: form.logprob).token_ids for forms in scored.forms]
+    return [Label(label.name, ids[0], ids[1:]) for label, ids in zip(options.labels, best, strict=True)]

@@ -54,7 +54,7 @@ class Middleware:
         self._ending = ending
         self._check_body = check_body
         self._n_refused: Counter[str] = Counter() if n_refused is None else n_refused
-        self._refused = metric_list.BY_NAME["refused_requests"].make([])  # SGLang has set its directory by now
+        self._refused = metric_list.BY_NAME["refused_requests"].make([])  # after SGLang has set the metrics' directory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -62,7 +62,7 @@ class Middleware:
             return
         computes = scope["method"] in COMPUTING_METHODS
         with clients.calling(clients.Caller.of_headers(dict(scope["headers"]))) as caller:
-            if computes:  # a health probe gets 503 while the server starts, which is no refusal
+            if computes:  # not a health probe, which gets 503 while the server starts
                 send = self._counted(caller, send)
             self._ending.n_in_flight += computes
             try:
@@ -76,9 +76,8 @@ class Middleware:
             body = await self._read(receive)
             if body is None:
                 return
-            if (
-                not dict(scope["headers"]).get(b"authorization", b"").isascii()
-            ):  # SGLang's comparison of keys fails at it
+            # SGLang's comparison of keys fails at others.
+            if not dict(scope["headers"]).get(b"authorization", b"").isascii():
                 raise HTTPException(HTTPStatus.UNAUTHORIZED, "the Authorization header contains non-ASCII bytes")
             if computes:
                 self._check(scope["path"], body)
@@ -92,8 +91,7 @@ class Middleware:
             await send({"type": "http.response.body", "body": text})
 
     async def _read(self, receive: Receive) -> bytes | None:
-        """Reads the whole body; None: the client has closed the connection. A body over the limit is read to its end, since
-        a client that is still sending does not see an answer."""
+        """Reads the body; None if the client disconnected. A body over the limit is read too: a client reads no answer before."""
         parts, n_bytes, more = [], 0, True
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -119,7 +117,7 @@ class Middleware:
         return b"".join(parts)
 
     def _check(self, path: str, body: bytes) -> None:
-        """Raises HTTPException at shutdown, BadRequestError for a body that is not parsed."""
+        """Raises HTTPException at shutdown, BadRequestError for a body that takes too long to parse."""
         if self._ending.reason is not None:
             raise HTTPException(
                 HTTPStatus.SERVICE_UNAVAILABLE,
@@ -136,10 +134,10 @@ class Middleware:
                 reason = caller.refused_for or REFUSAL_REASONS[message["status"]]
                 self._refused.labels(reason=reason).inc()
                 self._n_refused[reason] += 1
-                is_last = self._ending.reason is not None
-                retry_after_s = self._ending.retry_after_s if is_last else caller.retry_after_s
+                is_ending = self._ending.reason is not None
+                retry_after_s = self._ending.retry_after_s if is_ending else caller.retry_after_s
                 headers = [] if retry_after_s is None else [(b"retry-after", str(retry_after_s).encode())]
-                if is_last or message["status"] == HTTPStatus.REQUEST_TIMEOUT:
+                if is_ending or message["status"] == HTTPStatus.REQUEST_TIMEOUT:
                     headers.append((b"connection", b"close"))
                 message["headers"] = [*message["headers"], *headers]
             await send(message)
@@ -148,7 +146,7 @@ class Middleware:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Returns the body in one message; after that, what the client sends: that it has closed the connection."""
+    """Receives the body in one message, then the client's disconnection."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
@@ -158,8 +156,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 class _Answer:
-    """Sends what the app answers, errors in both formats. The head waits for the first bytes of the body: a stream may fail
-    before them."""
+    """Sends the app's answer, errors in both formats. The head waits until the body begins: a stream may fail before."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -183,9 +180,7 @@ class _Answer:
 
 
 def _in_both_formats(head: Message, body: bytes) -> tuple[Message, Message]:
-    if (
-        head["status"] == HTTPStatus.NOT_IMPLEMENTED
-    ):  # SGLang's status for what a route does not support, such as a stream
+    if head["status"] == HTTPStatus.NOT_IMPLEMENTED:  # SGLang's status for an unsupported option, such as a stream
         head = {**head, "status": int(HTTPStatus.BAD_REQUEST)}
     is_json = dict(head["headers"]).get(b"content-type", b"").startswith(b"application/json")
     if not is_json and head["status"] == HTTPStatus.INTERNAL_SERVER_ERROR:

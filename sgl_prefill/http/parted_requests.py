@@ -1,58 +1,51 @@
-"""`prompt_parts`, and what else a request says of how it may be cut where it is too long."""
+"""`prompt_parts`, `on_overflow` and `max_prompt_tokens`: validation, tokenisation with offsets, and cutting."""
 
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sgl_prefill.core.prompt_parts import KEEPS, CannotCutError, Cut, Keep, Span, cut
+from sgl_prefill.core.prompt_parts import KEEPS, CannotCutError, Cut, Span, cut
 from sgl_prefill.errors import BadRequestError
 
 if TYPE_CHECKING:
-    from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
+    pass
 
 REFUSE, CUT = "refuse", "cut"
 MOST_PARTS = 4_096  # of one prompt
 SHOWN = "prompt_parts"  # in meta_info and in label_scores
-# A tokenizer that encodes it as we do is taken to do so with every text.
+# If the tokenizer and `PartTokenizer` encode this text alike, they are assumed to agree on every text.
 SAMPLE = "  Two blanks,\tone tab.\n\nA Ünïcode line: 日本 🎉 e\u0301 1234 <|im_end|></s>\r\n it's"
 
 
 class Limit(NamedTuple):
-    """How long the prompts of a request may be, and what happens to longer ones."""
+    """The longest prompt of a request."""
 
     tokens: int
-    name: str  # of the limit, for people
-    cuts: bool
+    name: str  # for error messages
+    cuts: bool  # whether longer prompts are cut or refused
 
 
-class Part(NamedTuple):
-    """A part as a client gave it."""
-
-    text: str
-    keep: Keep
+class PartedPrompt(NamedTuple):
+    text: str  # of all parts
+    spans: list[Span]  # one per part, in characters
 
 
 class Tokens(NamedTuple):
-    """A text, tokenised."""
-
-    before: list[int]  # what the tokenizer adds: a beginning of the sequence, say
+    before: list[int]  # added by the tokenizer, such as a begin-of-sequence token
     ids: list[int]
     offsets: list[tuple[int, int]]  # of each of `ids`, in characters
-    after: list[int]
+    after: list[int]  # added by the tokenizer
 
 
 class CutPrompt(NamedTuple):
-    """A prompt that fits."""
-
-    token_ids: list[int]
+    token_ids: list[int]  # fit the limit
     cut: Cut
 
 
 def limit_of(request: Any, longest_input_tokens: int) -> Limit:
-    """Reads `on_overflow` and `max_prompt_tokens`. Raises BadRequestError."""
+    """Parses `on_overflow` and `max_prompt_tokens`. Raises BadRequestError."""
     on_overflow, most = request.on_overflow, request.max_prompt_tokens
     if on_overflow not in (None, REFUSE, CUT):
         raise BadRequestError(f'on_overflow is {on_overflow!r}: it must be "{REFUSE}", the default, or "{CUT}"')
@@ -67,61 +60,58 @@ def limit_of(request: Any, longest_input_tokens: int) -> Limit:
     return Limit(most, "max_prompt_tokens allows", cuts)
 
 
-def check_nothing_asked(request: Any, remedy: str) -> None:
-    """Raises BadRequestError where a request without parts says how they are cut."""
+def check_no_cut_options(request: Any, remedy: str) -> None:
+    """Raises BadRequestError for cut options in a request without parts."""
     for name in ("on_overflow", "max_prompt_tokens"):
         if (value := getattr(request, name)) is not None:
             raise BadRequestError(f"{name} is {value!r}, and nothing says what may be cut: {remedy}, or leave it out")
 
 
-def check_keep(keep: Any, where: str) -> Keep:
-    """Returns `keep`. Raises BadRequestError for what is none."""
-    if isinstance(keep, (bool, str)) and keep in KEEPS:
-        return keep  # type: ignore[return-value]
-    raise BadRequestError(
-        f'{where} is {keep!r}: it must be true (all of it is kept), "start", "end" or "middle" (the side that is kept)'
-    )
-
-
-def prompts_of(given: Any) -> list[list[Part]]:
-    """Reads `prompt_parts`: the parts of one prompt, or a list of such lists. Raises BadRequestError."""
+def prompts_of(given: Any) -> dict[str, PartedPrompt]:
+    """Parses `prompt_parts`, the parts of one prompt or a list of such lists, by the name of the field in error messages. Raises
+    BadRequestError."""
     if not isinstance(given, list):
         raise BadRequestError(
             f"prompt_parts is {type(given).__name__}: it must be a list of parts, or a list of such lists"
         )
-    if is_batch(given):
-        return [_parts_of(one, f"prompt_parts[{index}]") for index, one in enumerate(given)]
-    return [_parts_of(given, "prompt_parts")]
+    lists = {f"prompt_parts[{index}]": one for index, one in enumerate(given)}
+    return {
+        name: _prompt_of(one, name) for name, one in (lists if is_batch(given) else {"prompt_parts": given}).items()
+    }
 
 
 def is_batch(given: list[Any]) -> bool:
     return bool(given) and isinstance(given[0], list)
 
 
-def _parts_of(given: Any, where: str) -> list[Part]:
+def _prompt_of(given: Any, where: str) -> PartedPrompt:
     if not isinstance(given, list):
         raise BadRequestError(f"{where} is no list of parts, and others beside it are: give one list for each prompt")
     if len(given) > MOST_PARTS:
         raise BadRequestError(f"{where} has {len(given)} parts, and {MOST_PARTS} are the limit: join some of them")
-    parts = []
+    spans, start = list[Span](), 0
     for index, part in enumerate(given):
         name = f"{where}[{index}]"
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             raise BadRequestError(f'{name} is no part: give {{"text": ..., "keep": ...}}')
         if unknown := part.keys() - {"text", "keep"}:
             raise BadRequestError(f"{name} holds {min(unknown)!r}: a part has text and keep")
-        parts.append(Part(part["text"], check_keep(part.get("keep", True), f"{name}.keep")))
-    if not any(part.text for part in parts):
-        what = "is empty" if not parts else "holds no text"
+        keep = part.get("keep", True)
+        if not isinstance(keep, (bool, str)) or keep not in KEEPS:
+            raise BadRequestError(
+                f'{name}.keep is {keep!r}: it must be true (all of it is kept), "start", "end" or "middle" (the side that is'
+                " kept)"
+            )
+        spans.append(Span(start, start + len(part["text"]), keep))  # type: ignore[arg-type]
+        start = spans[-1].end
+    if start == 0:
+        what = "is empty" if not given else "holds no text"
         raise BadRequestError(f"{where} {what}: give at least one part with a text")
-    return parts
+    return PartedPrompt("".join(part["text"] for part in given), spans)
 
 
 class PartTokenizer:
-    """Tokenises texts as the server does, and says where in it each token stands. For one thread alone.
-
-    Raises BadRequestError where the tokenizer cannot tell.
-    """
+    """Tokenises texts as the server does, with offsets. Not thread-safe. Raises BadRequestError if there are no offsets."""
 
     def __init__(self, tokenizer: Any) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -134,19 +124,19 @@ class PartTokenizer:
         self._whole.no_padding()
         self._whole.no_truncation()
         self._bare = copy.deepcopy(self._whole)
-        self._bare.post_processor = None  # which may leave blanks out of offsets
+        self._bare.post_processor = None  # it may leave blanks out of offsets
         for adds in (True, False):
             found = self.encode(SAMPLE, adds)
             if list(tokenizer.encode(SAMPLE, add_special_tokens=adds)) != [*found.before, *found.ids, *found.after]:
                 raise BadRequestError(
-                    f"this server's tokenizer ({type(tokenizer).__name__}) changes texts before it looks for tokens, so that it"
-                    " cannot be said where they stand: send prompts shortened, without prompt_parts"
+                    f"this server's tokenizer ({type(tokenizer).__name__}) changes texts before it tokenises them, so that"
+                    " offsets are unknown: send prompts shortened, without prompt_parts"
                 )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> Tokens:
         try:
             bare = self._bare.encode(text, add_special_tokens=False)
-        except TypeError as error:  # half a pair of surrogates
+        except TypeError as error:  # a lone surrogate
             raise BadRequestError("the prompt holds a text that is no Unicode: leave lone surrogates out") from error
         whole = self._whole.post_process(bare, None, add_special_tokens)
         n_before = next((place for place, added in enumerate(whole.special_tokens_mask) if not added), 0)
@@ -154,99 +144,38 @@ class PartTokenizer:
         return Tokens(whole.ids[:n_before], bare.ids, bare.offsets, whole.ids[n_end:])
 
 
-class PartCutter:
-    """Cuts prompts for all routes, beside the event loop."""
-
-    def __init__(self, manager: PrefillTokenizerManager) -> None:
-        self._manager = manager
-        self._tokenizer: PartTokenizer | None = None  # of the thread that tokenises long texts
-
-    def limit_of(self, request: Any) -> Limit:
-        return limit_of(request, self._manager.longest_input_tokens)
-
-    def check_has_tokenizer(self, field: str) -> None:
-        if self._manager.tokenizer is None:
-            raise BadRequestError(
-                f"this server runs without a tokenizer, and {field} is for texts: send the prompt as token ids, at most"
-                f" {self._manager.longest_input_tokens}"
-            )
-
-    async def prompts(self, request: Any) -> list[CutPrompt]:
-        """Returns the prompts that `prompt_parts` of a request says, as tokens that fit. Raises BadRequestError."""
-        self.check_has_tokenizer("prompt_parts")
-        limit, given = self.limit_of(request), request.prompt_parts
-        prompts = prompts_of(given)
-        self._manager.check_count(len(prompts))
-        texts = ["".join(part.text for part in parts) for parts in prompts]
-        names = [f"prompt_parts[{index}]" for index in range(len(prompts))] if is_batch(given) else ["prompt_parts"]
-        for text, name in zip(texts, names, strict=True):
-            self._manager.check_text(text, name, may_be_cut=limit.cuts)
-        cut_prompts = []
-        for parts, text, name in zip(prompts, texts, names, strict=True):
-            work = functools.partial(self.cut, text=text, spans=_spans(parts), limit=limit, name=name)
-            cut_prompts.append(await self._manager.run_beside(work))
-        return cut_prompts
-
-    def cut(
-        self,
-        twin: PrefillTokenizerManager,
-        *,
-        text: str,
-        spans: Sequence[Span],
-        limit: Limit,
-        name: str,
-    ) -> CutPrompt:
-        """Returns what is left of a text. In the thread that `PrefillTokenizerManager.run_beside` gives; twin: its manager.
-
-        name: of the field that says the parts. Raises BadRequestError.
-        """
-        if self._tokenizer is None:
-            self._tokenizer = PartTokenizer(twin.tokenizer)
-        tokens = self._tokenizer.encode(text)
-        n_added = len(tokens.before) + len(tokens.after)
-        n_tokens = n_added + len(tokens.ids)
-        if n_tokens > limit.tokens and not limit.cuts:
-            raise BadRequestError(
-                f"{name}: the prompt has {n_tokens} tokens, and {limit.name} at most {limit.tokens}: shorten it, or send"
-                f' "on_overflow": "{CUT}" and say by "keep" what may be cut'
-            )
-        try:
-            found = cut(tokens.offsets, spans, limit.tokens - n_added)
-        except CannotCutError as error:
-            n_fixed = n_added + error.fixed_tokens
-            raise BadRequestError(
-                f"{name}: {n_fixed} of the prompt's {n_tokens} tokens cannot be cut, and {limit.name} at most {limit.tokens}, of"
-                " which one at least must be there: shorten what is kept whole, or let more parts be cut by"
-                ' "keep": "start", "end" or "middle"'
-            ) from error
-        return CutPrompt([*tokens.before, *found.apply(tokens.ids), *tokens.after], found)
+def cut_prompt(tokens: Tokens, spans: Sequence[Span], limit: Limit, name: str) -> CutPrompt:
+    """Raises BadRequestError if the prompt does not fit. name: of the field, for error messages."""
+    n_added = len(tokens.before) + len(tokens.after)
+    n_tokens = n_added + len(tokens.ids)
+    if n_tokens > limit.tokens and not limit.cuts:
+        raise BadRequestError(
+            f"{name}: the prompt has {n_tokens} tokens, and {limit.name} at most {limit.tokens}: shorten it, or send"
+            f' "on_overflow": "{CUT}" and say by "keep" what may be cut'
+        )
+    try:
+        found = cut(tokens.offsets, spans, limit.tokens - n_added)
+    except CannotCutError as error:
+        n_fixed = n_added + error.fixed_tokens
+        raise BadRequestError(
+            f"{name}: {n_fixed} of the prompt's {n_tokens} tokens cannot be cut, and {limit.name} at most {limit.tokens}, of"
+            " which one at least must be there: shorten what is kept whole, or let more parts be cut by"
+            ' "keep": "start", "end" or "middle"'
+        ) from error
+    return CutPrompt([*tokens.before, *found.apply(tokens.ids), *tokens.after], found)
 
 
-def _spans(parts: Sequence[Part]) -> list[Span]:
-    spans, start = [], 0
-    for part in parts:
-        spans.append(Span(start, start + len(part.text), part.keep))
-        start = spans[-1].end
-    return spans
-
-
-def shown(found: CutPrompt) -> list[dict[str, Any]]:
-    """Returns what a reply says of the parts of a prompt."""
-    return [part._asdict() for part in found.cut.parts]
-
-
-def note(obj: Any, of_prompts: list[list[dict[str, Any]]] | None) -> None:
-    """Tells a request of SGLang's what became of the parts of each of its prompts, for its replies to show it; None: it has
-    none."""
+def attach_parts(obj: Any, of_prompts: list[list[dict[str, Any]]] | None) -> None:
+    """Stores the reply's `prompt_parts` of each prompt in SGLang's request; None: a request without parts."""
     obj.sgl_prefill_parts = of_prompts
 
 
-def show(obj: Any, output: Any) -> None:
-    """Puts it into `meta_info` of what the request is answered with."""
+def show_parts(obj: Any, output: Any) -> None:
+    """Copies the stored `prompt_parts` to `meta_info` of the outputs."""
     of_prompts = getattr(obj, "sgl_prefill_parts", None)
     if of_prompts is None:
         return
-    n_samples = obj.parallel_sample_num or 1  # of each prompt, one after the other
+    n_samples = obj.parallel_sample_num or 1  # consecutive outputs per prompt
     for place, one in enumerate(output if isinstance(output, list) else [output]):
         index = place if isinstance(output, list) else one.get("index", 0)
         one["meta_info"][SHOWN] = of_prompts[index // n_samples]

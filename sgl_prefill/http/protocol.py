@@ -15,7 +15,7 @@ from sgl_prefill.core import long_labels
 from sgl_prefill.core.labels import LabelError
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.http.label_scoring import AllowedAnswers
-from sgl_prefill.http.reply_options import ReplyFields
+from sgl_prefill.http.scored_prompt import ReplyFields
 from sgl_prefill.port.steps import custom_params
 
 # Penalties depend on generated tokens, and cannot change an answer of one token. Each with its neutral value.
@@ -40,7 +40,7 @@ class Mark(NamedTuple):
 
 
 class LabelFields(ReplyFields):
-    """Fields that this package adds to SGLang's request bodies."""
+    """Fields of label requests on the OpenAI routes."""
 
     allowed_tokens: list[str] | None = None
     allowed_token_ids: list[StrictInt] | None = None
@@ -55,14 +55,14 @@ class LabelFields(ReplyFields):
 
 
 class LabelCompletionRequest(LabelFields, CompletionRequest):  # type: ignore[misc]
-    """/v1/completions. `max_tokens` left out means 1 on a prefill-only server; 0 is accepted too."""
+    """The body of /v1/completions. `max_tokens` left out means 1 on a prefill-only server; 0 is accepted too."""
 
     max_tokens: int | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _parts_are_a_prompt(cls, values: Any) -> Any:
-        """SGLang's `prompt` is required; `prompt_parts` is put there after it was cut."""
+        """SGLang requires `prompt`: a placeholder until `prompt_parts` are cut."""
         if isinstance(values, dict) and values.get("prompt_parts") is not None:
             if values.get("prompt") is not None:
                 raise ValueError("prompt and prompt_parts are both given: give the prompt once")
@@ -79,7 +79,7 @@ class LabelCompletionRequest(LabelFields, CompletionRequest):  # type: ignore[mi
 
 
 class LabelChatCompletionRequest(LabelFields, ChatCompletionRequest):  # type: ignore[misc]
-    """/v1/chat/completions. `max_tokens` and `max_completion_tokens` left out mean 1 on a prefill-only server."""
+    """The body of /v1/chat/completions. `max_tokens` and `max_completion_tokens` left out mean 1 on a prefill-only server."""
 
     _marks: tuple[Mark, ...] = ()
 
@@ -98,7 +98,7 @@ class LabelChatCompletionRequest(LabelFields, ChatCompletionRequest):  # type: i
     @model_validator(mode="before")
     @classmethod
     def _is_an_object(cls, values: Any) -> Any:
-        """Runs before SGLang's own validators, which end in a 500 for a body that is a list or a text."""
+        """SGLang's validators, which run later, would answer 500 for a list or a text."""
         if not isinstance(values, dict):
             raise ValueError("the request body must be a JSON object")
         if not isinstance(values.get("response_format"), dict | None):
@@ -107,7 +107,7 @@ class LabelChatCompletionRequest(LabelFields, ChatCompletionRequest):  # type: i
 
 
 def marks_of(body: Any) -> tuple[Mark, ...]:
-    """Finds the messages with `keep` in the JSON of a chat, whatever its shape. Raises ValueError for a part with `keep`."""
+    """Messages with `keep` in an unvalidated chat body. Raises ValueError for a wrong value, or a part with `keep`."""
     messages = body.get("messages") if isinstance(body, dict) else None
     found = []
     for index, message in enumerate(messages if isinstance(messages, list) else []):
@@ -128,29 +128,29 @@ def marks_of(body: Any) -> tuple[Mark, ...]:
     return tuple(found)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class LabelGenerateReqInput(GenerateReqInput):  # type: ignore[misc]
-    """/generate."""
+    """The body of /generate."""
 
-    allowed_tokens: list[str] | None = dataclasses.field(default=None, kw_only=True)
-    allowed_token_ids: list[StrictInt] | None = dataclasses.field(default=None, kw_only=True)
-    allowed_answers: Any = dataclasses.field(default=None, kw_only=True)
-    answer_end: Any = dataclasses.field(default=None, kw_only=True)
-    normalise: Any = dataclasses.field(default=None, kw_only=True)
-    baseline_prompt: Any = dataclasses.field(default=None, kw_only=True)
-    deadline_ms: float | None = dataclasses.field(default=None, kw_only=True)
-    calibration: str | None = dataclasses.field(default=None, kw_only=True)
-    raw_scores: StrictBool = dataclasses.field(default=False, kw_only=True)
-    top_alternatives: StrictInt | None = dataclasses.field(default=None, kw_only=True)
-    cache_salt: str | None = dataclasses.field(default=None, kw_only=True)
-    prompt_parts: Any = dataclasses.field(default=None, kw_only=True)
-    on_overflow: Any = dataclasses.field(default=None, kw_only=True)
-    max_prompt_tokens: Any = dataclasses.field(default=None, kw_only=True)
-    is_single = True  # until SGLang sets it: error handling reads it of requests that were refused before
+    allowed_tokens: list[str] | None = None
+    allowed_token_ids: list[StrictInt] | None = None
+    allowed_answers: Any = None
+    answer_end: Any = None
+    normalise: Any = None
+    baseline_prompt: Any = None
+    deadline_ms: float | None = None
+    calibration: str | None = None
+    raw_scores: StrictBool = False
+    top_alternatives: StrictInt | None = None
+    cache_salt: str | None = None
+    prompt_parts: Any = None
+    on_overflow: Any = None
+    max_prompt_tokens: Any = None
+    is_single = True  # a default: error handling reads it for requests that SGLang has not normalised yet
 
 
 def allowed_answers(request: Any) -> AllowedAnswers | None:
-    """The allowed answers of a request; None without label scoring. Raises BadRequestError."""
+    """Parses the allowed answers; None for a request without. Raises BadRequestError."""
     given = [name for name in LABEL_FIELDS if getattr(request, name) is not None]
     if len(given) > 1:
         raise BadRequestError(f"{' and '.join(given)} are both given: give the answers once")
@@ -169,14 +169,14 @@ def allowed_answers(request: Any) -> AllowedAnswers | None:
 
 
 def check_keys(request: CompletionRequest | ChatCompletionRequest) -> None:
-    """Raise BadRequestError for a list in a field that takes one text on SGLang's routes."""
+    """Raises BadRequestError for a list in a field that takes one text on SGLang's routes."""
     for name in ("cache_salt", "extra_key"):
         if isinstance(getattr(request, name, None), list):
             raise BadRequestError(f"{name} is a list: give one text, or a request for each prompt")
 
 
 def pass_deadline(request: CompletionRequest | ChatCompletionRequest) -> None:
-    """Pass the deadline of a request without allowed answers to the scheduler in `custom_params`."""
+    """Copies the deadline of a request without allowed answers to `custom_params`, for the scheduler."""
     request.custom_params = custom_params.with_deadline(request.deadline_ms, request.custom_params)
 
 
@@ -189,36 +189,32 @@ def pass_generate_deadline(obj: GenerateReqInput) -> None:
 
 
 def pass_salt(obj: LabelGenerateReqInput) -> None:
-    """Put `cache_salt` of /generate before `extra_key`, as SGLang's OpenAI routes do."""
+    """Prepends `cache_salt` of /generate to `extra_key`, as SGLang's OpenAI routes do."""
     if isinstance(obj.extra_key, list):
         obj.extra_key = [f"{obj.cache_salt or ''}{key}" for key in obj.extra_key]
     else:
         obj.extra_key = f"{obj.cache_salt or ''}{obj.extra_key or ''}" or None
 
 
-def check_penalties(request: CompletionRequest | ChatCompletionRequest, max_tokens: int | None) -> None:
-    """Raise BadRequestError for penalties that the client sent and that cannot change an answer of this length."""
-    _check_penalties({name: getattr(request, name) for name in request.model_fields_set & set(PENALTIES)}, max_tokens)
-
-
-def check_generate_penalties(obj: GenerateReqInput) -> None:
-    """As `check_penalties`, for /generate."""
-    for of_prompt in _sampling_params_of(obj):
-        _check_penalties(of_prompt, of_prompt.get("max_new_tokens"))
-
-
-def _sampling_params_of(obj: GenerateReqInput) -> list[dict[str, Any]]:
-    params: Any = obj.sampling_params or {}
-    return params if isinstance(params, list) else [params]
-
-
-def _check_penalties(given: Mapping[str, Any], max_tokens: int | None) -> None:
-    if found := _penalties(given):
-        values = ", ".join(f"{name} is {given[name]}" for name in found)
-        if isinstance(max_tokens, int) and max_tokens <= 1:
+def check_penalties(
+    request: CompletionRequest | ChatCompletionRequest | GenerateReqInput, max_tokens: int | None
+) -> None:
+    """Raises BadRequestError for penalties that cannot change an answer of one token. max_tokens: of the OpenAI routes."""
+    for options in _sampling_options(request, max_tokens):
+        length = options.get("max_new_tokens")
+        if (found := _penalties(options)) and isinstance(length, int) and length <= 1:
+            values = ", ".join(f"{name} is {options[name]}" for name in found)
             raise BadRequestError(
                 f"{values}: penalties are for tokens that an answer has already, and this answer is one: leave them out"
             )
+
+
+def _sampling_options(request: Any, max_tokens: int | None) -> list[dict[str, Any]]:
+    """One set for the OpenAI routes; one for all or one per prompt of /generate."""
+    if isinstance(request, BaseModel):
+        return [{**{name: getattr(request, name) for name in request.model_fields_set}, "max_new_tokens": max_tokens}]
+    params: Any = request.sampling_params or {}
+    return params if isinstance(params, list) else [params]
 
 
 def _penalties(given: Mapping[str, Any]) -> list[str]:
@@ -226,7 +222,7 @@ def _penalties(given: Mapping[str, Any]) -> list[str]:
 
 
 def check_label_request(request: BaseModel, max_tokens: int | None) -> None:
-    """Raise BadRequestError naming all options that label scoring would have to ignore."""
+    """Raises BadRequestError naming all options that contradict label scoring."""
     fields = type(request).model_fields
     given = [
         name
@@ -239,17 +235,16 @@ def check_label_request(request: BaseModel, max_tokens: int | None) -> None:
 
 def check_generate_label_request(obj: GenerateReqInput) -> None:
     """As `check_label_request`, for /generate, whose options are in `sampling_params`."""
-    for of_prompt in _sampling_params_of(obj):
+    for options in _sampling_options(obj, None):
         names = ("n", "regex", "json_schema", "ebnf", "logit_bias")
-        given = [name for name in names if of_prompt.get(name) not in (None, 1)]
-        given += _penalties(of_prompt)
-        _refuse("max_new_tokens", of_prompt.get("max_new_tokens"), given)
+        given = [name for name in names if options.get(name) not in (None, 1)]
+        _refuse("max_new_tokens", options.get("max_new_tokens"), given + _penalties(options))
 
 
-def _refuse(length_field: str, asked_tokens: Any, contradicting: list[str]) -> None:
-    if isinstance(asked_tokens, int) and asked_tokens > 1:
+def _refuse(length_field: str, max_tokens: Any, contradicting: list[str]) -> None:
+    if isinstance(max_tokens, int) and max_tokens > 1:
         raise BadRequestError(
-            f"{length_field} is {asked_tokens}, and labels are scored, not generated: leave it out, or ask for 0 or 1;"
+            f"{length_field} is {max_tokens}, and labels are scored, not generated: leave it out, or ask for 0 or 1;"
             " for longer answers drop the allowed answers and start the server with --allow-generation"
         )
     if contradicting:

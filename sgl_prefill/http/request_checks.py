@@ -1,7 +1,8 @@
-"""Checks of requests before the scheduler: an error message instead of a wrong answer, a 500, or a crash of the scheduler."""
+"""Checks of requests before they reach the scheduler, where they could cause a wrong answer, a 500 or a crash."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Collection
@@ -20,14 +21,14 @@ from sgl_prefill.port.steps import custom_params
 # Set by SGLang itself; a client that sent them would bypass its checks.
 INTERNAL_SAMPLING_FIELDS = {"stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"}
 SAMPLING_OPTION_TYPES = {
-    field.name: field.type
+    field.name: field.type | None
     for field in msgspec.structs.fields(SamplingParams)
     if field.name not in INTERNAL_SAMPLING_FIELDS
 }
 # top_k and the seed become tensors of 32 and 64 bits in the scheduler; n is the number of answers.
 SAMPLING_OPTION_RANGES = (("top_k", -1, TOP_K_ALL), ("sampling_seed", -(2**63), 2**63 - 1), ("n", 1, 1024))
 
-# Of one request: its answer is written in the event loop, prompt by prompt and label by label.
+# In one request: the event loop writes an answer for each prompt and label.
 MOST_PROMPTS, MOST_LABELS = 10_000, 50_000
 # Each stop is tokenised or compiled in the event loop and in the scheduler.
 MOST_STOPS, MOST_STOP_CHARACTERS = 256, 16_384
@@ -41,21 +42,30 @@ PER_PROMPT_FIELDS = (
 )
 MEDIA = ("image_data", "video_data", "audio_data")
 
+# Longer texts are tokenised in another thread. At some megabytes a second, shorter ones take a few milliseconds.
+OFF_LOOP_CHARACTERS = 20_000
+# Limit on a text that may be cut, per token of the longest prompt. Prose has some 4.5 characters per token.
+CUT_CHARACTERS_PER_TOKEN = 64
+
 
 def check_session(params: dict[str, Any]) -> None:
-    """Raise BadRequestError naming an unknown or wrong option of a session."""
+    """Raises BadRequestError naming an unknown or wrong option of a session."""
     types = {field.name: field.type for field in msgspec.structs.fields(SessionParams)}
-    for name, value in params.items():
+    _check_types(params, types, "session_params", "option of a session")
+
+
+def _check_types(options: dict[str, Any], types: dict[str, Any], where: str, kind: str) -> None:
+    for name, value in options.items():
         if name not in types:
-            raise BadRequestError(f"session_params holds {name!r}, which is no option of a session")
+            raise BadRequestError(f"{where} holds {name!r}, which is no {kind}")
         try:
             msgspec.convert(value, types[name])
         except msgspec.ValidationError as error:
-            raise BadRequestError(f"session_params: {name} is {value!r}: {error}") from error
+            raise BadRequestError(f"{where}: {name} is {value!r}: {error}") from error
 
 
 def check_metric_labels(labels: Collection[str], allowed: Collection[str]) -> None:
-    """Raise BadRequestError for a label unknown to the metrics: SGLang's metrics would raise and stop the server."""
+    """Raises BadRequestError for a label unknown to SGLang's metrics, which would stop the server."""
     for label in labels:
         if label not in allowed:
             raise BadRequestError(
@@ -69,21 +79,16 @@ def count_prompts(obj: GenerateReqInput | EmbeddingReqInput) -> int | None:
     """The number of prompts in the request's list; None for a single prompt outside a list."""
     prompts = obj.text if obj.text is not None else obj.input_ids
     if prompts is None:
-        prompts = getattr(obj, "input_embeds", None)
-        is_batch = (
-            isinstance(prompts, list)
-            and bool(prompts)
-            and isinstance(prompts[0], list)
-            and (bool(prompts[0]) and isinstance(prompts[0][0], list))
-        )
+        prompts = getattr(obj, "input_embeds", None)  # one list per token
+        one_prompt = prompts[0] if isinstance(prompts, list) and prompts else None
+        is_batch = isinstance(one_prompt, list) and bool(one_prompt) and isinstance(one_prompt[0], list)
     else:
         is_batch = isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], str | list)
     return len(prompts) if is_batch and prompts is not None else None
 
 
 def check_lists_of_embedding(obj: EmbeddingReqInput, *, takes_media: bool) -> None:
-    """Raise BadRequestError if lists of an embedding request do not match its prompts. takes_media: a prompt may be an image or
-    other media without text."""
+    """Raises BadRequestError if lists do not match the prompts. takes_media: a prompt may be media without text."""
     n_prompts = count_prompts(obj)
     if [] in (obj.text, obj.input_ids):
         raise BadRequestError("the prompt is empty: the list holds no prompt")
@@ -114,7 +119,7 @@ def _check_adapter_ids(obj: GenerateReqInput | EmbeddingReqInput) -> None:
 
 
 def check_lists_against_prompts(obj: GenerateReqInput) -> None:
-    """Raise BadRequestError if a list of one value per prompt does not match the prompts."""
+    """Raises BadRequestError if a list of one value per prompt does not match the prompts."""
     if obj.text is not None and obj.input_ids is not None:
         raise BadRequestError("text and input_ids are both given: give the prompt once")
     prompts = obj.text if obj.text is not None else obj.input_ids if obj.input_ids is not None else obj.input_embeds
@@ -137,20 +142,8 @@ def check_lists_against_prompts(obj: GenerateReqInput) -> None:
 
 
 def check_sampling_options(options: dict[str, Any], vocab_size: int, tokenizer: Any) -> None:
-    """Raise BadRequestError naming an unknown or wrong sampling option.
-
-    SGLang does not check types: a wrong one, or a token id outside the vocabulary, would stop the scheduler. `null` means
-    "not given", as in SGLang.
-    """
-    for name, value in options.items():
-        if name not in SAMPLING_OPTION_TYPES:
-            raise BadRequestError(f"sampling_params holds {name!r}, which is no sampling option of this server")
-        if value is None:
-            continue
-        try:
-            msgspec.convert(value, SAMPLING_OPTION_TYPES[name])
-        except msgspec.ValidationError as error:
-            raise BadRequestError(f"sampling_params: {name} is {value!r}: {error}") from error
+    """Raises BadRequestError for an unknown or wrong sampling option, which would stop SGLang's scheduler. `null`: not given."""
+    _check_types(options, SAMPLING_OPTION_TYPES, "sampling_params", "sampling option of this server")
     for name, lowest, highest in SAMPLING_OPTION_RANGES:
         value = options.get(name)
         if value is not None and not lowest <= value <= highest:
@@ -183,7 +176,7 @@ def check_sampling_options(options: dict[str, Any], vocab_size: int, tokenizer: 
 
 
 def check_has_logprobs(meta_info: dict[str, Any]) -> None:
-    """Raise HTTPException if an output has no log-probabilities of labels: its request was aborted, or failed."""
+    """Raises HTTPException if an output has no log-probabilities of labels: its request was aborted, or failed."""
     if not meta_info.get("output_token_ids_logprobs"):
         reason = meta_info.get("finish_reason") or {}
         raise fastapi.HTTPException(
@@ -193,17 +186,43 @@ def check_has_logprobs(meta_info: dict[str, Any]) -> None:
 
 
 def check_deadline(deadline_ms: Any) -> None:
-    """Raise BadRequestError for anything but a positive number."""
     is_number = isinstance(deadline_ms, int | float) and not isinstance(deadline_ms, bool)
     if not is_number or not 0 < deadline_ms < math.inf:
         raise BadRequestError(f"deadline_ms is {deadline_ms!r}: it must be a positive number of milliseconds")
 
 
 def check_ids_in_vocabulary(token_ids: list[int], vocab_size: int, where: str) -> None:
-    """Raise BadRequestError naming the first id outside [0, vocab_size). Added tokens are inside."""
+    """Raises BadRequestError naming the first id outside [0, vocab_size), a range that includes added tokens."""
     if min(token_ids) >= 0 and max(token_ids) < vocab_size:
         return
     bad = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
     raise BadRequestError(
         f"{where} holds token id {bad}, and the vocabulary has {vocab_size} tokens (0 to {vocab_size - 1})"
     )
+
+
+def longest_token_characters(tokenizer: Any) -> int | None:
+    """The most characters that one token can stand for; None if unlimited.
+
+    It is limited for byte-level BPE without a normalizer (most models since GPT-2). Other tokenizers join blanks, or have one
+    token for all unknown text.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    parts = json.loads(backend.to_str())
+    if parts["model"]["type"] != "BPE" or parts["normalizer"] is not None or not _is_byte_level(parts["pre_tokenizer"]):
+        return None
+    added = parts["added_tokens"]
+    if any(token["lstrip"] or token["rstrip"] for token in added):  # such a token includes any number of blanks
+        return None
+    # A character of the vocabulary is one byte of a text, so at most one character.
+    return max(map(len, [*parts["model"]["vocab"], *(token["content"] for token in added)]))
+
+
+def _is_byte_level(pre_tokenizer: dict[str, Any] | None) -> bool:
+    if pre_tokenizer is None:
+        return False
+    if pre_tokenizer["type"] == "Sequence":
+        return any(_is_byte_level(part) for part in pre_tokenizer["pretokenizers"])
+    return bool(pre_tokenizer["type"] == "ByteLevel")

@@ -1,14 +1,17 @@
 """Reranking with any causal language model: P(yes) that a document answers the query, one prefill per document.
 
-SGLang reranks with a causal model only if its chat template is a reranker's; for others it asks for an embedding model.
+SGLang reranks with a causal model only if its chat template is a reranker's; for others it requires an embedding model.
 Where the query stands before the document, all documents of a call share it in the prefix cache.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import math
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 import pydantic
@@ -18,13 +21,19 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_prefill.core import rerank_template
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.http import reply_options
 from sgl_prefill.http.error_format import refusal_of, with_nested_error
 from sgl_prefill.http.label_scoring import AllowedAnswers, LabelScorer
-from sgl_prefill.http.reply_options import PLAIN, ReplyOptions
-from sgl_prefill.http.rerank_replies import Reply, Result, Serialiser, jina_result, to_jina, to_sglang
-from sgl_prefill.http.rerank_request import Asked, RerankRequest, understood
-from sgl_prefill.http.scored_prompt import ScoredPrompt, usage
+from sgl_prefill.http.rerank_request import CheckedRerank, RerankRequest, checked
+from sgl_prefill.http.scored_prompt import (
+    LAST_EVENT,
+    PLAIN,
+    ReplyOptions,
+    ScoredPrompt,
+    check_reply_fields,
+    event_of,
+    given_reply_fields,
+    usage,
+)
 
 if TYPE_CHECKING:
     import fastapi
@@ -33,13 +42,36 @@ if TYPE_CHECKING:
     from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
 
 
+DOCUMENTS_PER_SEARCH_UNIT = 100  # Cohere's unit of billing
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    index: int  # in the request's documents
+    score: float
+    document: str | dict[str, Any]  # as the client sent it
+    meta_info: dict[str, Any] | None  # from SGLang's own handler
+    extra: dict[str, Any]  # additional fields by request
+
+
+class Reply(NamedTuple):
+    results: list[Result]  # best first
+    n_documents: int  # in the request
+    model: str
+    usage: dict[str, Any] | None  # None: not counted
+    return_documents: bool | None  # None: the format's default
+
+
+Serialiser = Callable[[Reply], Any]
+
+
 class Reranker:
     """Answers rerank requests, with a template's prompts or by SGLang's own handler.
 
     Args:
         scorer: called per request, since SGLang creates its tokenizer manager late.
         stock_endpoint: SGLang's handler of /v1/rerank.
-        reply_options: reads the label options of a request; its second argument is the HTTP request.
+        reply_options: reads the reply fields of a request.
     """
 
     def __init__(
@@ -47,7 +79,7 @@ class Reranker:
         config: PrefillConfig,
         scorer: Callable[[], LabelScorer],
         stock_endpoint: Callable[..., Awaitable[Any]],
-        reply_options: Callable[[RerankRequest, Any], Awaitable[ReplyOptions]],
+        reply_options: Callable[[RerankRequest], ReplyOptions],
     ) -> None:
         self._replaces_sglangs = config.rerank_template is not None
         self._template = rerank_template.load(config.rerank_template or rerank_template.DEFAULT)
@@ -61,32 +93,33 @@ class Reranker:
 
         Args:
             serving: SGLang's object for its own handler.
-            serialise: None for /v1/rerank, where SGLang's handler answers with its list, and ours by `format_of_v1`.
+            serialise: None for /v1/rerank, in SGLang's format or, if this package scores, that of `format_of_v1`.
         """
         manager = serving.tokenizer_manager
-        reply_options.check(request, has_answers=True)
+        check_reply_fields(request, has_answers=True)
         if not self._replaces_sglangs and not sglang_would_refuse(serving, request):
             return await self._by_sglang(manager, request, raw_request, serialise or to_sglang)
         if not manager.is_generation:
             raise BadRequestError(
-                "this server was started with --rerank-template, which asks a causal language model, and its model is none: it"
-                " serves without that flag"
+                "this server was started with --rerank-template, which needs a causal language model, and its model is none:"
+                " start it without that flag"
             )
         if request.is_multimodal():
             raise BadRequestError("this model reranks text only: give the query and the documents as strings")
-        asked = understood(request)
-        if asked.instruction is not None and not self._template.takes_instruction:
+        values = checked(request)
+        if values.instruction is not None and not self._template.takes_instruction:
             raise BadRequestError("this server's --rerank-template has no place for an instruction: leave it out")
-        obj = GenerateReqInput(text=self._template.prompts(asked.instruction, asked.query, asked.passages))
-        options = await self._reply_options(request, raw_request)
+        obj = GenerateReqInput(text=self._template.prompts(values.instruction, values.query, values.passages))
+        options = self._reply_options(request)
         to_json = serialise or format_of_v1(request)
 
         def whole(scored: list[ScoredPrompt]) -> Any:
             results = [_result(request, index, one) for index, one in enumerate(scored)]
-            return to_json(_reply(manager, request, asked, results, _usage(scored)))
+            return to_json(_reply(manager, request, values, results, _usage(scored)))
 
         if request.stream:
-            events = self._events(manager, obj, request, whole, options, raw_request)
+            results = self._scorer().score_each(obj, self._answers, raw_request, options)
+            events = _events(results, obj, request, whole, manager)
             return StreamingResponse(events, media_type="text/event-stream")
         return _json(whole(await self._scorer().score(obj, self._answers, raw_request, reply=options)))
 
@@ -98,11 +131,10 @@ class Reranker:
         serialise: Serialiser,
     ) -> Any:
         """Lets SGLang's handler score the texts. Requests with images get its own reply."""
-        if names := reply_options.given(request):
+        if names := given_reply_fields(request):
             remedy = ", or start the server with --rerank-template" if manager.is_generation else ""
             raise BadRequestError(
-                f"{names}: SGLang's own handler, which serves this model, has a score of a document and no more: leave it"
-                f" out{remedy}"
+                f"{names}: SGLang's own handler, which serves this model, returns only a score per document: leave it out{remedy}"
             )
         if request.is_multimodal():
             try:
@@ -110,74 +142,105 @@ class Reranker:
                 return await self._stock_endpoint(stock, raw_request)
             except pydantic.ValidationError as error:
                 raise BadRequestError(str(error)) from error
-        asked = understood(request)
+        values = checked(request)
         if request.stream:
             raise BadRequestError(
                 "stream is true, and SGLang's own handler, which serves this model, scores all documents at once: leave it out,"
                 " or start the server with --rerank-template"
             )
         stock = V1RerankReqInput(
-            query=asked.query, documents=asked.passages, instruct=asked.instruction, return_documents=False
+            query=values.query, documents=values.passages, instruct=values.instruction, return_documents=False
         )
         found = await self._stock_endpoint(stock, raw_request)
         if isinstance(found, Response):
             return found
         results = [Result(one.index, one.score, request.documents[one.index], one.meta_info, {}) for one in found]
-        return _json(serialise(_reply(manager, request, asked, results, usage_from_sglang(results))))
+        return _json(serialise(_reply(manager, request, values, results, usage_from_sglang(results))))
 
-    async def _events(
-        self,
-        manager: PrefillTokenizerManager,
-        obj: GenerateReqInput,
-        request: RerankRequest,
-        whole: Callable[[list[ScoredPrompt]], Any],
-        options: ReplyOptions,
-        raw_request: fastapi.Request,
-    ) -> AsyncIterator[bytes]:
-        """Yields each document as it is scored, then the reply. Aborts the remaining documents if the client disconnects."""
-        found: asyncio.Queue[tuple[int, ScoredPrompt] | Exception] = asyncio.Queue()
-        task = asyncio.create_task(self._put_scored(obj, options, raw_request, found))
-        scored: dict[int, ScoredPrompt] = {}
-        n_documents = len(request.documents)
+
+async def _events(
+    results: AsyncIterator[tuple[int, ScoredPrompt]],
+    obj: GenerateReqInput,
+    request: RerankRequest,
+    whole: Callable[[list[ScoredPrompt]], Any],
+    manager: PrefillTokenizerManager,
+) -> AsyncIterator[bytes]:
+    """Yields each document as it is scored, then the reply. Aborts the remaining documents if the client disconnects."""
+    queue: asyncio.Queue[tuple[int, ScoredPrompt] | Exception] = asyncio.Queue()
+
+    async def read_results() -> None:
         try:
-            while len(scored) < n_documents:
-                one = await found.get()
-                if isinstance(one, Exception):
-                    raise one
-                index, scored[index] = one
-                yield _event(jina_result(_result(request, *one), request.return_documents))
-            yield _event(whole([scored[index] for index in range(len(scored))]))
+            async for one in results:
+                queue.put_nowait(one)
         except Exception as error:
-            if not scored:  # nothing has been sent: the answer is a status
-                raise
-            yield b"data: " + with_nested_error(orjson.dumps(refusal_of(error).flat)) + b"\n\n"
-        finally:
-            if task.done():
-                pass
-            elif obj.rid is None:  # nothing has been sent to the scheduler
+            queue.put_nowait(error)
+
+    task = asyncio.create_task(read_results())  # must outlive this stream if the client disconnects
+    scored: dict[int, ScoredPrompt] = {}
+    try:
+        while len(scored) < len(request.documents):
+            one = await queue.get()
+            if isinstance(one, Exception):
+                raise one
+            index, scored[index] = one
+            yield event_of(jina_result(_result(request, *one), request.return_documents))
+        yield event_of(whole([scored[index] for index in range(len(scored))]))
+    except Exception as error:
+        if not scored:  # nothing has been sent: the answer is a status
+            raise
+        yield b"data: " + with_nested_error(orjson.dumps(refusal_of(error).flat)) + b"\n\n"
+    finally:
+        if not task.done():
+            if obj.rid is None:  # nothing has been sent to the scheduler
                 task.cancel()
             else:  # SGLang would forget a cancelled task's requests without aborting them in the scheduler
                 manager.abort_request(obj.rid)
-        yield b"data: [DONE]\n\n"
+    yield LAST_EVENT
 
-    async def _put_scored(
-        self,
-        obj: GenerateReqInput,
-        options: ReplyOptions,
-        raw_request: fastapi.Request,
-        found: asyncio.Queue[tuple[int, ScoredPrompt] | Exception],
-    ) -> None:
-        """Puts each scored document, or the error, into the queue. A task of its own, which outlives the stream's reader."""
-        try:
-            async for one in self._scorer().score_each(obj, self._answers, raw_request, options):
-                found.put_nowait(one)
-        except Exception as error:
-            found.put_nowait(error)
+
+def to_sglang(reply: Reply) -> list[dict[str, Any]]:
+    shows = reply.return_documents is not False
+    documents = [{"document": one.document} if shows else {} for one in reply.results]
+    return [
+        {"score": one.score, **document, "index": one.index, "meta_info": one.meta_info, **one.extra}
+        for one, document in zip(reply.results, documents, strict=True)
+    ]
+
+
+def to_jina(reply: Reply) -> dict[str, Any]:
+    results = [jina_result(one, reply.return_documents) for one in reply.results]
+    named = {"id": f"rerank-{uuid.uuid4().hex}", "object": "list", "model": reply.model}
+    return {**named, "usage": reply.usage, "results": results, "meta": _cohere_meta(reply)}
+
+
+def jina_result(one: Result, return_documents: bool | None) -> dict[str, Any]:
+    """One element of `results`, and one event of a stream in any format."""
+    scores = {"index": one.index, "relevance_score": one.score, "score": one.score}
+    return {**scores, **_document(one, return_documents is not False), **one.extra}
+
+
+def to_cohere(reply: Reply) -> dict[str, Any]:
+    results = [
+        {"index": one.index, "relevance_score": one.score, **_document(one, reply.return_documents), **one.extra}
+        for one in reply.results
+    ]
+    meta = {**_cohere_meta(reply), "api_version": {"version": "2"}}
+    return {"id": str(uuid.uuid4()), "results": results, "meta": meta}
+
+
+def _document(one: Result, is_shown: bool | None) -> dict[str, Any]:
+    document = one.document if isinstance(one.document, dict) else {"text": one.document}
+    return {"document": document} if is_shown else {}
+
+
+def _cohere_meta(reply: Reply) -> dict[str, Any]:
+    prompt_tokens = None if reply.usage is None else reply.usage["prompt_tokens"]
+    units = {"search_units": math.ceil(reply.n_documents / DOCUMENTS_PER_SEARCH_UNIT)}
+    return {"billed_units": units, "tokens": {"input_tokens": prompt_tokens, "output_tokens": 0}}
 
 
 def format_of_v1(request: RerankRequest) -> Serialiser:
-    """/v1/rerank is SGLang's and Jina's: Jina's clients name a model. SGLang's gateway does too, and reads SGLang's list; it
-    always sends `rid`."""
+    """/v1/rerank is SGLang's and Jina's. Jina's clients name a model; SGLang's gateway does too, but always sends `rid`."""
     is_jinas = request.model is not None and "rid" not in (request.model_extra or {})
     return to_jina if is_jinas else to_sglang
 
@@ -204,7 +267,7 @@ def usage_from_sglang(results: Sequence[Result]) -> dict[str, Any] | None:
 
 
 def _usage(scored: list[ScoredPrompt]) -> dict[str, Any]:
-    """Counts prompts alone: no token is generated."""
+    """As `usage`, without completion tokens."""
     counted = usage(scored)
     return {**counted, "completion_tokens": 0, "total_tokens": counted["prompt_tokens"]}
 
@@ -212,20 +275,20 @@ def _usage(scored: list[ScoredPrompt]) -> dict[str, Any]:
 def _reply(
     manager: PrefillTokenizerManager,
     request: RerankRequest,
-    asked: Asked,
+    values: CheckedRerank,
     results: Sequence[Result],
     usage: dict[str, Any] | None,
 ) -> Reply:
     """Keeps the best documents by `top_n` and `min_score`; equal scores stay in the request's order."""
     best = sorted(results, key=lambda one: -one.score)
-    if (lowest := asked.min_score) is not None:
+    if (lowest := values.min_score) is not None:
         best = [one for one in best if one.score >= lowest]
     model = request.model or manager.served_model_name
-    return Reply(best[: asked.top_n], len(asked.passages), model, usage, request.return_documents)
+    return Reply(best[: values.top_n], len(values.passages), model, usage, request.return_documents)
 
 
 def _result(request: RerankRequest, index: int, one: ScoredPrompt) -> Result:
-    """The score is the probability of the template's first label, calibrated if asked for."""
+    """The score is the probability of the template's first label, calibrated if requested."""
     score, extra = one.distribution.probabilities[0], dict[str, Any]()
     if one.calibrated is not None:
         extra["probability"], score = score, one.calibrated[0]
@@ -236,7 +299,3 @@ def _result(request: RerankRequest, index: int, one: ScoredPrompt) -> Result:
 
 def _json(shown: Any) -> Response:
     return Response(orjson.dumps(shown), media_type="application/json")
-
-
-def _event(shown: Any) -> bytes:
-    return b"data: " + orjson.dumps(shown) + b"\n\n"

@@ -1,4 +1,4 @@
-"""Request ids: SGLang gets unique ids of this package's, since those of clients may be equal, or prefixes of each other."""
+"""Request ids: SGLang gets unique internal ids, since clients' ids may be equal, or prefixes of each other."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ HIDDEN_RID_CHARACTERS = 32  # a UUID in hexadecimal
 class GivenRid(NamedTuple):
     """A client's id of one prompt."""
 
-    asked: str | None  # the batch's id; None if the client gave none
+    given: str | None  # of the batch; None if the client gave none
     shown: str | None  # the id in the prompt's answer
     owner: str  # the client that may abort it
 
     @property
     def names(self) -> set[str]:
-        return {name for name in (self.asked, self.shown) if name is not None}
+        return {name for name in (self.given, self.shown) if name is not None}
 
 
 class Rids:
@@ -32,30 +32,27 @@ class Rids:
         self._inside: dict[str, dict[str, None]] = {}  # internal ids by the client's, in order
 
     def hide(self, obj: GenerateReqInput | EmbeddingReqInput, owner: str) -> list[str]:
-        """Gives a request one internal id per prompt, and returns them.
-
-        Requests of a session refer to earlier ones by id: their internal ids are derived from the client's.
-        """
+        """Sets and returns one internal id per prompt. In a session, which names earlier ids, it is made from the client's."""
         session = getattr(obj, "session_params", None)
         session = session if isinstance(session, dict) and session.get("id") is not None else None
         if session is not None:
             obj.rid = obj.rid if obj.rid is not None else uuid.uuid4().hex
             if isinstance(earlier := session.get("rid"), str):
                 obj.session_params = {**session, "rid": rid_of_session(earlier)}
-        n_prompts, asked = count_prompts(obj), obj.rid
+        n_prompts, rid = count_prompts(obj), obj.rid
         shown: list[str | None]
-        if isinstance(asked, list):
-            given = [GivenRid(one, one, owner) for one in asked]
+        if isinstance(rid, list):
+            given = [GivenRid(one, one, owner) for one in rid]
         else:
-            is_one = asked is None or n_prompts is None or n_prompts == 1
-            shown = [asked] * (n_prompts or 1) if is_one else [f"{asked}_{index}" for index in range(n_prompts or 0)]
-            given = [GivenRid(asked, one, owner) for one in shown]
+            is_one = rid is None or n_prompts is None or n_prompts == 1
+            shown = [rid] * (n_prompts or 1) if is_one else [f"{rid}_{index}" for index in range(n_prompts or 0)]
+            given = [GivenRid(rid, one, owner) for one in shown]
         hidden = {uuid.uuid4().hex if session is None else rid_of_session(str(one.shown)): one for one in given}
         self._given |= hidden
         for inside, one in hidden.items():
             for name in one.names:
                 self._inside.setdefault(name, {})[inside] = None
-        is_single = not isinstance(asked, list) and n_prompts is None
+        is_single = not isinstance(rid, list) and n_prompts is None
         obj.rid = next(iter(hidden)) if is_single else list(hidden)
         return list(hidden)
 
@@ -76,17 +73,17 @@ class Rids:
                 break
 
     def named(self, rid: str) -> list[str]:
-        """Returns the internal ids for a client's id; an unknown id is taken for an internal one."""
+        """The internal ids of a client's id; an unknown id is taken for an internal one."""
         return [*self._inside.get(rid, [rid])]
 
     def of(self, owner: str) -> list[str]:
         return [inside for inside, given in self._given.items() if given.owner == owner]
 
-    def is_anothers(self, inside: str, owner: str) -> bool:
+    def belongs_to_another(self, inside: str, owner: str) -> bool:
         given = self._given.get(inside)
         return given is not None and given.owner != owner
 
 
 def rid_of_session(rid: str) -> str:
-    """Returns an id that is no prefix of another such id: its length comes first."""
+    """An id that begins with its length, so that it is no prefix of another."""
     return f"{len(rid)}:{rid}"

@@ -1,14 +1,12 @@
-"""The HTTP routes: those that replace SGLang's, and which others are kept. A request without allowed answers goes on to SGLang's
-own endpoint, with `max_tokens` 1 by default."""
+"""The HTTP routes: endpoints that replace SGLang's, and the list of SGLang's that are kept. Requests without allowed answers go
+to SGLang's own endpoint, with `max_tokens` 1 by default."""
 
 from __future__ import annotations
 
 import functools
 import pkgutil
-import time
-import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,44 +16,41 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import ORJSONResponse, Response, StreamingResponse
 from sglang.srt.entrypoints import http_server
-from sglang.srt.entrypoints.openai.protocol import (
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from sglang.srt.entrypoints.openai.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from starlette.routing import BaseRoute, Route
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError, SeamError
-from sgl_prefill.http import conversations, decisions, reply_options, rerank, scores
+from sgl_prefill.http import conversations, protocol, scores
 from sgl_prefill.http import dashboard_routes as dashboard
 from sgl_prefill.http.cut_requests import CutRequests, PartsOfPrompts, with_parts
 from sgl_prefill.http.error_format import Refusal
 from sgl_prefill.http.label_scoring import AllowedAnswers, LabelScorer
 from sgl_prefill.http.middleware import Middleware
-from sgl_prefill.http.parted_requests import note
-from sgl_prefill.http.protocol import (
-    LabelChatCompletionRequest,
-    LabelCompletionRequest,
-    LabelGenerateReqInput,
-    allowed_answers,
-    check_generate_label_request,
-    check_generate_penalties,
-    check_keys,
-    check_label_request,
-    check_penalties,
-    pass_deadline,
-    pass_generate_deadline,
-    pass_salt,
+from sgl_prefill.http.parted_requests import attach_parts
+from sgl_prefill.http.request_checks import (
+    OFF_LOOP_CHARACTERS,
+    check_ids_in_vocabulary,
+    check_lists_against_prompts,
+    count_prompts,
 )
-from sgl_prefill.http.reply_options import PLAIN, ReplyOptions
-from sgl_prefill.http.request_checks import check_ids_in_vocabulary, check_lists_against_prompts
-from sgl_prefill.http.rerank_replies import Serialiser, to_cohere, to_jina
+from sgl_prefill.http.rerank import Reranker, Serialiser, to_cohere, to_jina
 from sgl_prefill.http.rerank_request import RerankRequest
-from sgl_prefill.http.scored_prompt import ScoredPrompt, chat_choice, completion_choice, usage
+from sgl_prefill.http.scored_prompt import (
+    LAST_EVENT,
+    ReplyOptions,
+    ScoredPrompt,
+    chat_choice,
+    check_reply_fields,
+    completion_choice,
+    envelope,
+    event_of,
+    generate_output,
+    given_reply_fields,
+    usage,
+)
 from sgl_prefill.http.scores import LabelScoringRequest
 from sgl_prefill.http.shutdown import Ending
-from sgl_prefill.http.text_limit import OFF_LOOP_CHARACTERS
 from sgl_prefill.startup import calibrations
 
 if TYPE_CHECKING:
@@ -67,11 +62,11 @@ SERVER = "sglang.srt.entrypoints.http_server"
 
 
 class Replaced(NamedTuple):
-    """A route of SGLang's that this package serves in its place."""
+    """A route of SGLang's that this package serves."""
 
     method: str
     path: str
-    stock_endpoint: str  # dotted path of SGLang's endpoint function, which ours may call
+    stock_endpoint: str  # dotted path of SGLang's endpoint function
     reason: str
 
 
@@ -105,12 +100,12 @@ KEPT_ROUTES = frozenset(
     }
 )
 CHAT_PATH = "/v1/chat/completions"
-# Shown of a body that does not match the schema: each element of a list may have a dozen problems.
+# Limits of an error message about a body that does not match the schema.
 MOST_PROBLEMS, LONGEST_PROBLEM = 10, 300
 
 
 class PrefillRoutes:
-    """The endpoint functions, with what they share. SGLang's serving objects are read per request: it makes them late."""
+    """The endpoint functions. SGLang's serving objects are read per request, since it creates them later."""
 
     def __init__(self, app: Any, config: PrefillConfig) -> None:
         self._app = app  # whose `state` holds SGLang's serving objects
@@ -119,10 +114,10 @@ class PrefillRoutes:
             route.path: pkgutil.resolve_name(route.stock_endpoint) for route in ROUTES
         }
         self._scorer: LabelScorer | None = None
-        self._reranker = rerank.Reranker(config, lambda: self.scorer, self._stock["/v1/rerank"], self._asked_reply)
+        self._reranker = Reranker(config, lambda: self.scorer, self._stock["/v1/rerank"], self._reply_options)
 
     def stock_endpoint(self, path: str) -> Callable[..., Awaitable[Any]]:
-        """Returns SGLang's endpoint, in whose place ours is."""
+        """SGLang's endpoint of a replaced route."""
         return self._stock[path]
 
     @property
@@ -142,90 +137,74 @@ class PrefillRoutes:
     def _default_max_tokens(self, stock_default: int | None) -> int | None:
         return stock_default if self._config.allow_generation else 1
 
-    async def completions(self, request: LabelCompletionRequest, raw_request: Request) -> Any:
-        """Serves /v1/completions."""
-        check_keys(request)
+    async def completions(self, request: protocol.LabelCompletionRequest, raw_request: Request) -> Any:
+        protocol.check_keys(request)
         serving = self._app.state.openai_serving_completion
-        answers = allowed_answers(request)
-        reply = await self._reply_options(request, answers, raw_request)
+        answers = protocol.allowed_answers(request)
+        reply = self._reply_options(request, answers is not None)
         if answers is None:
             if request.max_tokens is None:
                 request.max_tokens = self._default_max_tokens(CompletionRequest.model_fields["max_tokens"].default)
-            check_penalties(request, request.max_tokens)
+            protocol.check_penalties(request, request.max_tokens)
             if request.echo and request.logprobs == 0:
-                request.logprobs = 1  # SGLang takes 0 for none of the prompt, and fails at it
-            pass_deadline(request)
+                request.logprobs = 1  # SGLang fails at 0 with echo
+            protocol.pass_deadline(request)
             parts = await self.cuts.of_completion(serving, request)
             return with_parts(await self._stock["/v1/completions"](request, raw_request), request, parts)
-        check_label_request(request, request.max_tokens)
+        protocol.check_label_request(request, request.max_tokens)
         request.max_tokens = 1
         parts = await self.cuts.of_completion(serving, request)
         scored = await self._score(serving, request, answers, raw_request, reply, parts)
         choices = [completion_choice(index, one, request.logprobs) for index, one in enumerate(scored)]
-        return _openai_reply("cmpl-", "text_completion", request, choices, scored)
+        return _openai_reply(request, choices, scored)
 
-    async def chat_completions(self, request: LabelChatCompletionRequest, raw_request: Request) -> Any:
-        """Serves /v1/chat/completions."""
-        check_keys(request)
+    async def chat_completions(self, request: protocol.LabelChatCompletionRequest, raw_request: Request) -> Any:
+        protocol.check_keys(request)
         serving = self._app.state.openai_serving_chat
         self.cuts.check_texts_of_chat(request)
-        answers = allowed_answers(request)
-        reply = await self._reply_options(request, answers, raw_request)
+        answers = protocol.allowed_answers(request)
+        reply = self._reply_options(request, answers is not None)
         max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
         if answers is None:
             if max_tokens is None:
                 request.max_completion_tokens = max_tokens = self._default_max_tokens(None)
-            check_penalties(request, max_tokens)
-            pass_deadline(request)
+            protocol.check_penalties(request, max_tokens)
+            protocol.pass_deadline(request)
             parts = await self._fill(serving, request, raw_request)
             return with_parts(await self._stock["/v1/chat/completions"](request, raw_request), request, parts)
-        check_label_request(request, max_tokens)
+        protocol.check_label_request(request, max_tokens)
         request.max_tokens, request.max_completion_tokens = None, 1
         parts = await self._fill(serving, request, raw_request)
         scored = await self._score(serving, request, answers, raw_request, reply, parts)
         name = "delta" if request.stream else "message"
         choices = [chat_choice(index, one, request.logprobs, name) for index, one in enumerate(scored)]
-        kind = "chat.completion.chunk" if request.stream else "chat.completion"
-        return _openai_reply("chatcmpl-", kind, request, choices, scored)
+        return _openai_reply(request, choices, scored)
 
-    async def generate(self, obj: LabelGenerateReqInput, request: Request) -> Any:
-        """Serves /generate."""
-        pass_salt(obj)
-        answers = allowed_answers(obj)
-        reply = await self._reply_options(obj, answers, request)
-        note(obj, await self.cuts.of_generate(obj))
+    async def generate(self, obj: protocol.LabelGenerateReqInput, request: Request) -> Any:
+        protocol.pass_salt(obj)
+        answers = protocol.allowed_answers(obj)
+        reply = self._reply_options(obj, answers is not None)
+        attach_parts(obj, await self.cuts.of_generate(obj))
         if answers is None:
-            check_generate_penalties(obj)
-            pass_generate_deadline(obj)
+            protocol.check_penalties(obj, None)
+            protocol.pass_generate_deadline(obj)
             return await self._stock["/generate"](obj, request)
         check_lists_against_prompts(obj)
-        check_generate_label_request(obj)
-        is_batch, streams = not isinstance(obj.text, str) and not _is_one_prompt_of_ids(obj.input_ids), obj.stream
+        protocol.check_generate_label_request(obj)
+        is_batch, streams = count_prompts(obj) is not None, obj.stream
         with _value_errors_are_bad_requests():
             scored = await self.scorer.score(obj, answers, request, obj.deadline_ms, reply)
-        outputs: list[dict[str, Any]] = [
-            {
-                "text": one.best.text,
-                "output_ids": list(one.best.token_ids),
-                "meta_info": {
-                    **one.meta_info,
-                    "completion_tokens": len(one.best.token_ids),
-                    "label_scores": one.to_json(),
-                },
-            }
-            for one in scored
-        ]
+        outputs = [generate_output(one) for one in scored]
         body: Any = outputs if is_batch else outputs[0]
-        return _one_chunk([body]) if streams else ORJSONResponse(body)
+        return _stream([body]) if streams else ORJSONResponse(body)
 
     async def score(self, request: LabelScoringRequest, raw_request: Request) -> Any:
-        """Serves /v1/score."""
-        reply_options.check(request, has_answers=True)
-        if not reply_options.given(request):
+        check_reply_fields(request, has_answers=True)
+        if not given_reply_fields(request):
             return await self._stock["/v1/score"](request, raw_request)
         with _value_errors_are_bad_requests():
             scores.check(request, self._manager)
-            obj, reply, scored = scores.prompts_of(request), await self._asked_reply(request, raw_request), []
+            obj, reply, scored = scores.prompts_of(request), self._reply_options(request), []
             if obj is not None:
                 answers = AllowedAnswers(None, request.label_token_ids)
                 scored = await self.scorer.score(obj, answers, raw_request, reply=reply)
@@ -233,15 +212,14 @@ class PrefillRoutes:
         return Response(orjson.dumps(found), media_type="application/json")
 
     async def rerank(self, request: RerankRequest, raw_request: Request) -> Any:
-        """Serves /v1/rerank."""
         return await self._rerank(request, raw_request, None)
 
     async def rerank_of_jina(self, request: RerankRequest, raw_request: Request) -> Any:
-        """Serves /rerank, which SGLang has not."""
+        """/rerank, which SGLang does not have."""
         return await self._rerank(request, raw_request, to_jina)
 
     async def rerank_of_cohere(self, request: RerankRequest, raw_request: Request) -> Any:
-        """Serves /v2/rerank, which SGLang has not."""
+        """/v2/rerank, which SGLang does not have."""
         return await self._rerank(request, raw_request, to_cohere)
 
     async def _rerank(self, request: RerankRequest, raw_request: Request, serialise: Serialiser | None) -> Any:
@@ -249,9 +227,9 @@ class PrefillRoutes:
             return await self._reranker.answer(self._app.state.openai_serving_rerank, request, raw_request, serialise)
 
     async def detokenize(self, request: DetokenizeRequest, raw_request: Request) -> Any:
-        """Serves /detokenize and /v1/detokenize."""
         vocab_size = self._manager.model_config.vocab_size
-        for tokens in request.tokens if _is_nested(request.tokens) else [request.tokens]:
+        is_batch = bool(request.tokens) and isinstance(request.tokens[0], list)
+        for tokens in request.tokens if is_batch else [request.tokens]:
             if not isinstance(tokens, list):
                 raise BadRequestError(f"tokens holds {tokens!r} beside lists: give one list of ids, or a list of lists")
             if tokens:
@@ -259,15 +237,14 @@ class PrefillRoutes:
         return await self._stock["/detokenize"](request, raw_request)
 
     async def tokenize(self, request: TokenizeRequest, raw_request: Request) -> Any:
-        """Serves /tokenize and /v1/tokenize."""
         if request.messages is not None:
             chats = self._app.state.openai_serving_tokenize.chat_serving
-            await conversations.fill_beside(chats, request.to_chat_completion_request(), raw_request)
+            await conversations.render_long_chat(chats, request.to_chat_completion_request(), raw_request)
         texts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
         if texts is None or sum(map(len, texts)) < OFF_LOOP_CHARACTERS:
             return await self._stock["/tokenize"](request, raw_request)
         options = {"add_special_tokens": request.add_special_tokens}
-        ids = await self._manager.run_beside(lambda twin: [twin.tokenizer.encode(text, **options) for text in texts])
+        ids = await self._manager.run_in_thread(lambda twin: [twin.tokenizer.encode(text, **options) for text in texts])
         counts = [len(of_text) for of_text in ids]
         one = isinstance(request.prompt, str)
         return ORJSONResponse(
@@ -278,7 +255,9 @@ class PrefillRoutes:
             }
         )
 
-    async def _fill(self, serving: Any, request: LabelChatCompletionRequest, raw_request: Request) -> PartsOfPrompts:
+    async def _fill(
+        self, serving: Any, request: protocol.LabelChatCompletionRequest, raw_request: Request
+    ) -> PartsOfPrompts:
         with _value_errors_are_bad_requests():
             return await self.cuts.of_chat(serving, request, raw_request)
 
@@ -291,18 +270,16 @@ class PrefillRoutes:
         reply: ReplyOptions,
         parts: PartsOfPrompts = None,
     ) -> list[ScoredPrompt]:
-        _check_with(serving, request)
+        if problem := serving._validate_request(request):
+            raise BadRequestError(problem)
         with _value_errors_are_bad_requests():
             obj, _ = serving._convert_to_internal_request(request, raw_request)
-            note(obj, parts)
+            attach_parts(obj, parts)
             return await self.scorer.score(obj, answers, raw_request, request.deadline_ms, reply)
 
-    async def _reply_options(self, request: Any, answers: Any, raw_request: Request) -> ReplyOptions:
-        reply_options.check(request, answers is not None)
-        return PLAIN if answers is None else await self._asked_reply(request, raw_request)
-
-    async def _asked_reply(self, request: Any, raw_request: Request) -> ReplyOptions:
-        """Returns what a body that was checked asks for; raises BadRequestError for an unknown calibration."""
+    def _reply_options(self, request: Any, has_answers: bool = True) -> ReplyOptions:
+        """Raises BadRequestError for reply fields without answers, wrong values and an unknown calibration."""
+        check_reply_fields(request, has_answers)
         calibration = None
         if request.calibration is not None:
             calibration = calibrations.by_name(self._manager.calibrations, request.calibration)
@@ -310,10 +287,10 @@ class PrefillRoutes:
 
 
 def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
-    """Put our endpoints in the place of SGLang's in its FastAPI app, and verify it. Raises SeamError if one is missing."""
-    ours = PrefillRoutes(app, config)
+    """Replaces SGLang's endpoints in its FastAPI app, and verifies it. Raises SeamError if one is missing."""
+    endpoints = PrefillRoutes(app, config)
     for route in ROUTES:
-        found = [r for r in app.router.routes if _serves(r, route.path, ours.stock_endpoint(route.path))]
+        found = [r for r in app.router.routes if _serves(r, route.path, endpoints.stock_endpoint(route.path))]
         if len(found) != 1:
             raise SeamError(
                 f"SGLang's route {route.method} {route.path} is not where this package replaces it ({route.reason})"
@@ -323,26 +300,26 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
     app.router.default = _refuse_path
     n_stock = len(app.router.routes)
     only_json = [Depends(http_server.validate_json_request)]
-    app.post("/v1/completions", dependencies=only_json)(ours.completions)
-    app.post("/v1/chat/completions", dependencies=only_json)(ours.chat_completions)
+    app.post("/v1/completions", dependencies=only_json)(endpoints.completions)
+    app.post("/v1/chat/completions", dependencies=only_json)(endpoints.chat_completions)
     for prefix in ("", "/v1"):
-        app.post(f"{prefix}/tokenize", dependencies=only_json)(ours.tokenize)
-        app.post(f"{prefix}/detokenize", dependencies=only_json)(ours.detokenize)
-    app.api_route("/generate", methods=["POST", "PUT"])(ours.generate)
-    app.api_route("/v1/rerank", methods=["POST", "PUT"], dependencies=only_json)(ours.rerank)
-    app.post("/v1/score", dependencies=only_json)(ours.score)
+        app.post(f"{prefix}/tokenize", dependencies=only_json)(endpoints.tokenize)
+        app.post(f"{prefix}/detokenize", dependencies=only_json)(endpoints.detokenize)
+    app.api_route("/generate", methods=["POST", "PUT"])(endpoints.generate)
+    app.api_route("/v1/rerank", methods=["POST", "PUT"], dependencies=only_json)(endpoints.rerank)
+    app.post("/v1/score", dependencies=only_json)(endpoints.score)
     n_refused: Counter[str] = Counter()
     dashboard.add_routes(
         app, dashboard.Feed(lambda: http_server._global_state.tokenizer_manager, config, ending, n_refused)
     )
-    decisions.add_routes(app, config, lambda: http_server._global_state.tokenizer_manager)
-    app.post("/rerank", dependencies=only_json)(ours.rerank_of_jina)
-    app.post("/v2/rerank", dependencies=only_json)(ours.rerank_of_cohere)
-    # First, since each request is compared with one route after the other, and once more for the metrics.
+    dashboard.add_decisions_route(app, config, lambda: http_server._global_state.tokenizer_manager)
+    app.post("/rerank", dependencies=only_json)(endpoints.rerank_of_jina)
+    app.post("/v2/rerank", dependencies=only_json)(endpoints.rerank_of_cohere)
+    # Before the kept routes, since requests are matched against one route after another.
     app.router.routes[:] = [*app.router.routes[n_stock:], *app.router.routes[:n_stock]]
     app.add_exception_handler(ValueError, answer_bad_request)
     app.add_exception_handler(RequestValidationError, _answer_invalid)
-    # Outermost, also of the middleware that SGLang adds later.
+    # Outside the middleware that SGLang adds later.
     build = app.build_middleware_stack
 
     def build_all() -> Middleware:
@@ -351,12 +328,12 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
     app.build_middleware_stack = build_all  # type: ignore[method-assign]
     for route in ROUTES:
         serving = [r.endpoint for r in app.router.routes if isinstance(r, Route) and r.path == route.path]
-        if len(serving) != 1 or getattr(serving[0], "__self__", None) is not ours:
+        if len(serving) != 1 or getattr(serving[0], "__self__", None) is not endpoints:
             raise SeamError(f"the route {route.method} {route.path} is not served by this package ({route.reason})")
 
 
 def paths_of(route: Any) -> set[str]:
-    """Returns the paths of an entry of FastAPI's list of routes, which may be an included router."""
+    """The paths of an entry of FastAPI's list of routes, which may be an included router."""
     included = getattr(route, "original_router", None)
     return {route.path} if included is None else {one.path for one in included.routes}
 
@@ -368,7 +345,7 @@ def check_body(path: str, body: bytes) -> None:
 
 
 async def _refuse_path(scope: Scope, receive: Receive, send: Send) -> None:
-    """The application for all paths that no route serves; SGLang's exception handler writes the answer."""
+    """The application for unknown paths; SGLang's exception handler writes the answer."""
     raise HTTPException(
         HTTPStatus.NOT_FOUND,
         f"{scope['path']} is not a route of this prefill-only server: for answers use /v1/completions, {CHAT_PATH}, /generate,"
@@ -377,26 +354,18 @@ async def _refuse_path(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def _answer_invalid(request: Request, error: Exception) -> Response:
-    """Answers a body that does not match a route's schema: the first problems by field, without the names of SGLang's source
-    files."""
+    """Answers a body that does not match the schema with the first problems by field. SGLang's handler names source files."""
     assert isinstance(error, RequestValidationError)
-    problems = list(dict.fromkeys(_shortened(f"{_field(one['loc'])}: {one['msg']}") for one in error.errors()))
+    problems = list(dict.fromkeys(_problem(one) for one in error.errors()))
     left = len(problems) - MOST_PROBLEMS
     text = "; ".join(problems[:MOST_PROBLEMS]) + (f"; and {left} more" if left > 0 else "")
     return await answer_bad_request(request, BadRequestError(text))
 
 
-def _shortened(problem: str) -> str:
-    return problem if len(problem) <= LONGEST_PROBLEM else f"{problem[:LONGEST_PROBLEM]}..."
-
-
-def _field(location: Sequence[Any]) -> str:
-    """Names a field as its client knows it."""
-    return ".".join(str(part) for part in location if part != "body") or "the request body"
-
-
-def _is_nested(tokens: list[Any]) -> bool:
-    return bool(tokens) and isinstance(tokens[0], list)
+def _problem(error: dict[str, Any]) -> str:
+    field = ".".join(str(part) for part in error["loc"] if part != "body") or "the request body"
+    text = f"{field}: {error['msg']}"
+    return text if len(text) <= LONGEST_PROBLEM else f"{text[:LONGEST_PROBLEM]}..."
 
 
 def _serves(route: BaseRoute, path: str, endpoint: Callable[..., Any]) -> bool:
@@ -410,9 +379,7 @@ async def answer_bad_request(request: Request, error: Exception) -> Response:
 
 @contextmanager
 def _value_errors_are_bad_requests() -> Iterator[None]:
-    """Follows SGLang's convention on its own routes: a ValueError from its request path is the client's, and its text the
-    answer.
-    """
+    """SGLang's convention: a ValueError of its request path is the client's fault."""
     try:
         yield
     except BadRequestError:
@@ -421,38 +388,21 @@ def _value_errors_are_bad_requests() -> Iterator[None]:
         raise BadRequestError(str(error)) from error
 
 
-def _check_with(serving: Any, request: Any) -> None:
-    problem = serving._validate_request(request)
-    if problem:
-        raise BadRequestError(problem)
-
-
-def _is_one_prompt_of_ids(input_ids: Any) -> bool:
-    return bool(input_ids) and isinstance(input_ids[0], int)
-
-
-def _openai_reply(
-    prefix: str, kind: str, request: Any, choices: list[dict[str, Any]], scored: list[ScoredPrompt]
-) -> Response:
-    """Returns the whole reply, or, for a streaming client, one chunk with everything (and one with the usage if it asked)."""
-    envelope: dict[str, Any] = {
-        "id": f"{prefix}{uuid.uuid4().hex}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": request.model,
-    }
+def _openai_reply(request: Any, choices: list[dict[str, Any]], scored: list[ScoredPrompt]) -> Response:
+    """The whole reply, or for a stream one chunk with everything (and one with the usage if requested)."""
+    head = envelope(request, is_chunk=request.stream)
     if not request.stream:
-        return ORJSONResponse({**envelope, "choices": choices, "usage": usage(scored)})
-    chunks: list[Any] = [{**envelope, "choices": choices}]
+        return ORJSONResponse({**head, "choices": choices, "usage": usage(scored)})
+    chunks: list[Any] = [{**head, "choices": choices}]
     if request.stream_options is not None and request.stream_options.include_usage:
-        chunks.append({**envelope, "choices": [], "usage": usage(scored)})
-    return _one_chunk(chunks)
+        chunks.append({**head, "choices": [], "usage": usage(scored)})
+    return _stream(chunks)
 
 
-def _one_chunk(chunks: list[Any]) -> StreamingResponse:
+def _stream(chunks: list[Any]) -> StreamingResponse:
     async def events() -> AsyncIterator[bytes]:
         for chunk in chunks:
-            yield b"data: " + orjson.dumps(chunk) + b"\n\n"
-        yield b"data: [DONE]\n\n"
+            yield event_of(chunk)
+        yield LAST_EVENT
 
     return StreamingResponse(events(), media_type="text/event-stream")

@@ -1,14 +1,65 @@
-"""The answer to one prompt: its distribution over the labels, the requested additions, and the JSON of replies."""
+"""The answer to one prompt: its distribution over the labels, the options of its reply, and the JSON of replies."""
 
 from __future__ import annotations
 
+import time
+import uuid
 from typing import Any, NamedTuple
+
+import orjson
+from pydantic import BaseModel, StrictBool, StrictInt
 
 from sgl_prefill.core.labels import Label, LabelDistribution, restrict
 from sgl_prefill.core.long_labels import ScoredLabels
+from sgl_prefill.errors import BadRequestError
 from sgl_prefill.http.parted_requests import SHOWN
-from sgl_prefill.http.reply_options import PLAIN, ReplyOptions
 from sgl_prefill.http.request_checks import check_has_logprobs
+from sgl_prefill.startup.calibrations import StoredCalibration
+
+MOST_ALTERNATIVES = 100
+
+
+class ReplyFields(BaseModel):
+    """Fields of request bodies on every route that scores labels."""
+
+    calibration: str | None = None
+    raw_scores: StrictBool = False
+    top_alternatives: StrictInt | None = None
+
+
+class ReplyOptions(NamedTuple):
+    """The checked options. None of them changes the log-probabilities of the labels."""
+
+    calibration: StoredCalibration | None = None
+    raw_scores: bool = False
+    top_alternatives: int = 0  # how many of the likeliest tokens of the whole vocabulary
+
+
+PLAIN = ReplyOptions()
+
+
+def given_reply_fields(request: Any) -> str:
+    """Names the reply fields that a body sets, for an error message; "" if it sets none."""
+    values = {name: getattr(request, name) for name in ReplyFields.model_fields}
+    return ", ".join(name for name, value in values.items() if value is not None and value is not False)
+
+
+def check_reply_fields(request: Any, has_answers: bool) -> None:
+    """Raises BadRequestError for these fields without allowed answers, and for values outside their range."""
+    if request.top_alternatives is not None:
+        check_alternatives(request.top_alternatives)
+    if (names := given_reply_fields(request)) and not has_answers:
+        raise BadRequestError(
+            f"{names} without allowed answers: they say something about labels, so give allowed_tokens or the like,"
+            " or leave them out"
+        )
+
+
+def check_alternatives(n: int) -> None:
+    if not 1 <= n <= MOST_ALTERNATIVES:
+        raise BadRequestError(
+            f"top_alternatives is {n}: ask for 1 to {MOST_ALTERNATIVES} tokens, or leave it out for none"
+        )
 
 
 class Alternative(NamedTuple):
@@ -21,15 +72,13 @@ class Alternative(NamedTuple):
 
 
 class ScoredPrompt(NamedTuple):
-    """The answer to one prompt."""
-
     labels: list[Label]  # in the order of the request
     distribution: LabelDistribution
     meta_info: dict[str, Any]  # SGLang's, of this prompt
-    long: ScoredLabels | None = None  # of labels of any length
-    n_answer_tokens: int = 0  # that were computed beside the prompt's
+    long: ScoredLabels | None = None  # only for labels of any length
+    n_answer_tokens: int = 0  # computed beyond the prompt
     options: ReplyOptions = PLAIN
-    calibrated: list[float] | None = None  # P(label) by the calibration that was asked for
+    calibrated: list[float] | None = None  # P(label) by the requested calibration
     alternatives: list[Alternative] | None = None  # the likeliest first
 
     @property
@@ -44,7 +93,6 @@ class ScoredPrompt(NamedTuple):
         return self.labels[self.best_index]
 
     def _tokens_json(self) -> list[dict[str, Any]]:
-        """Each label's tokens, as the reply shows them."""
         if self.long is None:
             return [{"token_id": label.token_id} for label in self.labels]
         return [
@@ -53,7 +101,6 @@ class ScoredPrompt(NamedTuple):
         ]
 
     def _values_json(self) -> list[dict[str, float]]:
-        """Each label's probability or raw score."""
         values = [{"probability": probability} for probability in self.distribution.probabilities]
         if self.options.raw_scores:
             scores = self.distribution.logprobs if self.long is None else self.long.scores
@@ -64,7 +111,6 @@ class ScoredPrompt(NamedTuple):
         return values
 
     def _additions_json(self) -> dict[str, Any]:
-        """The requested additions."""
         found: dict[str, Any] = {}
         if self.options.calibration is not None:
             found["calibration"] = self.options.calibration.name
@@ -113,7 +159,7 @@ def scored_of(labels: list[Label], output: dict[str, Any]) -> ScoredPrompt:
 
 
 def with_reply(scored: ScoredPrompt, reply: ReplyOptions, texts: dict[int, str]) -> ScoredPrompt:
-    """Returns the answer with the additions that `reply` asks for. texts: by token id, of all alternatives."""
+    """Adds what `reply` requests. texts: by token id, of all alternatives."""
     calibrated = alternatives = None
     if reply.calibration is not None:
         names = [label.text for label in scored.labels]
@@ -141,13 +187,7 @@ def completion_choice(index: int, scored: ScoredPrompt, logprobs: int | None) ->
             "top_logprobs": [dict(zip(texts, scored.distribution.logprobs, strict=True))],
             "text_offset": [0],
         }
-    return {
-        "index": index,
-        "text": scored.best.text,
-        "logprobs": shown,
-        "finish_reason": "stop",
-        "label_scores": scored.to_json(),
-    }
+    return _choice(index, {"text": scored.best.text}, shown, scored)
 
 
 def chat_choice(index: int, scored: ScoredPrompt, logprobs: bool, message_field: str) -> dict[str, Any]:
@@ -157,13 +197,18 @@ def chat_choice(index: int, scored: ScoredPrompt, logprobs: bool, message_field:
         for label, logprob in zip(scored.labels, scored.distribution.logprobs, strict=True)
     ]
     shown = {"content": [{**entries[scored.best_index], "top_logprobs": entries}]} if logprobs else None
-    return {
-        "index": index,
-        message_field: {"role": "assistant", "content": scored.best.text},
-        "logprobs": shown,
-        "finish_reason": "stop",
-        "label_scores": scored.to_json(),
-    }
+    return _choice(index, {message_field: {"role": "assistant", "content": scored.best.text}}, shown, scored)
+
+
+def _choice(index: int, text: dict[str, Any], logprobs: Any, scored: ScoredPrompt) -> dict[str, Any]:
+    return {"index": index, **text, "logprobs": logprobs, "finish_reason": "stop", "label_scores": scored.to_json()}
+
+
+def generate_output(scored: ScoredPrompt) -> dict[str, Any]:
+    """One output of /generate."""
+    n_tokens, label_scores = len(scored.best.token_ids), scored.to_json()
+    meta_info = {**scored.meta_info, "completion_tokens": n_tokens, "label_scores": label_scores}
+    return {"text": scored.best.text, "output_ids": list(scored.best.token_ids), "meta_info": meta_info}
 
 
 def usage(scored: list[ScoredPrompt]) -> dict[str, Any]:
@@ -176,3 +221,19 @@ def usage(scored: list[ScoredPrompt]) -> dict[str, Any]:
         "total_tokens": prompt_tokens + answer_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(one.meta_info["cached_tokens"] for one in scored)},
     }
+
+
+def envelope(request: Any, *, is_chunk: bool) -> dict[str, Any]:
+    """The fields of an OpenAI reply beside `choices`."""
+    is_chat = hasattr(request, "messages")
+    kind = "text_completion" if not is_chat else "chat.completion.chunk" if is_chunk else "chat.completion"
+    name = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+    return {"id": name, "object": kind, "created": int(time.time()), "model": request.model}
+
+
+def event_of(data: Any) -> bytes:
+    """A server-sent event."""
+    return b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+LAST_EVENT = b"data: [DONE]\n\n"

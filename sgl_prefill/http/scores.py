@@ -14,10 +14,8 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_prefill.core.labels import check_distinct
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.http import reply_options
-from sgl_prefill.http.reply_options import ReplyFields
 from sgl_prefill.http.request_checks import check_ids_in_vocabulary
-from sgl_prefill.http.scored_prompt import ScoredPrompt
+from sgl_prefill.http.scored_prompt import ReplyFields, ScoredPrompt, given_reply_fields
 
 if TYPE_CHECKING:
     from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
@@ -32,7 +30,7 @@ class LabelScoringRequest(ReplyFields, ScoringRequest):  # type: ignore[misc]
 
 def check(request: LabelScoringRequest, manager: PrefillTokenizerManager) -> None:
     """Raises BadRequestError for a request with label options that this server or route cannot serve."""
-    names = reply_options.given(request)
+    names = given_reply_fields(request)
     if not manager.is_generation:
         raise BadRequestError(
             f"{names} on /v1/score needs a causal language model, and this server's model has scores without a vocabulary:"
@@ -46,7 +44,7 @@ def check(request: LabelScoringRequest, manager: PrefillTokenizerManager) -> Non
     if others := [name for name in UNSERVED if getattr(request, name) not in (None, False)]:
         raise BadRequestError(f"{names} and {', '.join(others)} cannot be combined on /v1/score: leave one of them out")
     if request.label_token_ids is None:
-        raise BadRequestError("label_token_ids is missing: give the token ids whose probabilities are asked for")
+        raise BadRequestError("label_token_ids is missing: give the token ids of the labels")
     if isinstance(request.items, list):
         manager.check_count(len(request.items))  # before they are joined
     check_distinct(request.label_token_ids, "label_token_ids")

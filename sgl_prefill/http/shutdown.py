@@ -1,7 +1,7 @@
-"""Graceful shutdown of a server. At SIGTERM or Ctrl-C it refuses new requests, answers those that wait for at most DRAIN_S, and
-refuses the rest with 503. Where one of its processes has died, all waiting requests are refused at once.
+"""Graceful shutdown of a server. At SIGTERM or Ctrl-C it refuses new requests, answers waiting ones for at most DRAIN_S, and
+refuses the rest with 503. If one of its processes died, it refuses all waiting requests at once.
 
-SGLang itself accepts new requests until the last old one is answered, and lets clients wait where a process has died.
+SGLang itself accepts new requests until the last old one is answered, and lets clients wait after a process died.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 
 DRAIN_S = 30.0
 POLL_S = 0.02
-FLUSH_S = 2.0  # for the HTTP server to write answers
-CLOSE_S = 1  # for the HTTP server to close its connections
-CHILDREN_END_S = 5.0  # for the other processes to end by themselves; then they are killed
-ASKED = "this server is shutting down"
+FLUSH_S = 2.0  # for Uvicorn to write answers
+CLOSE_S = 1  # for Uvicorn to close its connections
+CHILDREN_END_S = 5.0  # for the other processes to end before they are killed
+SHUTTING_DOWN = "this server is shutting down"
 DIED = "a process of this server has ended, and the server with it"
 INTERRUPTED = "this server was interrupted a second time"
-FAILED = "this server has failed, as its log says, and ends"
+FAILED = "this server has failed (see its log) and is shutting down"
 
 
 class Ending:
@@ -48,17 +48,17 @@ class Ending:
 
     @property
     def retry_after_s(self) -> int:
-        """For clients: by then this server has ended, and another may listen in its place."""
+        """By then this server has ended, and another may listen on its port."""
         return math.ceil(self._drain_s)
 
     def watch(self, manager: PrefillTokenizerManager, loop: asyncio.AbstractEventLoop) -> None:
-        """Replaces the signal handlers that SGLang has just set."""
-        loop.add_signal_handler(signal.SIGTERM, self._begin, ASKED, 0, manager)
+        """Replaces SGLang's signal handlers. Call it after SGLang has set them."""
+        loop.add_signal_handler(signal.SIGTERM, self._begin, SHUTTING_DOWN, 0, manager)
         loop.add_signal_handler(signal.SIGINT, self._interrupt, manager)
         loop.add_signal_handler(signal.SIGQUIT, self._begin, DIED, 1, manager)
 
     def remember_listener(self) -> None:
-        """Finds Uvicorn's server, which only its signal handler refers to. Call it before SGLang replaces this handler."""
+        """Finds Uvicorn's server through its signal handler. Call it before SGLang replaces this handler."""
         server: Any = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
 
         def stop() -> None:
@@ -70,13 +70,13 @@ class Ending:
         self._stop_listening = stop
 
     def fail(self, manager: PrefillTokenizerManager) -> None:
-        """Ends the server because the loop that hands out answers has failed."""
+        """Ends the server after `handle_loop` failed."""
         self._begin(FAILED, 1, manager)
 
     def _interrupt(self, manager: PrefillTokenizerManager) -> None:
-        """Does as SIGTERM the first time; the second Ctrl-C ends the server without waiting for answers."""
+        """Like SIGTERM the first time. A second Ctrl-C ends the server without waiting for answers."""
         if self.reason is None:
-            self._begin(ASKED, 0, manager)
+            self._begin(SHUTTING_DOWN, 0, manager)
         else:
             self._begin(INTERRUPTED, 128 + signal.SIGINT, manager)
 
@@ -100,7 +100,7 @@ class Ending:
             manager.refuse(rid, HTTPStatus.SERVICE_UNAVAILABLE, why)
         await _until(lambda: self.n_in_flight == 0, FLUSH_S)
         if manager._subprocess_watchdog is not None:
-            manager._subprocess_watchdog.stop()  # it would take the end of a process for a failure
+            manager._subprocess_watchdog.stop()  # it would report the end of a process as a failure
         if self.status == 0:
             manager.ask_scheduler_to_end()
             await _until(lambda: not _is_a_scheduler_left(), CHILDREN_END_S)

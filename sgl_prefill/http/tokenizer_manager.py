@@ -1,7 +1,4 @@
-"""SGLang's tokenizer manager with checks in front: what can never be answered gets a 400 instead of a wrong answer.
-
-Every HTTP route and the offline engine pass through `generate_request`, so this is the one place for them.
-"""
+"""SGLang's tokenizer manager with request checks. Every HTTP route and the offline engine call its `generate_request`."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import asyncio
 import copy
 import functools
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
@@ -16,32 +14,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import fastapi
 from sglang.srt.managers.embed_types import PositionalEmbeds
-from sglang.srt.managers.io_struct import (
-    AbortReq,
-    EmbeddingReqInput,
-    GenerateReqInput,
-    ShutdownReq,
-)
+from sglang.srt.managers.io_struct import AbortReq, EmbeddingReqInput, GenerateReqInput, ShutdownReq
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.http import parted_requests as prompt_parts
-from sgl_prefill.http.request_checks import (
-    MEDIA,
-    MOST_PROMPTS,
-    check_has_logprobs,
-    check_ids_in_vocabulary,
-    check_lists_against_prompts,
-    check_lists_of_embedding,
-    check_metric_labels,
-    check_sampling_options,
-    check_session,
-    count_prompts,
-)
+from sgl_prefill.http import request_checks
+from sgl_prefill.http.parted_requests import show_parts
 from sgl_prefill.http.rids import Rids
-from sgl_prefill.http.text_limit import CUT_CHARACTERS_PER_TOKEN, OFF_LOOP_CHARACTERS, longest_token_characters
 from sgl_prefill.port.kv import namespaces
 from sgl_prefill.port.runner import answer_trees
 from sgl_prefill.port.steps import clients, custom_params, traces
@@ -58,8 +39,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LONGEST_NUMBER = 2**63 - 1  # of JSON as it is written here
-LOOK_FOR_CLIENT_S = 2.0
+LARGEST_JSON_INTEGER = 2**63 - 1  # that orjson writes
+LOOK_FOR_CLIENT_S = 2.0  # between two checks whether the client of a batch has disconnected
 T = TypeVar("T")
 GRAMMARS = ("regex", "json_schema", "ebnf", "structural_tag")
 
@@ -73,22 +54,20 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         super().__init__(server_args, port_args)
         self.prefill_config = config
         self.calibrations = calibrations.load(config.calibrations, server_args)
-        if getattr(self.tokenizer, "model_max_length", 0) > LONGEST_NUMBER:  # "unknown", which /tokenize cannot answer
+        if getattr(self.tokenizer, "model_max_length", 0) > LARGEST_JSON_INTEGER:  # transformers' value for "unknown"
             self.tokenizer.model_max_length = self.context_len
-        self._ending = ending  # of a server of ours; where a program of a user's runs us, the end is its own
-        self.scheduler_info: dict[str, Any] | None = (
-            None  # what the scheduler said at its start; of a server, SGLang keeps it
-        )
+        self._ending = ending  # None in the offline engine
+        self.scheduler_info: dict[str, Any] | None = None  # set by the offline engine; in a server SGLang holds it
         self._rids = Rids()
-        self._watched: set[fastapi.Request] = set()  # with several prompts each
+        self._watched: set[fastapi.Request] = set()  # requests of several prompts
 
     @property
     def packs_weights(self) -> bool:
-        """Says whether the model runs on weights that were packed at the start, in the place of SGLang's own layers."""
-        return bool(self._told_at_start[PACKS_WEIGHTS_KEY])
+        """Whether the model runs on packed weights instead of SGLang's layers."""
+        return bool(self._scheduler_facts[PACKS_WEIGHTS_KEY])
 
     @property
-    def _told_at_start(self) -> dict[str, Any]:
+    def _scheduler_facts(self) -> dict[str, Any]:
         if self.scheduler_info is None:
             from sglang.srt.entrypoints import http_server
 
@@ -97,46 +76,49 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
 
     @property
     def no_long_answers(self) -> str | None:
-        """Says why answers of several tokens cannot be computed here; None where they can."""
-        problem: str | None = self._told_at_start.get(ANSWERS_KEY)
-        return problem
+        """Why this engine cannot compute labels of several tokens; None if it can."""
+        return self._scheduler_facts.get(ANSWERS_KEY)
 
     @functools.cached_property
     def end_token_ids(self) -> set[int]:
-        """Returns the tokens with which the model ends what it writes."""
         of_tokenizer = getattr(self.tokenizer, "eos_token_id", None)
         return {*(self.model_config.hf_eos_token_id or ()), *([] if of_tokenizer is None else [of_tokenizer])}
 
     async def generate_request(
         self, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None = None
     ) -> AsyncIterator[Any]:
-        """Does as SGLang's, after our checks. Raises BadRequestError (a ValueError, which every route answers with 400)."""
-        self.check_count(count_prompts(obj) or 1)
+        """Raises BadRequestError (a ValueError, which every route answers with 400) for what can never be answered."""
+        self.check_count(request_checks.count_prompts(obj) or 1)
         self._check_media(obj)
         if obj.multi_item_delimiter_indices is not None and not self.server_args.enable_mis:
             raise BadRequestError("multi_item_delimiter_indices needs a server started with --enable-mis")
         if isinstance(obj, GenerateReqInput):
             if is_probe(request):
                 obj.sampling_params = {"max_new_tokens": 0}
-            check_lists_against_prompts(obj)
+            request_checks.check_lists_against_prompts(obj)
             if isinstance(obj.session_params, dict):
-                check_session(obj.session_params)
-            self._check_internal_fields(obj)
-            check_metric_labels(obj.custom_labels or {}, self.server_args.tokenizer_metrics_allowed_custom_labels or ())
+                request_checks.check_session(obj.session_params)
+            request_checks.check_metric_labels(
+                obj.custom_labels or {}, self.server_args.tokenizer_metrics_allowed_custom_labels or ()
+            )
             self._check_embeddings(obj)
             self._check_logprob_options(obj)
         else:
-            check_lists_of_embedding(obj, takes_media=self.mm_processor is not None)
+            request_checks.check_lists_of_embedding(obj, takes_media=self.mm_processor is not None)
         self._check_sampling_params(obj)
         caller = await self.caller_of(request)
         if caller.is_background:
-            self._check_background()
+            if not self.prefill_config.has_policy:
+                raise BadRequestError(
+                    f"{custom_params.BACKGROUND_HEADER} or {custom_params.BACKGROUND_FIELD} is set, and this server runs SGLang's"
+                    " own scheduler, which has no background jobs: leave it out, or start the server without --scheduling stock"
+                )
             obj.sampling_params = custom_params.for_each(obj.sampling_params, custom_params.mark_background)
-        ours = self._params_of_caller(caller, obj)
-        obj.sampling_params = custom_params.for_each(
-            obj.sampling_params, functools.partial(custom_params.put_ours, ours=ours)
+        put = functools.partial(custom_params.put_ours, ours=self._params_of_caller(caller, obj))
+        obj.sampling_params = custom_params.for_each(obj.sampling_params, put)
+        obj.sampling_params = answer_trees.sampling_params_with_trees(
+            obj, is_batch=request_checks.count_prompts(obj) is not None
         )
-        obj.sampling_params = answer_trees.sampling_params_with_trees(obj, is_batch=count_prompts(obj) is not None)
         # SGLang knows health probes by their id.
         hidden = [] if is_probe(request) else self._rids.hide(obj, self._owner(clients.current()))
         watch = None
@@ -147,7 +129,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             async for output in super().generate_request(obj, request):
                 for one in output if isinstance(output, list) else [output]:
                     self._rids.show(one)
-                prompt_parts.show(obj, output)
+                show_parts(obj, output)
                 yield output
         finally:
             for rid in hidden:
@@ -157,14 +139,14 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 watch.cancel()
 
     async def _watch(self, request: fastapi.Request, rids: Sequence[str]) -> None:
-        """Ends the prompts of a batch whose client has left."""
+        """Aborts the prompts of a batch when its client has disconnected."""
         while not await request.is_disconnected():
             await asyncio.sleep(LOOK_FOR_CLIENT_S)
         for rid in rids:
             super().abort_request(rid)
 
     async def caller_of(self, request: fastapi.Request | None) -> clients.Caller:
-        """Says who asks, by what HTTP and the body tell; nobody where there is no HTTP."""
+        """The client by headers and body; an anonymous one outside HTTP."""
         caller = clients.current()
         if caller is None:
             return clients.Caller()
@@ -172,11 +154,11 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         return caller
 
     def tenant_of(self, caller: clients.Caller) -> str:
-        """Names whose prefixes a caller's requests may find, and what else others must not notice."""
+        """The namespace of a client's prefixes and label look-ups (`--isolate-by`)."""
         return namespaces.of_caller(caller, self.prefill_config.isolate_by)
 
     def _params_of_caller(self, caller: clients.Caller, obj: GenerateReqInput | EmbeddingReqInput) -> dict[str, Any]:
-        """Returns what the scheduler hears of who asks; what the body says of prefixes is handed on where the route does not."""
+        """Returns the client and its namespace for the scheduler. Sets `extra_key` where SGLang's route drops the body's salt."""
         namespace = self.tenant_of(caller)
         if isinstance(obj, EmbeddingReqInput):
             namespace += caller.salt
@@ -187,11 +169,11 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 "session_params goes on with a request that may be another client's, and this server runs with --isolate-by:"
                 " send the whole prompt"
             )
-        told = {clients.PARAMETER: caller.name(self.prefill_config.fair_by), namespaces.PARAMETER: namespace}
-        return {name: value for name, value in told.items() if value}
+        found = {clients.PARAMETER: caller.name(self.prefill_config.fair_by), namespaces.PARAMETER: namespace}
+        return {name: value for name, value in found.items() if value}
 
     async def share_prefix(self, tokens: list[int]) -> dict[str, Any]:
-        """Computes a prefix that all may share from now on, whoever they are. Returns SGLang's `meta_info`."""
+        """Computes a prefix that all tenants share. Returns SGLang's `meta_info`."""
         public = {namespaces.PUBLIC_PARAMETER: True}
         obj = GenerateReqInput(
             input_ids=tokens, sampling_params={"max_new_tokens": 0, "temperature": 0, "custom_params": public}
@@ -200,17 +182,17 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         return output["meta_info"]  # type: ignore[no-any-return]
 
     def auto_create_handle_loop(self) -> None:
-        """Does as SGLang's; how a server of ours ends is ours."""
+        """Also installs the graceful shutdown of a server."""
         is_new, ending = self.event_loop is None, self._ending
         if is_new and ending is not None:
             ending.remember_listener()
-        with clients.calling(None):  # the loop serves all, and not who comes first
+        with clients.calling(None):  # the loop must not inherit the first caller
             super().auto_create_handle_loop()
         if is_new and ending is not None:
             ending.watch(self, self.event_loop)
 
     async def handle_loop(self) -> None:
-        """Does as SGLang's; where it fails, a server of ours ends at once, and tells who waits."""
+        """If it fails, a server refuses all waiting requests and ends."""
         try:
             await super().handle_loop()
         except Exception:
@@ -220,24 +202,23 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             self._ending.fail(self)
 
     async def sigterm_watchdog(self) -> None:
-        """Does as SGLang's, which ends the process by SIGKILL, where it is not ours to end."""
+        """Runs the graceful shutdown of a server; SGLang's would end the process by SIGKILL."""
         await (super().sigterm_watchdog() if self._ending is None else self._ending.run(self))
 
     def refuse(self, rid: str, status: HTTPStatus, message: str) -> None:
-        """Answers a request that waits; rid: ours."""
+        """Refuses a waiting request, given its internal id."""
         reason = {"type": "abort", "status_code": int(status), "message": message}
         self._handle_abort_req(AbortReq(rid=rid, finished_reason=reason))
 
     def resolved_config_dict(self, base: dict[str, Any]) -> dict[str, Any]:
-        """Does as SGLang's, without the keys: everyone who may ask for an answer may ask for these."""
+        """Masks keys, as does the following: every client may request these."""
         return masked(super().resolved_config_dict(base))
 
     async def get_internal_state(self) -> list[dict[Any, Any]]:
-        """Does as SGLang's, without the keys."""
         return [masked(state) for state in await super().get_internal_state()]
 
     def convert_to_span_attrs(self, state: ReqState, recv_obj: Any, i: int) -> dict[str, Any]:
-        """Does as SGLang's, which asks for them where it traces, and adds what was kept and predicted."""
+        """Adds kept tokens and predicted time to the attributes of a trace."""
         found: dict[str, Any] = super().convert_to_span_attrs(state, recv_obj, i)
         return found if recv_obj.time_stats is None else found | traces.of_answered(recv_obj.time_stats[i])
 
@@ -246,23 +227,22 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
 
     @property
     def longest_input_tokens(self) -> int:
-        """Returns how long a prompt may be: SGLang's scheduler needs it to be shorter than its own limit, and one place for the
-        answer."""
+        """Limit of a prompt: SGLang's scheduler needs one token less than its own limit, for the answer."""
         return int(min(self.max_req_input_len or self.context_len, self.context_len)) - 1
 
     @functools.cached_property
     def _longest_token_characters(self) -> int | None:
-        return None if self.tokenizer is None else longest_token_characters(self.tokenizer)
+        return None if self.tokenizer is None else request_checks.longest_token_characters(self.tokenizer)
 
     def check_text(self, text: str, name: str = "the prompt", *, may_be_cut: bool = False) -> None:
-        """Raises BadRequestError for a text that cannot fit, whatever its tokens are; or that is too long even to be cut."""
+        """Raises BadRequestError for a text that cannot fit, whatever its tokens are; or, may_be_cut: is too long to be cut."""
         longest = self._longest_token_characters
         if may_be_cut:
-            longest = max(longest or 0, CUT_CHARACTERS_PER_TOKEN)
+            longest = max(longest or 0, request_checks.CUT_CHARACTERS_PER_TOKEN)
         if longest is not None and len(text) > (most := longest * self.longest_input_tokens):
             if may_be_cut:
                 raise BadRequestError(
-                    f"{name} has {len(text)} characters, and texts that are to be cut may have {most}, {longest} for each of the"
+                    f"{name} has {len(text)} characters, and texts to be cut may have {most}, {longest} for each of the"
                     f" {self.longest_input_tokens} tokens that this server takes at most: shorten it"
                 )
             raise BadRequestError(
@@ -271,36 +251,32 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             )
 
     async def _tokenize_texts(self, texts: Any, is_cross_encoder: bool = False) -> Any:
-        """Does as SGLang's; long texts in another thread, since all other requests would wait meanwhile."""
-        flat = (
-            [texts]
-            if isinstance(texts, str)
-            else [text for one in texts for text in ([one] if isinstance(one, str) else one)]
-        )
+        """Tokenises long texts in another thread, so that the event loop serves other requests meanwhile."""
+        given = [texts] if isinstance(texts, str) else texts
+        flat = [text for one in given for text in ([one] if isinstance(one, str) else one)]
         for text in flat:
             self.check_text(text)
-        if sum(map(len, flat)) < OFF_LOOP_CHARACTERS:
+        if sum(map(len, flat)) < request_checks.OFF_LOOP_CHARACTERS:
             return await super()._tokenize_texts(texts, is_cross_encoder)
         stock = TokenizerManager._tokenize_texts
-        return await self.run_beside(lambda twin: asyncio.run(stock(twin, texts, is_cross_encoder)))
+        return await self.run_in_thread(lambda twin: asyncio.run(stock(twin, texts, is_cross_encoder)))
 
-    async def run_beside(self, work: Callable[[PrefillTokenizerManager], T]) -> T:
-        """Runs what tokenises much in another thread; work: gets a manager whose tokenizer is for that thread alone."""
-        thread, twin = self._tokenizer_beside
+    async def run_in_thread(self, work: Callable[[PrefillTokenizerManager], T]) -> T:
+        """Runs `work` in the thread for long texts, with a copy of this manager whose tokenizer only that thread uses."""
+        thread, twin = self._tokenizer_thread
         return await asyncio.get_running_loop().run_in_executor(thread, work, twin)
 
     @functools.cached_property
-    def _tokenizer_beside(self) -> tuple[ThreadPoolExecutor, PrefillTokenizerManager]:
-        """A thread, and what SGLang's methods need in it: a tokenizer is not safe for two threads."""
+    def _tokenizer_thread(self) -> tuple[ThreadPoolExecutor, PrefillTokenizerManager]:
+        """The thread for long texts, and the copy of this manager in it: tokenizers are not thread-safe."""
         twin = copy.copy(self)
         twin.tokenizer, twin.async_dynamic_batch_tokenizer = copy.deepcopy(self.tokenizer), None
         return ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-texts"), twin
 
     def check_count(self, n_prompts: int) -> None:
-        """Raises BadRequestError where a request has more prompts than are answered at once."""
         quotas = self.prefill_config.quotas
         for flag, most in (
-            ("limit", MOST_PROMPTS),
+            ("limit", request_checks.MOST_PROMPTS),
             ("--max-waiting", quotas.of_all.requests),
             ("--max-client-waiting", quotas.of_client.requests),
         ):
@@ -311,24 +287,17 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
 
     def _check_media(self, obj: GenerateReqInput | EmbeddingReqInput) -> None:
         if self.mm_processor is None:
-            for name in MEDIA:
+            for name in request_checks.MEDIA:
                 value = getattr(obj, name)
                 if any(one is not None for one in (value if isinstance(value, list) else [value])):
                     raise BadRequestError(f"the request holds {name}, and this server's model takes text only")
 
-    def _check_background(self) -> None:
-        if not self.prefill_config.has_policy:
-            raise BadRequestError(
-                f"{custom_params.BACKGROUND_HEADER} or {custom_params.BACKGROUND_FIELD} is set, and this server runs SGLang's own"
-                " scheduler, which knows no background jobs: leave it out, or start the server without --scheduling stock"
-            )
-
     def abort_request(self, rid: str | list[str] = "", abort_all: bool = False) -> None:
-        """Ends the requests with exactly this id of a client's, of a batch or of one of its prompts, or of our own.
+        """Aborts requests with exactly this id: a client's of a batch or prompt, or an internal one.
 
-        Where HTTP asks, those of this caller, of which `abort_all` means all; who has the administrator's key ends anybody's.
+        Through HTTP only the caller's own requests, all of them with `abort_all`; with the administrator's key any client's.
         """
-        if isinstance(rid, list):  # of a batch that was refused before SGLang had looked at it
+        if isinstance(rid, list):  # a batch that was refused before SGLang read it
             for one in rid:
                 self.abort_request(one)
             return
@@ -339,13 +308,13 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             return
         owner = self._owner(caller)
         for one in self._rids.of(owner) if abort_all else self._rids.named(rid):
-            if not self._rids.is_anothers(one, owner):
+            if not self._rids.belongs_to_another(one, owner):
                 super().abort_request(one)
 
     def _process_single_item_scoring_results(self, results: Any, *arguments: Any, **options: Any) -> Any:
-        """Does as SGLang's, which fails at an answer without log-probabilities, as that of an aborted request."""
+        """Refuses answers without log-probabilities, such as those of aborted requests, where SGLang's would fail."""
         for result in results if self.is_generation else ():
-            check_has_logprobs(result["meta_info"])
+            request_checks.check_has_logprobs(result["meta_info"])
         return super()._process_single_item_scoring_results(results, *arguments, **options)
 
     def _is_administrator(self, caller: clients.Caller) -> bool:
@@ -358,7 +327,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     async def _handle_abort_finish_reason(
         self, out: dict[str, Any], state: ReqState, is_stream: bool
     ) -> dict[str, Any] | None:
-        """Does as SGLang's, which knows no other refusals of the scheduler than 400, 500 and 503."""
+        """Also answers the scheduler's 429 and 504; SGLang's knows 400, 500 and 503."""
         reason = out["meta_info"]["finish_reason"]
         if (
             reason.get("type") == "abort"
@@ -373,38 +342,35 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             raise fastapi.HTTPException(status_code=reason["status_code"], detail=reason["message"])
         return await super()._handle_abort_finish_reason(out, state, is_stream)  # type: ignore[no-any-return]
 
-    def _check_internal_fields(self, obj: GenerateReqInput) -> None:
+    def _check_embeddings(self, obj: GenerateReqInput) -> None:
         overrides = obj.positional_embed_overrides
         for override in overrides if isinstance(overrides, list) else [overrides]:
             if override is not None and not isinstance(override, PositionalEmbeds):
                 raise BadRequestError(
                     "positional_embed_overrides is an internal field: use the embed overrides of /v1/score"
                 )
-
-    def _check_embeddings(self, obj: GenerateReqInput) -> None:
-        if self.packs_weights and (obj.input_embeds is not None or obj.positional_embed_overrides is not None):
+        if self.packs_weights and (obj.input_embeds is not None or overrides is not None):
             raise BadRequestError(
                 "input_embeds and embed overrides need SGLang's own layers, and this server computes prompts of token ids"
                 " with packed weights: start it with --hybrid-prefill off"
             )
 
     async def update_weights_from_disk(self, *arguments: Any, **options: Any) -> tuple[bool, str, int]:
-        """Does as SGLang's, with the number of paused requests; refuses where the weights are packed, as do the following."""
-        if self._refusal is not None:
-            return *self._refusal, 0
-        return await super().update_weights_from_disk(*arguments, **options)  # type: ignore[no-any-return]
+        """Refuses if the weights are packed, as do the following three. Also returns the number of paused requests."""
+        refusal = self._packed_weights_refusal
+        return (*refusal, 0) if refusal else await super().update_weights_from_disk(*arguments, **options)
 
     async def update_weights_from_tensor(self, *arguments: Any, **options: Any) -> tuple[bool, str]:
-        return self._refusal or await super().update_weights_from_tensor(*arguments, **options)
+        return self._packed_weights_refusal or await super().update_weights_from_tensor(*arguments, **options)
 
     async def update_weights_from_distributed(self, *arguments: Any, **options: Any) -> tuple[bool, str]:
-        return self._refusal or await super().update_weights_from_distributed(*arguments, **options)
+        return self._packed_weights_refusal or await super().update_weights_from_distributed(*arguments, **options)
 
     async def update_weights_from_ipc(self, *arguments: Any, **options: Any) -> tuple[bool, str]:
-        return self._refusal or await super().update_weights_from_ipc(*arguments, **options)
+        return self._packed_weights_refusal or await super().update_weights_from_ipc(*arguments, **options)
 
     @property
-    def _refusal(self) -> tuple[bool, str] | None:
+    def _packed_weights_refusal(self) -> tuple[bool, str] | None:
         if not self.packs_weights:
             return None
         return False, (
@@ -417,20 +383,17 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         for params in given:
             if not isinstance(params, dict):
                 raise BadRequestError(f"sampling_params is {params!r}: it must be an object, or a list of objects")
-            asked = {**(self.preferred_sampling_params or {}), **params}
-            check_sampling_options(asked, self.model_config.vocab_size, self.tokenizer)
-            self._check_deadline_is_known(asked)
-            self._check_grammar(asked)
+            options = {**(self.preferred_sampling_params or {}), **params}
+            request_checks.check_sampling_options(options, self.model_config.vocab_size, self.tokenizer)
+            self._check_deadline_is_known(options)
+            self._check_grammar(options)
             if isinstance(obj, GenerateReqInput):
-                max_new_tokens = asked.get("max_new_tokens", SamplingParams().max_new_tokens)
-                self._check_generation_length(max_new_tokens, was_given="max_new_tokens" in asked)
+                self._check_generation_length(options)
 
     def _check_grammar(self, options: dict[str, Any]) -> None:
-        """SGLang's scheduler refuses these too, and its routes cannot show that in every combination."""
-        if self.server_args.grammar_backend != "none":
-            return
+        """SGLang's scheduler refuses these too, but not all of its routes pass the refusal on."""
         for name in GRAMMARS:
-            if options.get(name) is not None:
+            if options.get(name) is not None and self.server_args.grammar_backend == "none":
                 raise BadRequestError(
                     f"{name} asks for generation by a grammar, and this server runs with --grammar-backend none: leave it out,"
                     " or use allowed_tokens"
@@ -440,14 +403,15 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         deadline_ms = (options.get("custom_params") or {}).get(custom_params.DEADLINE)
         if deadline_ms is not None and not self.prefill_config.has_policy:
             raise BadRequestError(
-                f"deadline_ms is {deadline_ms}, and this server runs SGLang's own scheduler, which knows no deadlines:"
+                f"deadline_ms is {deadline_ms}, and this server runs SGLang's own scheduler, which has no deadlines:"
                 " leave it out, or start the server without --scheduling stock"
             )
 
-    def _check_generation_length(self, asked: int | None, was_given: bool) -> None:
-        if not self.prefill_config.allow_generation and (asked is None or asked > 1):
-            shown = "unlimited" if asked is None else asked
-            origin = "" if was_given else " (it was left out, which means that many here)"
+    def _check_generation_length(self, options: dict[str, Any]) -> None:
+        most = options.get("max_new_tokens", SamplingParams().max_new_tokens)
+        if not self.prefill_config.allow_generation and (most is None or most > 1):
+            shown = "unlimited" if most is None else most
+            origin = "" if "max_new_tokens" in options else " (the default of a field that was left out)"
             raise BadRequestError(
                 f"max_tokens (max_new_tokens) is {shown}{origin}, and this server answers prefill-only requests:"
                 " ask for 0 or 1, or start the server with --allow-generation"
@@ -456,34 +420,26 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     def _check_logprob_options(self, obj: GenerateReqInput) -> None:
         if obj.token_ids_logprob == []:
             raise BadRequestError("token_ids_logprob (label_token_ids) is empty: give at least one token id")
-        vocab_size = self.model_config.vocab_size
-        for field, lowest, highest in (
-            ("top_logprobs_num", 0, vocab_size),
-            ("logprob_start_len", -1, None),
+        size = self.model_config.vocab_size
+        for field, lowest, highest, limit in (
+            ("top_logprobs_num", 0, size, f"from 0 to {size}, the vocabulary's size"),
+            ("logprob_start_len", -1, math.inf, "at least -1"),
         ):
             value = getattr(obj, field)
             for number in value if isinstance(value, list) else [value]:
-                if number is not None and (number < lowest or (highest is not None and number > highest)):
-                    limit = (
-                        f"at least {lowest}"
-                        if highest is None
-                        else f"from {lowest} to {highest}, the vocabulary's size"
-                    )
+                if number is not None and not lowest <= number <= highest:
                     raise BadRequestError(f"{field} is {number}: it must be {limit}")
 
     def _wait_one_response(
         self, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None = None
     ) -> AsyncIterator[Any]:
-        """Does as SGLang's, which looks for a prompt's state only when its answer is asked for: it fails where the answer has
-        come before the last prompt of the batch was sent."""
+        """Looks up a prompt's state at once. SGLang's does so later, and fails if the answer came before the batch was sent."""
         return self._wait_with(self.rid_to_state[obj.rid], obj, request)
 
     async def _wait_with(
         self, state: ReqState, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None
     ) -> AsyncIterator[Any]:
-        if (
-            request is None or request in self._watched
-        ):  # else ten thousand prompts look for their client, each by itself
+        if request is None or request in self._watched:  # `_watch` checks the client once for all prompts
             await state.event.wait()
         is_answered = self.rid_to_state.setdefault(obj.rid, state).finished
         try:
@@ -494,12 +450,12 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 self._remove_req_state(obj.rid, state.lifecycle_id)
 
     def _validate_one_request(self, obj: GenerateReqInput | EmbeddingReqInput, input_ids: list[int]) -> None:
-        """Does as SGLang's, after our own checks of the token ids; called once a prompt, also within batches."""
+        """Called once per prompt, also within batches."""
         n_input = len(input_ids) if input_ids is not None else 0
         if n_input == 0 and obj.input_embeds is None and not obj.contains_mm_input():
             raise BadRequestError("the prompt is empty: it must hold at least one token")
         if obj.input_ids is not None and n_input > 0:
-            check_ids_in_vocabulary(input_ids, self.model_config.vocab_size, "the prompt")
+            request_checks.check_ids_in_vocabulary(input_ids, self.model_config.vocab_size, "the prompt")
         limit = self.longest_input_tokens
         n_answer = answer_trees.count_nodes(obj.sampling_params or {})
         if n_input + n_answer > limit:
@@ -513,7 +469,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
 
 
 def is_probe(request: fastapi.Request | None) -> bool:
-    """Says whether SGLang's own health check asks, on whatever path before it a proxy serves us."""
-    return request is not None and request.url.path.removeprefix(request.scope.get("root_path", "")).startswith(
-        "/health"
-    )
+    """Whether this is SGLang's health check, also below a proxy's root path."""
+    if request is None:
+        return False
+    return request.url.path.removeprefix(request.scope.get("root_path", "")).startswith("/health")

@@ -15,7 +15,7 @@ from sgl_prefill import calibrate
 from sgl_prefill.core.label_calibration import Calibration
 from sgl_prefill.core.labels import restrict
 from sgl_prefill.errors import BadRequestError, ConfigurationError
-from sgl_prefill.http import reply_options
+from sgl_prefill.http.scored_prompt import check_reply_fields
 from sgl_prefill.startup import calibrations
 from sgl_prefill.startup.calibrations import SETTINGS, ModelName, StoredCalibration
 from sgl_prefill.startup.model_fingerprint import N_PIECES, PIECE_BYTES, WHOLE_BYTES, fingerprint
@@ -197,15 +197,15 @@ def test_a_plot_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_options_without_labels_are_refused_and_left_out_ones_are_not() -> None:
     none = SimpleNamespace(calibration=None, raw_scores=False, top_alternatives=None)
-    reply_options.check(none, has_answers=False)
+    check_reply_fields(none, has_answers=False)
     for name, value in (("calibration", "a"), ("raw_scores", True), ("top_alternatives", 3)):
         request = SimpleNamespace(**{**vars(none), name: value})
-        reply_options.check(request, has_answers=True)
+        check_reply_fields(request, has_answers=True)
         with pytest.raises(BadRequestError, match=f"{name} without allowed answers"):
-            reply_options.check(request, has_answers=False)
+            check_reply_fields(request, has_answers=False)
     for n in (-1, 0, 101):
         with pytest.raises(BadRequestError, match=f"top_alternatives is {n}: ask for 1 to 100"):
-            reply_options.check(SimpleNamespace(**{**vars(none), "top_alternatives": n}), has_answers=True)
+            check_reply_fields(SimpleNamespace(**{**vars(none), "top_alternatives": n}), has_answers=True)
 
 
 def write_model(folder: Path, weights: bytes | bytearray) -> Path:

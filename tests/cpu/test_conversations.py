@@ -14,7 +14,7 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.http import conversations
-from sgl_prefill.http.text_limit import OFF_LOOP_CHARACTERS
+from sgl_prefill.http.request_checks import OFF_LOOP_CHARACTERS
 
 LONGEST_INPUT_TOKENS = 5_000
 SAYS = {"role": "user", "content": "Is it so?"}
@@ -30,12 +30,12 @@ class Serving:
 
     def __init__(self, fails: bool = False) -> None:
         self.tokenizer_manager: Any = SimpleNamespace(
-            name="ours", longest_input_tokens=LONGEST_INPUT_TOKENS, run_beside=self._run_beside
+            name="ours", longest_input_tokens=LONGEST_INPUT_TOKENS, run_in_thread=self._run_in_thread
         )
         self.filled: list[tuple[threading.Thread, str]] = []
         self._fails = fails
 
-    async def _run_beside(self, work: Callable[[Any], Any]) -> Any:
+    async def _run_in_thread(self, work: Callable[[Any], Any]) -> Any:
         twin = SimpleNamespace(**{**vars(self.tokenizer_manager), "name": "twin"})
         return await asyncio.get_running_loop().run_in_executor(None, work, twin)
 
@@ -51,7 +51,7 @@ class Serving:
 
 def answer(serving: Serving, request: ChatCompletionRequest) -> Any:
     async def run() -> Any:
-        await conversations.fill_beside(serving, request, None)
+        await conversations.render_long_chat(serving, request, None)
         return serving._convert_to_internal_request(request, None)
 
     return asyncio.run(run())
@@ -75,7 +75,7 @@ def test_a_short_conversation_after_a_long_one_is_its_own() -> None:
     async def run() -> list[str]:
         said = []
         for request in (long, short):
-            await conversations.fill_beside(cast(Any, serving), request, None)
+            await conversations.render_long_chat(cast(Any, serving), request, None)
             said.append(serving._convert_to_internal_request(request, None))
         return said
 

@@ -139,8 +139,8 @@ def test_two_who_look_share_one_question_and_after_them_none_is_asked() -> None:
         assert found["engines"][0]["cache"]["prefixes"]["largest"]
         await one.aclose()
         await other.aclose()
-        assert feed._asking is not None
-        await feed._asking
+        assert feed._polling is not None
+        await feed._polling
         assert manager.n_asked == 1
 
     asyncio.run(run())
@@ -175,8 +175,8 @@ def test_the_stream_says_whether_a_step_or_the_next_question_is_waited_for(monke
         assert manager.n_asked == 1
         await one.aclose()
         await other.aclose()
-        assert feed._asking is not None
-        feed._asking.cancel()
+        assert feed._polling is not None
+        feed._polling.cancel()
 
     asyncio.run(run())
 

@@ -11,7 +11,7 @@ import pytest
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sgl_prefill.http import shutdown as ending
-from sgl_prefill.http.shutdown import ASKED, DIED, FAILED, INTERRUPTED, Ending
+from sgl_prefill.http.shutdown import DIED, FAILED, INTERRUPTED, SHUTTING_DOWN, Ending
 from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
 
 
@@ -77,7 +77,7 @@ def end(
 def test_who_waits_is_answered_first(number: int) -> None:
     manager = Manager("a")
     server, events = end(manager, number, drain_s=60, answer="a")
-    assert (server.reason, server.status, events) == (ASKED, 0, ["a", "ended"])
+    assert (server.reason, server.status, events) == (SHUTTING_DOWN, 0, ["a", "ended"])
     assert manager.gracefully_exit
     assert manager.scheduler_was_asked
     assert not manager.refused

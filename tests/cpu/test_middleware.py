@@ -14,7 +14,7 @@ from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.http import middleware
 from sgl_prefill.http.middleware import Middleware
-from sgl_prefill.http.shutdown import ASKED, Ending
+from sgl_prefill.http.shutdown import SHUTTING_DOWN, Ending
 
 Message = MutableMapping[str, Any]
 App = Callable[..., Awaitable[None]]
@@ -151,10 +151,10 @@ def test_a_body_over_the_limit_gets_413() -> None:
 
 def test_a_server_that_ends_takes_no_more() -> None:
     ending = Ending(7.5)
-    ending.reason = ASKED
+    ending.reason = SHUTTING_DOWN
     answer = ask(reading_app, ending=ending)
     assert (answer.status, answer.headers["retry-after"]) == (503, "8")
-    assert ASKED in answer.error["message"]
+    assert SHUTTING_DOWN in answer.error["message"]
     assert ending.n_in_flight == 0
 
 

@@ -26,7 +26,7 @@ from sgl_prefill.http.protocol import (
     LabelGenerateReqInput,
     marks_of,
 )
-from sgl_prefill.http.text_limit import CUT_CHARACTERS_PER_TOKEN
+from sgl_prefill.http.request_checks import CUT_CHARACTERS_PER_TOKEN
 from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
 
 LONGEST_INPUT_TOKENS = 60

@@ -140,7 +140,11 @@ def test_requests_are_found_by_their_names_and_their_owners_until_they_are_forgo
     assert rids.named("job") == [*inside[0], *inside[1]]
     assert rids.named("job_1") == [inside[0][1], inside[1][1]]
     assert rids.of("bob") == [*inside[1], *inside[2]]
-    assert [rids.is_anothers(one, "bob") for one in (inside[0][0], inside[1][0], "unknown")] == [True, False, False]
+    assert [rids.belongs_to_another(one, "bob") for one in (inside[0][0], inside[1][0], "unknown")] == [
+        True,
+        False,
+        False,
+    ]
     for one in itertools.chain.from_iterable(inside):
         rids.forget(one)
     assert rids.named("job") == ["job"]

@@ -18,11 +18,9 @@ from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.label_calibration import Calibration
 from sgl_prefill.core.labels import Label, restrict
 from sgl_prefill.errors import BadRequestError, ConfigurationError
-from sgl_prefill.http.reply_options import ReplyOptions
-from sgl_prefill.http.rerank import Reranker, _reply, format_of_v1
-from sgl_prefill.http.rerank_replies import Result, Serialiser, to_cohere, to_jina, to_sglang
-from sgl_prefill.http.rerank_request import RerankRequest, understood
-from sgl_prefill.http.scored_prompt import ScoredPrompt, with_reply
+from sgl_prefill.http.rerank import Reranker, Result, Serialiser, _reply, format_of_v1, to_cohere, to_jina, to_sglang
+from sgl_prefill.http.rerank_request import RerankRequest, checked
+from sgl_prefill.http.scored_prompt import ReplyOptions, ScoredPrompt, with_reply
 from sgl_prefill.startup import arguments
 from sgl_prefill.startup.calibrations import ModelName, StoredCalibration
 
@@ -71,17 +69,15 @@ OBJECTS = [{"title": "t", "text": "a", "year": 5}, {"title": "u"}]
 )
 def test_a_wrong_request_is_refused_with_field_value_and_remedy(body: dict[str, Any], told: str) -> None:
     with pytest.raises(BadRequestError, match=told):
-        understood(RerankRequest(**body))
+        checked(RerankRequest(**body))
 
 
 def test_passages_are_texts_or_the_named_fields_of_objects() -> None:
     documents = ["a", {"text": "b", "n": 1}]
-    assert understood(RerankRequest(query="q", documents=documents)).passages == ["a", "b"]
-    fields = understood(RerankRequest(query="q", documents=OBJECTS[:1], rank_fields=["text", "title"]))
+    assert checked(RerankRequest(query="q", documents=documents)).passages == ["a", "b"]
+    fields = checked(RerankRequest(query="q", documents=OBJECTS[:1], rank_fields=["text", "title"]))
     assert fields.passages == ["a\nt"]
-    both = understood(
-        RerankRequest(**GOOD, instruct="find", instruction="find", top_n=9, min_score=0, stop_early=False)
-    )
+    both = checked(RerankRequest(**GOOD, instruct="find", instruction="find", top_n=9, min_score=0, stop_early=False))
     assert both[1:] == ("find", ["a", "b", "c"], 9, 0.0)
 
 
@@ -91,7 +87,7 @@ def reply(serialise: Serialiser, **fields: Any) -> Any:
     results = [Result(index, score, request.documents[index], None, {}) for index, score in enumerate([0.2, 0.9, 0.5])]
     usage = {"prompt_tokens": 30, "completion_tokens": 0, "total_tokens": 30}
     manager: Any = Manager()
-    return serialise(_reply(manager, request, understood(request), results, usage))
+    return serialise(_reply(manager, request, checked(request), results, usage))
 
 
 def test_the_shape_is_that_of_who_asks() -> None:
@@ -208,7 +204,7 @@ async def asked(
         manager.told.append(f"SGLang was asked for {request.documents} with {request.instruct}")
         return found
 
-    async def reply_options(request: RerankRequest, _: Any) -> ReplyOptions:
+    def reply_options(request: RerankRequest) -> ReplyOptions:
         found = None if request.calibration is None else TURNED
         return ReplyOptions(found, request.raw_scores, request.top_alternatives or 0)
 

@@ -21,9 +21,8 @@ from sgl_prefill.core.label_calibration import Calibration
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.http import label_scoring
 from sgl_prefill.http.label_scoring import AllowedAnswers, LabelScorer
-from sgl_prefill.http.reply_options import ReplyOptions
 from sgl_prefill.http.routes import PrefillRoutes
-from sgl_prefill.http.scored_prompt import ScoredPrompt
+from sgl_prefill.http.scored_prompt import ReplyOptions, ScoredPrompt
 from sgl_prefill.http.scores import LabelScoringRequest
 from sgl_prefill.port.steps.clients import Caller
 from sgl_prefill.startup.calibrations import ModelName, StoredCalibration

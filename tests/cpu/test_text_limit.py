@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from sgl_prefill.http.text_limit import longest_token_characters
+from sgl_prefill.http.request_checks import longest_token_characters
 
 
 def tokenizer(pre_tokenizer: Any, normalizer: Any = None, added: AddedToken | None = None) -> Any:
