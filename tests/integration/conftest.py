@@ -116,6 +116,9 @@ SYSTEM = "You are a careful analyst of a bank. Look at the profile of a client a
 KEY = {"Authorization": "Bearer user"}
 MOST_WAITING = 200
 LAUNCHER = "sgl_prefill.launch_server"
+# Of starts whose checks and measurements no test reads.
+NO_GATE = ["--set", "skip_parity_gate=true"]
+QUICK_START = [*NO_GATE, "--set", "jct_model=cache-miss"]
 
 
 def begin_ours(folder: Path, demo_folder: Path) -> LocalServer:
@@ -129,7 +132,7 @@ def begin_ours(folder: Path, demo_folder: Path) -> LocalServer:
 def begin_bank(folder: Path, demo_folder: Path, traces_url: str) -> LocalServer:
     (folder / "system.txt").write_text(SYSTEM)
     flags = ["--model-path", str(demo_folder), "--served-model-name", "demo", "--memory-budget-gb", "2"]
-    flags += ["--max-input-length", "1000", "--skip-parity-gate", "--api-key", "user", "--isolate-by", "user"]
+    flags += ["--max-input-length", "1000", *NO_GATE, "--api-key", "user", "--isolate-by", "user"]
     flags += ["--shared-prefix", str(folder / "system.txt"), "--max-client-waiting", str(MOST_WAITING)]
     flags += ["--log-requests", "--log-requests-level", "0", "--log-requests-format", "json"]
     if not examine.trace_problems():

@@ -21,7 +21,7 @@ from sgl_prefill.entry.local_server import LocalServer
 from sgl_prefill.entry.priority import NICENESS
 from sgl_prefill.startup.secret import MASK
 from tests.integration.children import begin_server
-from tests.integration.conftest import Server, healthy
+from tests.integration.conftest import QUICK_START, Server, healthy
 from tests.integration.rights import KEYS, assert_rights
 
 
@@ -60,8 +60,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory, demo_folder: Path) -> Iter
     folder = tmp_path_factory.mktemp("lifecycle")
     model = write_tiny_model(folder / "tiny", demo_folder)
     flags = ["--model-path", str(model)]
-    served = ["--load-format", "dummy", "--memory-budget-gb", "1", "--max-input-length", "4000", "--skip-parity-gate"]
-    served += ["--jct-model", "cache-miss"]
+    served = ["--load-format", "dummy", "--memory-budget-gb", "1", "--max-input-length", "4000", *QUICK_START]
     environments = {"intruder": {"PYTHONPATH": os.pathsep.join([str(write_intruder(folder)), *sys.path])}}
     all_flags = {name: [*served, *own] for name, own in SERVES.items()} | FAILS
     servers = {
