@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.report import InvalidRunError
-from sgl_prefill.startup.resident_memory import PeakWatch, anonymous_bytes
+from sgl_prefill.startup.device import PeakWatch, anonymous_bytes
 
 INTERVAL_S = 0.01
 

@@ -1,6 +1,6 @@
 """sgl_prefill: a prefill-only LLM engine on stock SGLang.
 
-Importing this package has no side effect and imports neither torch nor sglang; `Engine` is loaded when it is first used.
+Importing this package imports neither torch nor sglang; `Engine` is imported at its first use.
 """
 
 from __future__ import annotations

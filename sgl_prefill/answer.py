@@ -1,4 +1,4 @@
-"""An answer as a server gives it, whoever gives it."""
+"""The reply to a request, from a server or from an engine in this process."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from typing import NamedTuple
 
 
 class Answer(NamedTuple):
-    """What HTTP would carry."""
-
-    status: int
+    status: int  # of HTTP
     body: bytes  # JSON
 
     @property

@@ -1,9 +1,9 @@
-"""Every error of ours that a user, a configuration, a request or SGLang can cause. Messages are written for people.
+"""The errors that a user, a configuration, a request or SGLang can cause. Messages say what was wrong, the limit and the remedy.
 
     SglPrefillError
     +-- ConfigurationError      start refused: flags that contradict, a missing model, a taken port
-    +-- SeamError               start refused: SGLang is not what we hook (version, source, foreign plugin, hook not taken)
-    +-- UnsupportedModelError   start refused: the model needs what we do not compute
+    +-- SeamError               start refused: not the SGLang of the hooks (version, source), or a hook is not in place
+    +-- UnsupportedModelError   start refused: the model needs an operation that this engine lacks
     |   +-- UntraceableModelError   hybrid prefilling cannot cut this model into token-wise pieces
     +-- AliasedMemoryError      start refused: memory for suffix-KV eviction cannot be reserved or mapped
     |   +-- NoMemoryLeftError   a device has no more of it
@@ -11,12 +11,12 @@
     +-- ParityError             start refused: two paths of the engine give different answers
     +-- ProcessError            start failed: a process of the server ended
     +-- DemoModelError          the demo model cannot be fetched or converted
-    +-- ServerStartError        a server that we started for a demo, test or benchmark did not become healthy
+    +-- ServerStartError        a server started for a demo, test or benchmark did not become healthy
     +-- BatchJobError           a batch job cannot start or go on
     +-- BadRequestError         HTTP 400: the request is wrong; also a ValueError, which SGLang's routes answer with 400
         +-- NotFoundError       HTTP 404: it names what is not there
 
-Our own bugs are assertions, not errors of this tree.
+Bugs of this package are assertions, not errors of this tree.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`python -m sgl_prefill.launch_server`: SGLang's HTTP server as a prefill-only engine.
 
-Takes every flag of `sglang.launch_server` and those of `sgl_prefill.config`. Without `--model-path` it serves the demo
-model. Start refused: exit status 2 and one message on stderr; a failure of a process later ends all of them.
+Takes every flag of `sglang.launch_server` and those of `sgl_prefill.config`. Without `--model-path` it serves the demo model. A
+refused start ends with status 2 and one message on stderr; a process that fails later ends all of them.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 
 from sgl_prefill.config import PrefillConfig
 
-# Nothing that takes time to import: what needs torch or SGLang is imported where it is used.
+# Modules that import torch or SGLang are imported where they are used: --help and refusals are fast.
 from sgl_prefill.entry import quiet_start
 from sgl_prefill.errors import ConfigurationError, SeamError, SglPrefillError
 
-SPIN_COUNT = "50000"  # of GNU OpenMP, some 0.1 ms
+SPIN_COUNT = "50000"  # iterations of GNU OpenMP, about 0.1 ms
 
 
 def main(argv: list[str] | None = None, *, is_program: bool = False) -> int:
-    """Runs the server until it is stopped, and returns the exit status. is_program: this process is the server alone."""
+    """Runs the server until it is stopped, and returns the exit status. is_program: this process does nothing else."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help", "--help-all"} & set(argv):
         return _print_help(with_sglangs="--help-all" in argv)
@@ -38,11 +38,13 @@ def main(argv: list[str] | None = None, *, is_program: bool = False) -> int:
 
 
 def parse(argv: list[str], *, listens: bool = True, is_quiet: bool = False) -> tuple[PrefillConfig, Any]:
-    """Returns our options and SGLang's resolved arguments (ServerArgs). Raises SglPrefillError for everything that cannot
-    be started.
+    """Returns this package's options and SGLang's resolved arguments (ServerArgs). Raises SglPrefillError.
 
-    What can be seen without SGLang is checked first, since its import takes 20 seconds on two cores. `listens`: a port
-    will be opened, and must be free. is_quiet: this process prints what `quiet_start` describes.
+    Checks that need no SGLang come first: its import takes 20 seconds on two cores.
+
+    Args:
+        listens: the server's port must be free.
+        is_quiet: log as `quiet_start` does.
     """
     namespace, for_sglang = _our_parser().parse_known_args(argv)
     config = PrefillConfig.from_namespace(namespace)
@@ -60,8 +62,8 @@ def parse(argv: list[str], *, listens: bool = True, is_quiet: bool = False) -> t
         examine.prepare_cuda()
     if listens:
         if this_device().is_host:
-            # Threads that spin on after a step take the cores from this process and the detokenizer; threads that sleep between
-            # two kernels of a step cost half of its speed. So they spin about as long as Python takes between two kernels.
+            # Kernel threads spin for about as long as Python takes between two kernels. Longer, they would take the cores from
+            # this process and the detokenizer after a step; shorter, waking them would halve the speed of a step.
             os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
         prefork.begin()
     from sgl_prefill.entry import launch
@@ -80,7 +82,7 @@ def _our_parser() -> argparse.ArgumentParser:
 
 
 def _model_flags(argv: list[str]) -> list[str]:
-    """Names the demo model where the user names none."""
+    """Returns flags for the demo model where the user names no model."""
     from sgl_prefill.startup import arguments
 
     if arguments.value_of(argv, "--model-path", "--model", "--config") is not None:

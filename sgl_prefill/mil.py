@@ -1,7 +1,7 @@
 """`python -m sgl_prefill.mil`: the longest input that this model and this memory can serve, without serving.
 
 Takes the flags of `sgl_prefill.launch_server`. Loads the model, measures what an input takes, prints where the memory would
-go and, as the last line, the number of tokens. The context length of the model is no limit here.
+go and, as the last line, the number of tokens. The model's context length does not limit it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def measure(argv: list[str]) -> dict[str, Any]:
     config, server_args = launch_server.parse([*argv, "--log-level", "warning"], listens=False)
     logging.basicConfig(level=logging.WARNING)
     from sgl_prefill.core import memory_plan
-    from sgl_prefill.entry import scheduler_alone
+    from sgl_prefill.entry import in_process
 
-    parts, _ = scheduler_alone.build(config, server_args)
+    parts, _ = in_process.build_scheduler(config, server_args)
     assert parts.record.memory_plan is not None
     return memory_plan.shown(parts.record.memory_plan)
 

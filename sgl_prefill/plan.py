@@ -31,7 +31,7 @@ from sgl_prefill.planner.summary import Summary as Summary
 from sgl_prefill.planner.summary import percentile as percentile
 from sgl_prefill.port.steps.request_log import PAGE_TOKENS
 
-# A machine that computes 20,000 tokens a second, for those who have not started a server yet.
+# A machine that computes 20,000 tokens a second, where no server has fitted a model yet.
 EXAMPLE_PROFILE = FittedJct(step_ms=5.0, miss_token_ms=0.05, pair_ms=5e-7, cached_token_ms=1e-4)
 USUAL_LAMBDAS = "0,100,500,2000"
 USUAL_PAGE_TOKENS = 50

@@ -17,7 +17,7 @@ SINCE = "TESTS_SINCE"  # environment variable: the git reference to compare with
 BATCH, CLUSTER, RAY = "sgl_prefill/batch", "sgl_prefill/cluster", "sgl_prefill/ray"
 RANKS = (
     "sgl_prefill/core/ranks.py",
-    "sgl_prefill/cpu/ranks.py",
+    "sgl_prefill/cpu/rank_threads.py",
     "sgl_prefill/port/runner/rank_group.py",
     "sgl_prefill/entry/processes.py",
 )

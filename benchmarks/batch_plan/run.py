@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks import report
 from benchmarks.batch_job.workloads import industry
 from benchmarks.batch_plan.single_level import single_level
-from sgl_prefill.core.batch import plan
+from sgl_prefill.core.batch import batch_plan
 from sgl_prefill.core.batch.token_rows import TokenRows
 
 INDUSTRY_ROWS, LARGE_ROWS, LARGE_TOKENS, DEGREE = 8_000, 1_000_000, 200, 16
@@ -63,7 +63,7 @@ def plan_industry(n_rows: int) -> dict[str, Any]:
     taken_s = []
     for _ in range(REPEATS):
         began_s = time.perf_counter()
-        all_levels = plan.depth_first(rows)
+        all_levels = batch_plan.depth_first(rows)
         taken_s.append(time.perf_counter() - began_s)
     began_s = time.perf_counter()
     one_level = single_level(rows)
@@ -104,7 +104,7 @@ def plan_large(n_rows: int, folder: Path) -> dict[str, Any]:
     before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     rows = TokenRows.one_after_the_other(np.memmap(path, np.int32, "r"), np.full(n_rows, LARGE_TOKENS, np.int64))
     began_s = time.perf_counter()
-    order = plan.depth_first(rows)
+    order = batch_plan.depth_first(rows)
     taken_s = time.perf_counter() - began_s
     peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sgl_prefill.core.batch import prefix_order, prefix_tree
-from sgl_prefill.core.batch.plan import JobPlan, planned
-from sgl_prefill.core.batch.prefix_tree import ROOT, PrefixNode
+from sgl_prefill.core.batch import prefix_order, row_tree
+from sgl_prefill.core.batch.batch_plan import JobPlan, planned
+from sgl_prefill.core.batch.row_tree import ROOT, PrefixNode
 from sgl_prefill.core.batch.token_rows import TokenRows
 
 
@@ -118,7 +118,7 @@ def single_level(rows: TokenRows, page_size: int = 1) -> JobPlan:
     order = prefix_order.sort(rows)
     reusable = order.reusable_tokens(rows.lengths, page_size).tolist()
     lengths = rows.lengths[order.rows]
-    groups = single_level_groups(prefix_tree.build(reusable), len(rows))
+    groups = single_level_groups(row_tree.build(reusable), len(rows))
 
     def n_tokens(group: Group) -> int:
         return int(lengths[group.rows].sum()) - group.saved_tokens

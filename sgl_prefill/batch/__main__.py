@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def answer(options: JobOptions, engine_flags: list[str]) -> int:
     """Answers a job. Raises SglPrefillError where it cannot begin or go on."""
-    from sgl_prefill.batch.job import Job
+    from sgl_prefill.batch.batch_job import Job
     from sgl_prefill.batch.planned import report_plan
 
     backend: RunningServers | OwnEngine
@@ -68,7 +68,7 @@ def answer(options: JobOptions, engine_flags: list[str]) -> int:
 def only_plan(options: JobOptions, backend: RunningServers | OwnEngine) -> int:
     """Prints the plan of the whole job. The only file it writes lists the rows that cannot be answered."""
     from sgl_prefill.batch import planned as plans
-    from sgl_prefill.batch.job import Job
+    from sgl_prefill.batch.batch_job import Job
 
     with tempfile.TemporaryDirectory() as folder:
         elsewhere = dataclasses.replace(options, output=Path(folder) / options.output.name)

@@ -16,7 +16,7 @@ from sgl_prefill.batch import answer_file
 from sgl_prefill.batch.backends import Backend, OwnEngine, RunningServers, tokens_of
 from sgl_prefill.batch.options import INFLIGHT_OWN_ENGINE, SCHEDULING
 from sgl_prefill.batch.prompts import FoundPrompt, Prompts
-from sgl_prefill.core.batch.plan import JobPlan, depth_first
+from sgl_prefill.core.batch.batch_plan import JobPlan, depth_first
 from sgl_prefill.core.batch.token_rows import TokenRows
 
 

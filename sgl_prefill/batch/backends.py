@@ -11,7 +11,7 @@ import orjson
 from sgl_prefill.batch import answer_file, run, servers
 from sgl_prefill.batch.prompts import UNLIMITED, FoundPrompt, Prompts
 from sgl_prefill.batch.run import RowAnswer
-from sgl_prefill.core.batch.plan import JobPlan
+from sgl_prefill.core.batch.batch_plan import JobPlan
 from sgl_prefill.core.batch.token_rows import IntArray
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.port.steps import custom_params

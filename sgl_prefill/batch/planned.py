@@ -7,8 +7,8 @@ import sys
 import numpy as np
 
 from sgl_prefill.batch.prompts import Prompts
-from sgl_prefill.core.batch import plan
-from sgl_prefill.core.batch.plan import JobPlan
+from sgl_prefill.core.batch import batch_plan
+from sgl_prefill.core.batch.batch_plan import JobPlan
 from sgl_prefill.core.batch.token_rows import IntArray
 from sgl_prefill.core.jct import FittedJct
 from sgl_prefill.core.packing import StepSize, fill_steps
@@ -19,9 +19,9 @@ class Planned:
 
     def __init__(self, prompts: Prompts, rows: IntArray, n_before: int) -> None:
         self.prompts = prompts  # of the rows left
-        self.order: JobPlan = plan.depth_first(prompts.tokens)
+        self.order: JobPlan = batch_plan.depth_first(prompts.tokens)
         if (prompts.max_new_tokens > 1).any():
-            self.order = plan.decode_first(self.order, prompts.tokens.lengths, prompts.max_new_tokens)
+            self.order = batch_plan.decode_first(self.order, prompts.tokens.lengths, prompts.max_new_tokens)
         self.n_rows, self.n_before = len(rows), n_before
         self.plan_s = 0.0  # of reading, tokenising and planning
 

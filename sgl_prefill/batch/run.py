@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from sgl_prefill.answer import Answer
-from sgl_prefill.core.batch.plan import JobPlan
+from sgl_prefill.core.batch.batch_plan import JobPlan
 from sgl_prefill.core.batch.token_rows import IntArray
 
 if TYPE_CHECKING:

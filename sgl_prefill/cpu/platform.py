@@ -52,7 +52,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
         from sgl_prefill.cpu.attention_backend import CpuFlashAttentionBackend
         from sgl_prefill.cpu.experts import forward_unquantized_experts, register_traced_experts
-        from sgl_prefill.cpu.ranks import register_sum
+        from sgl_prefill.cpu.rank_threads import register_sum
 
         register_attention_backend(ATTENTION_BACKEND_NAME)(CpuFlashAttentionBackend)
         register_attention_backend(DECODE_BACKEND_NAME)(CpuFlashAttentionBackend)

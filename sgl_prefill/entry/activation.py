@@ -1,7 +1,5 @@
-"""Apply the hook list and prove that it took. SGLang logs and swallows errors in plugins and hooks; here they are fatal.
-
-Order in a process: register our hooks, let SGLang load all plugins and apply all hooks, then verify. A
-half-loaded engine looks exactly like stock SGLang, so any doubt is a SeamError before a model is loaded.
+"""Applies the hooks of `hooks` in a process and verifies that they are in place. SGLang only logs errors in plugins and hooks,
+and an engine without a hook looks like stock SGLang: here each error is a SeamError before a model is loaded.
 """
 
 from __future__ import annotations
@@ -31,9 +29,7 @@ SOURCE = HookSource(plugin_name="sgl_prefill", dist_name="sgl-prefill")
 
 
 class Parts(NamedTuple):
-    """What the hooks of one process share. SGLang calls a hook with its own arguments only; a hook that `takes` one of these
-    classes gets this process's object of it as the first argument.
-    """
+    """State that the hooks of one process share. A hook that `takes` one of these classes gets its object as first argument."""
 
     record: StartRecord
     processes: ProcessState
@@ -41,20 +37,20 @@ class Parts(NamedTuple):
     steps: StepState
 
 
-_parts: Parts | None = None  # of the last activation: a process may start several engines, one after the other
+_parts: Parts | None = None  # of the last activation: a process may start several engines in turn
 
 
 def activate(config: PrefillConfig, process: str) -> Parts:
-    """Put this configuration's hooks in place in this process, verify them, and make what they share.
+    """Registers, applies and verifies this configuration's hooks, and makes their state. `http.routes` replaces routes besides.
 
-    Raises SeamError with all problems in one message. The HTTP process also has its routes replaced, by `http.routes`.
+    Raises SeamError with all problems in one message.
     """
     global _parts
     check_source()
     hooks = hooks_for(config, process)
     for hook in hooks:
         entry = (HookType(hook.kind), registered(hook), SOURCE)
-        if entry not in HookRegistry._hooks[hook.target]:  # a second Engine in this process
+        if entry not in HookRegistry._hooks[hook.target]:  # it is there for a second Engine in this process
             HookRegistry.register(hook.target, entry[1], entry[0], source=SOURCE)
     load_plugins()
     if process == "scheduler" and config.evicts_suffix_kv:
@@ -64,20 +60,16 @@ def activate(config: PrefillConfig, process: str) -> Parts:
     if process == "scheduler" and config.hybrid_prefill != "off":
         forward.use_small_logprob_chunks()
     if process == "scheduler" and not this_device().is_host:
-        _register_attention(two_parts.asked_for(config.shared_prefix_attention))
-    HookRegistry.apply_hooks()  # plugins may have been loaded before; targets that are already patched are skipped
+        from sgl_prefill.port.runner import shared_prefix_attention  # its imports need an accelerator
+
+        shared_prefix_attention.register(two_parts.asked_for(config.shared_prefix_attention))
+    HookRegistry.apply_hooks()  # `load_plugins` does so only in its first call; patched targets are skipped
     problems = [problem for hook in hooks for problem in _problems_of(hook)]
     if problems:
         raise SeamError("hooks are not in place:\n  " + "\n  ".join(problems))
     record = StartRecord(config, [hook.target for hook in hooks])
     _parts = Parts(record, ProcessState(), RunnerState(record), StepState(record))
     return _parts
-
-
-def _register_attention(switch: str) -> None:
-    from sgl_prefill.port.runner import shared_prefix_attention
-
-    shared_prefix_attention.register(switch)
 
 
 def registered(hook: Hook) -> Callable[..., Any]:
@@ -113,7 +105,7 @@ def _problems_of(hook: Hook) -> list[str]:
 
 
 def is_wrapped_by(function: Any, hook: Any) -> bool:
-    """Tells whether `hook` sits in the closure of one of the wrappers around `function`."""
+    """Whether `hook` is in the closure of one of the wrappers around `function`."""
     while function is not None:
         cells = getattr(function, "__closure__", None) or ()
         if any(cell.cell_contents is hook for cell in cells):

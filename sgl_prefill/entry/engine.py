@@ -17,7 +17,7 @@ from sgl_prefill.http.cut_requests import CutRequests
 from sgl_prefill.http.label_scoring import AllowedAnswers, LabelScorer
 from sgl_prefill.http.parted_requests import note
 from sgl_prefill.http.protocol import LabelGenerateReqInput
-from sgl_prefill.http.protocol import allowed_answers as asked_answers
+from sgl_prefill.http.protocol import allowed_answers as answers_of
 from sgl_prefill.http.reply_options import ReplyOptions, check_alternatives
 from sgl_prefill.http.scored_prompt import ScoredPrompt
 from sgl_prefill.startup import arguments, calibrations, examine
@@ -57,12 +57,10 @@ class Engine(StockEngine):  # type: ignore[misc]
         calibration: str | None = None,
         top_alternatives: int = 0,
     ) -> list[ScoredPrompt]:
-        """Returns the distribution over the allowed answers after each prompt, in the order of the prompts. The options are those
-        of /v1/completions; `calibration` names a file of the folder `calibrations`.
+        """Returns the distribution over the allowed answers after each prompt. The options are those of /v1/completions;
+        `prompt_parts` replaces `prompts`, and `calibration` names a file of the folder `calibrations`.
 
-        prompt_parts: in the place of prompts.
-
-        Raises BadRequestError or LabelError for what can never be answered.
+        Raises BadRequestError or LabelError.
         """
         if top_alternatives:
             check_alternatives(top_alternatives)
@@ -83,7 +81,7 @@ class Engine(StockEngine):  # type: ignore[misc]
             on_overflow=on_overflow,
             max_prompt_tokens=max_prompt_tokens,
         )
-        answers = asked_answers(obj)
+        answers = answers_of(obj)
         if answers is None:
             raise BadRequestError("give allowed_tokens, allowed_token_ids or allowed_answers")
         return self.loop.run_until_complete(self._score(obj, answers, reply))  # type: ignore[no-any-return]
@@ -104,15 +102,15 @@ class Engine(StockEngine):  # type: ignore[misc]
 
 
 def arguments_of(options: dict[str, Any]) -> tuple[PrefillConfig, Any]:
-    """Returns our options and SGLang's (ServerArgs), of names of both. Raises ConfigurationError or SeamError."""
+    """Divides options by name into this package's and SGLang's (ServerArgs). Raises ConfigurationError or SeamError."""
     if problem := fingerprints.version_problem():
         raise SeamError(problem)
     names = {field.name for field in dataclasses.fields(PrefillConfig)}
     config = PrefillConfig(**{name: value for name, value in options.items() if name in names})
-    asked = {name: value for name, value in options.items() if name not in names}
-    if problems := arguments.early_problems(config, asked.get("model_path")):
+    given = {name: value for name, value in options.items() if name not in names}
+    if problems := arguments.early_problems(config, given.get("model_path")):
         raise ConfigurationError("\n".join(problems))
-    for_sglang = {**sglang_defaults(config, asked.get("prefill_max_requests")), **asked}
+    for_sglang = {**sglang_defaults(config, given.get("prefill_max_requests")), **given}
     if not this_device().is_host:
         examine.prepare_cuda()
     load_plugins()
@@ -121,7 +119,7 @@ def arguments_of(options: dict[str, Any]) -> tuple[PrefillConfig, Any]:
     return config, server_args
 
 
-def sglang_defaults(config: PrefillConfig, asked_max_requests: int | None = None) -> dict[str, Any]:
-    """Returns SGLang's arguments that this configuration needs, and those that suit this machine (`default_settings`)."""
+def sglang_defaults(config: PrefillConfig, max_requests: int | None = None) -> dict[str, Any]:
+    """Returns arguments of SGLang's that this configuration requires, and defaults for this machine."""
     needs = {need.field: need.value for need in arguments.required_for(config)}
-    return {**needs, **arguments.default_settings(config, asked_max_requests)}
+    return {**needs, **arguments.default_settings(config, max_requests)}

@@ -1,4 +1,4 @@
-"""Checks that the installed SGLang is the one that the hooks were written against: the source of each touched function.
+"""Checks version and source of the installed SGLang's functions that this package hooks or relies on.
 
 `python scripts/fingerprints.py` lists differences, and records new sources.
 """
@@ -18,13 +18,13 @@ from pathlib import Path
 from sgl_prefill.errors import SeamError
 
 SUPPORTED_SGLANG_VERSION = "0.5.17"
-# Methods of classes in it are read from the file: its import fails without a CUDA device, and hashes are the same everywhere.
+# Importing this module needs a CUDA device: its source is read from the file.
 NEEDS_A_DEVICE = ("sglang.srt.layers.attention.flashattention_backend.",)
 FINGERPRINT_FILE = Path(__file__).with_name("fingerprints.json")
 
 
 def installed_sglang_version() -> str:
-    """Reads the version of the distribution, without importing it; "none" where it is not installed."""
+    """Returns "none" where SGLang is not installed. Does not import it."""
     try:
         return importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -32,9 +32,8 @@ def installed_sglang_version() -> str:
 
 
 def fingerprint(target: str) -> str:
-    """Returns the SHA-256 of the source of a function or class; "missing" where the installed SGLang has no such thing.
-
-    A hooked function still answers with SGLang's source, since `inspect` follows `__wrapped__`.
+    """Returns the SHA-256 of the source of a function or class, "missing" where it does not exist. A hooked function has SGLang's
+    source, since `inspect` follows `__wrapped__`.
     """
     try:
         if target.startswith(NEEDS_A_DEVICE):
@@ -47,7 +46,7 @@ def fingerprint(target: str) -> str:
 
 
 def source_from_file(target: str, module: str) -> str:
-    """Returns the source of a function or class of a module, which is not imported. Raises AttributeError where it has none."""
+    """Returns the source of a function or class without importing its module. Raises AttributeError where it does not exist."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         raise AttributeError(f"there is no module {module}")
@@ -64,7 +63,7 @@ def source_from_file(target: str, module: str) -> str:
 
 
 def differing(targets: Iterable[str]) -> list[str]:
-    """Returns one line for each target whose source is not the recorded one."""
+    """Returns a message for each target whose source is not the recorded one."""
     known: dict[str, str] = json.loads(FINGERPRINT_FILE.read_text())
     lines = []
     for target in targets:
@@ -77,7 +76,7 @@ def differing(targets: Iterable[str]) -> list[str]:
 
 
 def version_problem() -> str | None:
-    """Says what is wrong with the installed version, or None. Imports nothing of SGLang's."""
+    """Returns what is wrong with the installed version, or None. Does not import SGLang."""
     version = installed_sglang_version()
     if version == SUPPORTED_SGLANG_VERSION:
         return None
@@ -88,7 +87,7 @@ def version_problem() -> str | None:
 
 
 def check_source() -> None:
-    """Raise SeamError, naming every target, unless version and source of the touched functions are as recorded."""
+    """Raises SeamError, naming every target, unless version and sources are as recorded."""
     if problem := version_problem():
         raise SeamError(problem)
     from sgl_prefill.entry.hooks import fingerprinted_targets

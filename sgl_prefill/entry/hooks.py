@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.cpu import experts, lm_head, ranks
+from sgl_prefill.cpu import experts, lm_head, rank_threads
 from sgl_prefill.entry import processes
 from sgl_prefill.entry.processes import ProcessState
 from sgl_prefill.gpu import two_parts
@@ -22,7 +22,7 @@ from sgl_prefill.http.routes import ROUTES
 from sgl_prefill.port import loop
 from sgl_prefill.port.dashboard import watch
 from sgl_prefill.port.kv import admission, namespaces
-from sgl_prefill.port.runner import answer_trees, at_start, logits, loopback, out_of_memory, replays, shared_prefixes
+from sgl_prefill.port.runner import answer_trees, at_start, logits, out_of_memory, rank_group, replays, shared_prefixes
 from sgl_prefill.port.runner.runner_state import RunnerState
 from sgl_prefill.port.steps import jobs, time_stats
 from sgl_prefill.port.steps.step_state import StepState
@@ -38,9 +38,7 @@ class Hook(NamedTuple):
     target: str  # dotted path of the hooked function
     function: Callable[..., Any]  # `around_...` or `after_...`
     reason: str  # what would go wrong without it
-    takes: type | None = (
-        None  # the function's first argument is this process's object of this class (`activation.Parts`)
-    )
+    takes: type | None = None  # class of the function's first argument, an object of `activation.Parts`
     processes: tuple[Process, ...] = ("scheduler",)
 
     @property
@@ -154,8 +152,8 @@ FEATURES: tuple[Feature, ...] = (
             ),
             Hook(
                 f"{SRT}.distributed.bootstrap._resolve_dist_init_method",
-                loopback.around_resolve_dist_init_method,
-                "The store of the ranks would listen on every interface of the machine, whatever --host says.",
+                rank_group.around_resolve_dist_init_method,
+                "The store of the ranks would listen on every interface of the machine, despite --host.",
             ),
             Hook(
                 f"{SCHEDULER}.get_init_info",
@@ -199,10 +197,7 @@ FEATURES: tuple[Feature, ...] = (
             ),
             Relied((f"{SRT}.entrypoints.http_server._execute_server_warmup",), "This package's warm-up replaces it."),
             Relied(
-                (
-                    f"{MANAGERS}.schedule_batch.ScheduleBatch.prepare_for_extend",
-                    f"{MEM_CACHE}.common.release_kv_cache",
-                ),
+                (f"{MANAGERS}.schedule_batch.ScheduleBatch.prepare_for_extend", f"{MEM_CACHE}.common.release_kv_cache"),
                 "The start runs batches of its own.",
             ),
         ),
@@ -349,10 +344,7 @@ FEATURES: tuple[Feature, ...] = (
                 "The first tokens of a prompt may be a prefix that all tenants share.",
             ),
             Override(
-                RADIX_CACHE,
-                "WatchedRadixCache",
-                ("match_prefix", "insert"),
-                "Some prefixes are shared by all tenants.",
+                RADIX_CACHE, "WatchedRadixCache", ("match_prefix", "insert"), "Some prefixes are shared by all tenants."
             ),
         ),
         patches=(Patch(REQ, ("extra_key",), "It names the tenant whose prefixes a request may find."),),
@@ -547,7 +539,7 @@ FEATURES: tuple[Feature, ...] = (
             Hook(
                 f"{CONFIGURATOR}._profile_available_bytes",
                 at_start.around_profile_available_bytes,
-                "On a host, what happens to be free at the start would change the KV pool, whatever --memory-budget-gb says.",
+                "On a host, the KV pool would depend on the memory that is free at the start, despite --memory-budget-gb.",
                 StartRecord,
             ),
             Hook(
@@ -596,7 +588,7 @@ FEATURES: tuple[Feature, ...] = (
             Patch(
                 f"{SRT}.layers.moe.fused_moe_triton.layer.FusedMoE",
                 ("sgl_prefill_products",),
-                "SGLang's opaque operation for experts hands over the layer alone.",
+                "SGLang's opaque operation for experts passes the layer only.",
             ),
             Patch("torch.Tensor", ("data",), "Weights that were packed are dropped."),
         ),
@@ -658,7 +650,7 @@ FEATURES: tuple[Feature, ...] = (
             ),
             Relied(
                 (f"{SRT}.layers.deep_gemm_wrapper.compile_utils.update_deep_gemm_config",),
-                "SGLANG_JIT_DEEPGEMM_FAST_WARMUP lets it compile typical sizes alone.",
+                "With SGLANG_JIT_DEEPGEMM_FAST_WARMUP it compiles typical sizes only.",
             ),
         ),
     ),
@@ -763,7 +755,7 @@ FEATURES: tuple[Feature, ...] = (
             ),
         ),
         relied=(
-            Relied((f"{LOGITS}.should_apply_lm_head_quant_method",), "It says which LM heads have a plain weight."),
+            Relied((f"{LOGITS}.should_apply_lm_head_quant_method",), "It decides which LM heads have a plain weight."),
         ),
     ),
     Feature(
@@ -792,7 +784,7 @@ FEATURES: tuple[Feature, ...] = (
             Patch(
                 f"{LOGITS}.LogitsProcessorOutput",
                 ("next_token_token_ids_logprobs_val",),
-                "For requests that ask for no tokens it holds lists among tensors.",
+                "For requests without labels it holds lists among tensors.",
             ),
         ),
     ),
@@ -802,17 +794,17 @@ FEATURES: tuple[Feature, ...] = (
         hooks=(
             Hook(
                 f"{SRT}.distributed.parallel_state.init_model_parallel_group",
-                ranks.around_init_model_parallel_group,
+                rank_threads.around_init_model_parallel_group,
                 "SGLang would build a communicator of NCCL for the ranks of a host.",
             ),
             Hook(
                 f"{SRT}.distributed.parallel_state.GroupCoordinator.all_reduce",
-                ranks.around_all_reduce,
+                rank_threads.around_all_reduce,
                 "A recorded body would hold a sum over ranks in parts, not as the one operation that is known to be token-wise.",
             ),
             Hook(
                 f"{SRT}.distributed.bootstrap._init_cpu_threads_env",
-                ranks.around_init_cpu_threads,
+                rank_threads.around_init_cpu_threads,
                 "All ranks of a host would compute on the same cores.",
             ),
             Hook(
@@ -840,13 +832,13 @@ FEATURES: tuple[Feature, ...] = (
                 TOKENIZER_MANAGER,
                 "SteppedTokenizerManager",
                 ("__init__", "init_ipc_channels", "auto_create_handle_loop", "_dispatch_to_scheduler"),
-                "The scheduler is in the same thread: there are no sockets, and the owner hands over the answers.",
+                "The scheduler is in the same thread: there are no sockets, and the owner delivers the answers.",
             ),
             Override(
                 TOKENIZER_MANAGER,
                 "SteppedTokenizerManager",
                 ("_send_one_request", "_send_batch_request", "_wait_one_response"),
-                "They take down a prompt or its plan, and end where only the prompts are needed.",
+                "They record a prompt or its plan, and end where only the prompts are needed.",
             ),
             Override(DETOKENIZER, "SteppedDetokenizer", ("init_ipc_channels",), "It has no sockets."),
         ),

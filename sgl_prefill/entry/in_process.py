@@ -1,8 +1,6 @@
-"""An engine in this process, stepped by its caller: SGLang's tokenizer manager, scheduler and detokenizer with our routes, and
-neither HTTP nor sockets nor other processes between them.
-
-One thread does everything, one after the other: on a host a step uses all cores, and a second thread of Python beside it would
-only take turns with the one that starts its kernels.
+"""An engine in one thread of this process, stepped by its caller: SGLang's tokenizer manager, scheduler and detokenizer with this
+package's routes, without HTTP, sockets or further processes. On a host a step uses all cores: a second Python thread would only
+delay it.
 """
 
 from __future__ import annotations
@@ -33,19 +31,13 @@ from sglang.srt.entrypoints.openai.serving_embedding import OpenAIServingEmbeddi
 from sglang.srt.entrypoints.openai.serving_rerank import OpenAIServingRerank
 from sglang.srt.entrypoints.openai.serving_score import OpenAIServingScore
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager
-from sglang.srt.managers.io_struct import (
-    BatchEmbeddingOutput,
-    BatchStrOutput,
-    BatchTokenIDOutput,
-    sock_recv,
-    sock_send,
-)
+from sglang.srt.managers.io_struct import BatchEmbeddingOutput, BatchStrOutput, BatchTokenIDOutput, sock_recv, sock_send
 
 from sgl_prefill.answer import Answer
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.job import PlannedRow
-from sgl_prefill.entry import activation, scheduler_alone
-from sgl_prefill.errors import BadRequestError
+from sgl_prefill.entry import activation
+from sgl_prefill.errors import BadRequestError, ConfigurationError
 from sgl_prefill.http.error_format import with_nested_error
 from sgl_prefill.http.protocol import LabelChatCompletionRequest, LabelCompletionRequest, LabelGenerateReqInput
 from sgl_prefill.http.rerank_request import RerankRequest
@@ -60,36 +52,34 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Of the event loop, from a prompt being sent to its answer being awaited. One that failed in between is never awaited.
+# Iterations of the event loop that `step` waits until a sent prompt is awaited. A prompt that fails in between never is.
 MOST_TURNS = 10
 WARM_UP_TOKENS = [10, 11, 12]
 
 
 class Prompt(NamedTuple):
-    """What a request makes the model read, and how much it may write."""
-
     tokens: Sequence[int]
     max_new_tokens: int | None
 
 
 class _PromptsAreKnown(BaseException):
-    """Ends a request that was sent for its prompts alone; nothing that answers an Exception sees it."""
+    """Ends a request that only tokenizes its prompts. A BaseException, so that no error handler catches it."""
 
 
 @dataclasses.dataclass
 class _Request:
-    """What the current task is about."""
+    """State of the current task."""
 
-    prompts: list[Prompt] | None  # to be found; None: the request runs
-    planned: Iterator[PlannedRow]  # of its prompts
+    prompts: list[Prompt] | None  # collects the prompts of a request that does not run; None: the request runs
+    planned: Iterator[PlannedRow]  # rows of the job's plan for its prompts
 
 
 _request: contextvars.ContextVar[_Request] = contextvars.ContextVar("request")
 
 
 class _Wire:
-    """In the place of a socket, for either of SGLang's encodings. Python objects are handed over as they are: nobody changes a
-    message after it was sent, and what a message holds of a request's state is read before the next step.
+    """Queue with the interface of a socket, for both of SGLang's encodings. Objects are passed by reference: senders do not
+    change them, and receivers read a request's state before the next step.
     """
 
     def __init__(self) -> None:
@@ -111,23 +101,22 @@ class _Wire:
 
 
 class SteppedTokenizerManager(PrefillTokenizerManager):
-    """Hands requests to a scheduler in this process, or finds out what their prompts are."""
+    """Sends requests to a scheduler in this process, or only tokenizes them."""
 
     def __init__(self, server_args: ServerArgs, port_args: PortArgs, *, config: PrefillConfig) -> None:
         self.sent = _Wire()
-        self.n_not_awaited = 0  # prompts that were sent, and whose answers nobody waits for yet
-        self.planned: dict[str, PlannedRow] = {}  # by the id of a request, until the scheduler has taken it in
+        self.n_not_awaited = 0  # sent prompts whose answers no task awaits yet
+        self.planned: dict[str, PlannedRow] = {}  # by request id, until the scheduler reads it
         super().__init__(server_args, port_args, config=config)
         self.scheduler_info = {PACKS_WEIGHTS_KEY: False}  # until there is a scheduler
         if config.max_input_length is not None:
             self.max_req_input_len = config.max_input_length + 1
 
     def init_ipc_channels(self, port_args: PortArgs) -> None:
-        """Opens no sockets."""
         self.tokenizer_ipc_name = self.load_snapshot_reader = None
 
     def auto_create_handle_loop(self) -> None:
-        """Starts no task and takes no signals: `InProcessEngine.step` hands the answers over."""
+        """Starts no task and no signal handlers: `InProcessEngine.step` delivers the answers."""
 
     def _dispatch_to_scheduler(self, obj: Any) -> None:
         sock_send(self.sent, obj)
@@ -142,7 +131,7 @@ class SteppedTokenizerManager(PrefillTokenizerManager):
             super()._send_batch_request(tokenized_objs)
 
     def _runs(self, tokenized: Any) -> bool:
-        """Takes down what the plan says of a request that runs, or its prompt where only that is asked for."""
+        """Records the plan's row of a request that runs, else its prompt. Returns whether the request runs."""
         current = _request.get()
         if current.prompts is not None:
             current.prompts.append(Prompt(tokenized.input_ids, tokenized.sampling_params.max_new_tokens))
@@ -164,18 +153,18 @@ class SteppedDetokenizer(DetokenizerManager):  # type: ignore[misc]
     """SGLang's detokenizer without sockets."""
 
     def init_ipc_channels(self, port_args: PortArgs, server_args: ServerArgs) -> None:
-        """Opens no sockets."""
+        pass
 
     def detokenize(self, output: Any) -> Any:
-        """Does what SGLang's does with a message of the scheduler's; what is not for it passes through."""
-        is_for_it = isinstance(output, BatchTokenIDOutput) and self.tokenizer is not None
-        return self._request_dispatcher(output) if is_for_it else output
+        """Detokenizes a message of the scheduler's; messages without tokens pass through."""
+        has_tokens = isinstance(output, BatchTokenIDOutput) and self.tokenizer is not None
+        return self._request_dispatcher(output) if has_tokens else output
 
 
 class InProcessEngine:
-    """Answers requests as our server does, in one thread and one event loop. At most one a process.
+    """Answers requests as a server does. At most one per process.
 
-    `prompts_of` needs no model and works from the beginning; `answer` and `step` work once `start` has loaded it.
+    `prompts_of` needs no model. `answer` and `step` work after `start`, which loads it.
     """
 
     def __init__(self, config: PrefillConfig, server_args: ServerArgs) -> None:
@@ -212,19 +201,19 @@ class InProcessEngine:
         self._scheduler: Any = None
         self._detokenizer: Any = None
         self._answered = _Wire()
-        self.n_prompt_tokens = self.n_cached_tokens = 0  # of all prompts that were answered
+        self.n_prompt_tokens = self.n_cached_tokens = 0  # of all answered prompts
 
     @property
     def urls(self) -> list[str]:
         return list(self._endpoints)
 
     def start(self) -> StartRecord:
-        """Loads the model, and does everything else that a server's start does. Raises what that raises."""
+        """Loads the model and does the checks of a server's start. Raises SglPrefillError."""
         activation.activate(self._config, "detokenizer")
-        # With metrics it would register a second time what the tokenizer manager has registered.
+        # With metrics it would register the tokenizer manager's metrics again.
         without_metrics = SimpleNamespace(**{**vars(self._server_args), "enable_metrics": False})
         self._detokenizer = SteppedDetokenizer(without_metrics, self._port_args)
-        parts, self._scheduler = scheduler_alone.build(self._config, self._server_args)
+        parts, self._scheduler = build_scheduler(self._config, self._server_args)
         channels = self._scheduler.ipc_channels
         channels.send_to_detokenizer.socket = channels.send_to_tokenizer.socket = self._answered
         info = self._scheduler.get_init_info()
@@ -233,11 +222,11 @@ class InProcessEngine:
             parts.steps.scheduling.planned = self._manager.planned
         asyncio.run(self._warm_up())
         gc.collect()
-        gc.freeze()  # as a server does once it has warmed up: full collections pass over what has been loaded
+        gc.freeze()  # as a server after its warm-up: full collections skip all objects of the start
         return parts.record
 
     async def _warm_up(self) -> None:
-        """Answers one request, as a server does before it is healthy: what is made at first use is there from now on."""
+        """Answers one request, for everything that is loaded at first use."""
         body: dict[str, Any] = {"input_ids": WARM_UP_TOKENS, "allowed_token_ids": WARM_UP_TOKENS}
         url = "/generate"
         if not self._manager.is_generation:
@@ -250,8 +239,7 @@ class InProcessEngine:
         self.n_prompt_tokens = self.n_cached_tokens = 0
 
     async def prompts_of(self, url: str, body: dict[str, Any]) -> list[Prompt] | Answer:
-        """Returns what a request makes the model read, in the order in which it sends its prompts; the answer where it would
-        be refused."""
+        """Returns the prompts of a request in the order in which it sends them, or the answer of a refused request."""
         request = _Request([], iter(()))
         try:
             answer = await self._answer(url, body, request)
@@ -262,7 +250,7 @@ class InProcessEngine:
         return answer
 
     async def answer(self, url: str, body: dict[str, Any], planned: Sequence[PlannedRow] = ()) -> Answer:
-        """Returns the answer to one request, while others call `step`. planned: of its prompts, in their order."""
+        """Answers one request; another task must call `step` meanwhile. planned: the plan's row of each prompt, in order."""
         return await self._answer(url, body, _Request(None, iter(planned)))
 
     async def _answer(self, url: str, body: dict[str, Any], current: _Request) -> Answer:
@@ -280,7 +268,7 @@ class InProcessEngine:
             result = await answer_bad_request(raw_request, error)
         except fastapi.HTTPException as error:
             result = await _handled(error, raw_request)
-        except Exception as error:  # of this request alone: the others go on, as they do in a server
+        except Exception as error:  # fails this request only, as in a server
             logger.exception("a request failed")
             result = await _handled(fastapi.HTTPException(500, f"{type(error).__name__}: {error}"), raw_request)
         finally:
@@ -296,28 +284,60 @@ class InProcessEngine:
         scheduler.process_input_requests(requests)
 
     async def step(self) -> bool:
-        """Takes in what was sent, runs one step and hands out its answers. Returns whether there was anything to run."""
-        # SGLang forgets a request with its answer: who has sent several prompts must have asked for all of them by then.
+        """Passes sent requests to the scheduler, runs one step and delivers its answers. Returns whether a batch ran."""
+        # SGLang drops a request's state with its answer: a task that sends several prompts must await all of them first.
         for _ in range(MOST_TURNS):
             if self._manager.n_not_awaited <= 0:
                 break
             await asyncio.sleep(0)
         self._manager.n_not_awaited = 0
         self._take_in()
-        has_run = scheduler_alone.step(self._scheduler)
+        has_run = step_scheduler(self._scheduler)
         while self._answered:
             output = self._detokenizer.detokenize(sock_recv(self._answered))
             if isinstance(output, (BatchStrOutput, BatchTokenIDOutput, BatchEmbeddingOutput)):
                 for n_prompt, n_cached, reason in zip(
                     output.prompt_tokens, output.cached_tokens, output.finished_reasons, strict=True
                 ):
-                    if reason is not None:  # a generation tells of itself meanwhile
+                    if reason is not None:  # else a part of a generation
                         self.n_prompt_tokens += n_prompt
                         self.n_cached_tokens += n_cached
                 await self._manager._handle_batch_output(output)
             else:
                 self._manager._result_dispatcher(output)
         return has_run
+
+
+def build_scheduler(config: PrefillConfig, server_args: ServerArgs) -> tuple[activation.Parts, Any]:
+    """Returns (state of the hooks, SGLang's scheduler) after loading the model and the checks of a server's start.
+
+    Raises SglPrefillError: ConfigurationError for more than one rank.
+    """
+    if server_args.tp_size > 1:
+        raise ConfigurationError(
+            f"--tp-size is {server_args.tp_size}, and here one process computes: leave it out, or start a server with it"
+            " (sgl_prefill.batch asks servers with --base-url)"
+        )
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.runtime_context import publish
+    from sglang.srt.server_args import PortArgs
+
+    parts = activation.activate(config, "scheduler")
+    publish(server_args, role="scheduler")
+    ranks = dict.fromkeys(("tp_rank", "moe_ep_rank", "pp_rank", "attn_cp_rank", "moe_dp_rank"), 0)
+    return parts, Scheduler(server_args, PortArgs.init_new(server_args), gpu_id=0, **ranks, dp_rank=None)
+
+
+@torch.inference_mode()
+def step_scheduler(scheduler: Any) -> bool:
+    """Runs one turn of SGLang's event loop, without receiving requests. Returns whether a batch ran."""
+    plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
+    scheduler.running_batch = plan.running_batch
+    batch = plan.batch_to_run
+    if batch:
+        scheduler.process_batch_result(batch, scheduler.run_batch(batch))
+    scheduler.last_batch = batch
+    return bool(batch)
 
 
 async def _handled(error: Exception, raw_request: fastapi.Request) -> Response:

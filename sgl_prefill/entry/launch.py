@@ -1,4 +1,4 @@
-"""SGLang's HTTP server with our process functions."""
+"""Starts SGLang's HTTP server with this package's hooks, routes and process functions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import os
 from typing import TYPE_CHECKING
 
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.cpu import ranks
-from sgl_prefill.entry import activation, prefork, priority, processes
+from sgl_prefill.cpu import rank_threads
+from sgl_prefill.entry import activation, prefork, processes
 from sgl_prefill.errors import ProcessError
 from sgl_prefill.startup.device import this_device
 from sgl_prefill.startup.secret import FIELDS, Secret
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 
-# New objects of the HTTP process until garbage is looked for. Python's 700 are one request: all that thousands of waiting ones
-# hold was looked at again and again, a fifth of the event loop's time.
+# New objects in the HTTP process between garbage collections. One request makes Python's default of 700: collections of the
+# objects of thousands of waiting requests took a fifth of the event loop's time.
 GC_THRESHOLD = 50_000
-# What SGLang says where the scheduler is gone before it is ready.
+# SGLang's messages for a scheduler that ends before it is ready.
 ENDED_AT_START = ("died during initialization", "Initialization failed")
 
 
 def server_args_of(flags: list[str]) -> ServerArgs:
-    """Does SGLang's own parsing and resolution of a command line."""
+    """Parses and resolves a command line as SGLang does, and marks its keys as secrets."""
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
-    load_plugins()  # our entry point adds the CPU attention backend to the choices
+    load_plugins()  # `entry.plugin` adds the CPU attention backend to the choices
     found = prepare_server_args(flags)
     keys = {name: Secret(value) for name in FIELDS if (value := getattr(found, name))}
     if keys:
@@ -40,7 +40,7 @@ def server_args_of(flags: list[str]) -> ServerArgs:
 
 
 def serve(config: PrefillConfig, server_args: ServerArgs) -> int:
-    """Blocks until the server ends, and returns its status. No process that was started for it is left."""
+    """Runs the server until it ends, ends all of its processes, and returns its exit status."""
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils import kill_process_tree
 
@@ -52,9 +52,9 @@ def serve(config: PrefillConfig, server_args: ServerArgs) -> int:
     routes.install(http_server.app, config, ending)
     if server_args.gc_threshold is None:
         gc.set_threshold(GC_THRESHOLD)
-    priority.give_way()
+    processes.give_way()
     if this_device().is_host:
-        ranks.share_cores(server_args.tp_size)
+        rank_threads.share_cores(server_args.tp_size)
     environment = prefork.ParentEnvironment(processes.REPORTED_FAILURE)
     try:
         http_server.launch_server(

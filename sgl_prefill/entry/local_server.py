@@ -1,6 +1,5 @@
-"""Start a server as its own process on a free local port, wait until it is healthy, and end it with all its children.
-
-Serves the demo, the tests and the benchmarks, for our launcher and for stock SGLang alike.
+"""Starts a server (this package's or stock SGLang) as a process on a free local port, waits until it is healthy, and ends it with
+all its children. For the demo, the cluster, the tests and the benchmarks.
 """
 
 from __future__ import annotations
@@ -27,15 +26,13 @@ POLL_S = 0.25
 
 
 class LocalServer(NamedTuple):
-    """A healthy server of our own."""
-
     url: str
     command: list[str]
     process: subprocess.Popen[bytes]
     log: Path
 
     def stop(self) -> int:
-        """End it and wait; its exit status. SGLang ends its children with it."""
+        """Ends the server gracefully, and returns its exit status. SGLang ends its children."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout=120)
@@ -51,12 +48,12 @@ def begin(
     environment: Mapping[str, str] | None = None,
     ends_with_us: bool = False,
 ) -> LocalServer:
-    """Starts `python -m module --port PORT flags`, and waits for nothing.
+    """Starts `python -m module --port PORT flags` without waiting for it.
 
     Args:
-        port: where it listens; None: any that is free.
-        environment: is added to this process's.
-        ends_with_us: also where this process is killed.
+        port: None: any free port.
+        environment: added to this process's.
+        ends_with_us: the server ends with this process, even where that is killed.
     """
     port = free_port() if port is None else port
     command = [python, "-m", module, "--host", "127.0.0.1", "--port", str(port), *flags]
@@ -68,7 +65,7 @@ def begin(
 def spawn(
     command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None, *, ends_with_us: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Starts a process in a session of its own, so that what a terminal sends reaches this process alone."""
+    """Starts a process in a session of its own: a terminal's signals reach only this process."""
     with log.open("wb") as output:
         return subprocess.Popen(
             command,
@@ -89,14 +86,11 @@ def start(
     environment: Mapping[str, str] | None = None,
     on_wait: Callable[[float], None] = lambda elapsed_s: None,
 ) -> LocalServer:
-    """Does `begin`, and waits until the server is healthy. Raises ServerStartError.
-
-    `on_wait` is called with the seconds so far while waiting.
-    """
+    """Like `begin`, and waits until the server is healthy. Calls `on_wait` with the seconds so far. Raises ServerStartError."""
     server = begin(module, flags, log, python=python, environment=environment)
     try:
         await_health(server, on_wait)
-    except BaseException:  # also where the caller is ended while it waits: nobody else knows of the server
+    except BaseException:  # e.g. KeyboardInterrupt: only this function knows the server
         kill(server.process)
         raise
     return server
@@ -104,7 +98,7 @@ def start(
 
 @contextmanager
 def running(module: str, flags: Sequence[str], log: Path, **options: object) -> Iterator[LocalServer]:
-    """Does `start` for a `with` statement."""
+    """`start` for a `with` statement."""
     server = start(module, flags, log, **options)  # type: ignore[arg-type]
     try:
         yield server
@@ -113,7 +107,7 @@ def running(module: str, flags: Sequence[str], log: Path, **options: object) -> 
 
 
 def await_health(server: LocalServer, on_wait: Callable[[float], None] = lambda elapsed_s: None) -> None:
-    """Waits until a server is healthy. Raises ServerStartError where it ends, or takes too long."""
+    """Raises ServerStartError where the server ends, or is not healthy in time."""
     started = time.monotonic()
     while (elapsed_s := time.monotonic() - started) < START_TIMEOUT_S:
         on_wait(elapsed_s)
@@ -128,7 +122,7 @@ def await_health(server: LocalServer, on_wait: Callable[[float], None] = lambda 
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process with all of its session, at once."""
+    """Kills a process with all of its session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

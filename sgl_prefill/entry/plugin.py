@@ -1,10 +1,10 @@
-"""Entry point of `sglang.srt.plugins`, which SGLang calls in every process that loads plugins."""
+"""Entry point of `sglang.srt.plugins`: SGLang calls `register` in every process that loads plugins."""
 
 from __future__ import annotations
 
 
 def register() -> None:
-    """Offer our CPU attention backend to SGLang's flag parser. Applies no hook: our own processes do that themselves."""
+    """Adds the CPU attention backend to SGLang's choices of flags. Hooks are applied by `activation` only."""
     from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
 
     from sgl_prefill.cpu.detect import ATTENTION_BACKEND_NAME

@@ -1,7 +1,7 @@
-"""A process that imports SGLang while the launcher does, and from which scheduler and detokenizer are then forked.
+"""A fork server that imports SGLang while the launcher does, and from which scheduler and detokenizer are forked.
 
-SGLang spawns them when its own import is over, and each imports all of it again: half of a start on two cores. Only on
-machines without an accelerator: a driver that some import has touched does not survive a fork.
+SGLang spawns these processes after its own import, and each imports SGLang again: half of a start on two cores. Only on machines
+without an accelerator: a CUDA driver that an import has initialized does not survive a fork.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _begun = False
 
 
 def begin() -> None:
-    """Start the process. Call it before SGLang is imported, and after what its imports shall find in os.environ is set."""
+    """Starts the fork server. Call it before SGLang is imported, and after setting the environment of these imports."""
     global _begun
     from sgl_prefill.startup.device import (
-        this_device,  # imports torch, which the process that starts here must not wait for
+        this_device,  # imports torch: the fork server's process imports this module first
     )
 
     if not this_device().is_host or _begun:
@@ -39,27 +39,23 @@ def begin() -> None:
 
 
 def fork_from_here(server_args: ServerArgs) -> None:
-    """Replaces what SGLang has chosen: to spawn its processes; where ours is there, they are forked from it.
-
-    Not where SGLang starts processes of its own functions (data parallelism, several detokenizers): only ours adopt the
-    environment.
+    """Makes SGLang fork its processes from the fork server, if there is one, instead of spawning them. With data parallelism or
+    several detokenizers SGLang starts further processes, which would not adopt the launcher's environment: they are spawned.
     """
     if _begun and server_args.dp_size == 1 and server_args.detokenizer_worker_num == 1:
         multiprocessing.set_start_method("forkserver", force=True)
 
 
 class Launcher(NamedTuple):
-    """Who started a process, and which signal tells it that the process cannot start and has said why."""
-
     pid: int
-    failure_signal: int
+    failure_signal: int  # a process that cannot start sends it after printing the reason
 
     def report_failure(self) -> None:
         os.kill(self.pid, self.failure_signal)
 
 
 class ParentEnvironment:
-    """os.environ of the process that starts another, as it is then: a forked process has that of long before."""
+    """Carries the launcher's os.environ to a started process when it is pickled: the fork server's own is older."""
 
     def __init__(
         self,
@@ -77,7 +73,7 @@ class ParentEnvironment:
         return make, (self._failure_signal, dict(os.environ), os.getpid())
 
     def adopt(self) -> Launcher:
-        """Takes it over in the started process, which ends where nobody waits for it any more."""
+        """Sets the environment in the started process, which ends if its launcher has ended."""
         assert self._variables is not None
         assert self._launcher_pid is not None
         end_with_parent()
@@ -89,24 +85,20 @@ class ParentEnvironment:
             del os.environ[name]
         os.environ.update(self._variables)
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # Ctrl-C reaches a terminal's whole group; the launcher ends the rest
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher gets Ctrl-C too, and ends this process
         if self._is_quiet:
             quiet_start.be_quiet()
         return Launcher(self._launcher_pid, self._failure_signal)
 
 
 def end_with_parent() -> None:
-    """Ask the kernel to end this process with its parent, however that ends; SGLang asks the same for its own processes."""
+    """Makes the kernel kill this process when its parent ends, as SGLang does for its processes."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def prepare_forking() -> None:
-    """Makes the forking process ready, once all is imported.
-
-    A child that fails sends SIGQUIT to its parent, which SGLang takes to be the launcher: pass it on. The title is set
-    before a child changes its environment, where the room for it is found only once.
+    """Prepares the fork server after its imports. A child that fails sends SIGQUIT to its parent, which passes it on to the
+    launcher. The title is set before children change the environment, whose memory it is written to.
     """
     import setproctitle
 

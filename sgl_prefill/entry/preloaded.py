@@ -1,8 +1,8 @@
-"""Imported in one process only, that of `prefork`: what every process of a server imports."""
+"""Imports of every process of a server, for the fork server of `prefork` only."""
 
 from sgl_prefill.entry import prefork
 
-prefork.end_with_parent()  # before the imports, which take 20 seconds: a launcher that refuses to start is not waited for
+prefork.end_with_parent()  # before the imports, which take 20 seconds: the launcher may refuse to start
 
 import sglang.srt.managers.detokenizer_manager  # noqa: E402
 import sglang.srt.managers.scheduler  # noqa: E402

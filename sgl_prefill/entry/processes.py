@@ -1,8 +1,8 @@
-"""What SGLang runs for us in each of its processes. The configuration travels as an argument, never by environment.
+"""The functions that SGLang calls in each process of a server. The configuration is an argument, never in the environment.
 
-HTTP and tokenizer process      init_tokenizer_manager, execute_warmup     (and api.routes)
-scheduler process, one a rank   run_scheduler_process
-detokenizer process             run_detokenizer_process
+HTTP and tokenizer process        init_tokenizer_manager, execute_warmup     (and http.routes)
+scheduler process, one per rank   run_scheduler_process
+detokenizer process               run_detokenizer_process
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import psutil
 import requests
 
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.entry import prefork, priority, quiet_start
+from sgl_prefill.entry import prefork, quiet_start
 from sgl_prefill.entry.prefork import Launcher, ParentEnvironment
 from sgl_prefill.errors import ConfigurationError, MemoryPlanError, SglPrefillError
 from sgl_prefill.startup import examine
-from sgl_prefill.startup.device import device_of, is_out_of_memory
+from sgl_prefill.startup.device import device_of, is_out_of_memory, this_device
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -42,24 +42,31 @@ logger = logging.getLogger(__name__)
 WARM_UP_TIMEOUT_S = 600
 BIND_TIMEOUT_S = 10.0  # uvicorn binds as soon as the warm-up's thread is started
 END_TIMEOUT_S = 10
-OTHER_RANKS_WAIT_S = 2  # for rank 0, which most often says the same, and ends all
-# From a process that cannot start, and has said why, to a launcher of ours. To a user's program SGLang's own: SIGQUIT.
+OTHER_RANKS_WAIT_S = 2  # rank 0 usually has the same error, and ends all ranks
+# Sent to `launch_server` by a process that has printed why it cannot start. A user's program gets SGLang's signal, SIGQUIT.
 REPORTED_FAILURE = signal.SIGUSR2
+# On a host a process of this niceness gets a tenth of a core beside a step. All threads of a step wait for the slowest one, some
+# 300 times: beside a busy HTTP process of the same priority, a step of 40 ms took up to 1.1 s.
+NICENESS = 10
 
 
 @dataclasses.dataclass
 class ProcessState:
-    launcher: Launcher | None = None  # in the processes that a launcher of this package started
-    is_of_server: bool = False  # in the HTTP process of `launch_server`, which may end it; else it is a user's program
+    launcher: Launcher | None = None  # None in the process of a user's program
+    is_of_server: bool = (
+        False  # this is the HTTP process of `launch_server`, which errors may end; not a user's program
+    )
+
+
+def give_way() -> None:
+    """On a host, lowers the priority of this process. Called by its main thread before it starts others."""
+    if this_device().is_host:
+        os.nice(NICENESS)
 
 
 def run_scheduler_process(
     config: PrefillConfig, environment: ParentEnvironment, server_args: ServerArgs, *args: Any, **kwargs: Any
 ) -> None:
-    """Runs SGLang's scheduler process with our hooks in place.
-
-    Used as `functools.partial(run_scheduler_process, config, ParentEnvironment(signal))`.
-    """
     launcher = environment.adopt()
     from sglang.srt.managers import scheduler
 
@@ -68,12 +75,11 @@ def run_scheduler_process(
 
 
 def run_detokenizer_process(config: PrefillConfig, environment: ParentEnvironment, *args: Any, **kwargs: Any) -> None:
-    """Does the same for SGLang's detokenizer process, in which SGLang itself loads no plugins."""
     launcher = environment.adopt()
     from sglang.srt.managers import detokenizer_manager
 
     _activate_or_end(config, "detokenizer", launcher)
-    priority.give_way()
+    give_way()
     detokenizer_manager.run_detokenizer_process(*args, **kwargs)
 
 
@@ -89,8 +95,8 @@ def _activate_or_end(config: PrefillConfig, process: str, launcher: Launcher) ->
 def around_scheduler_init(
     state: ProcessState, original: Callable[..., None], scheduler: Scheduler, *arguments: Any, **options: Any
 ) -> None:
-    """Hook: an error that was written for people is shown as it is, and ends the start. On a device: whether the model's weights
-    fit is seen before they are loaded, and running out of memory is such an error too.
+    """Hook: prints an SglPrefillError without a traceback, and ends the start. On a device it checks before loading whether the
+    weights fit, and makes running out of memory such an error.
     """
     server_args, _, gpu_id, tp_rank, *_ = arguments if arguments[3:] else _scheduler_arguments(*arguments, **options)
     logger.info("reads the weights of %s", server_args.model_path)
@@ -99,7 +105,7 @@ def around_scheduler_init(
             original(scheduler, *arguments, **options)
         quiet_start.end()
     except SglPrefillError as error:
-        if state.launcher is None:  # nobody waits for this scheduler but who made it
+        if state.launcher is None:
             raise
         if tp_rank > 0:
             time.sleep(OTHER_RANKS_WAIT_S)
@@ -114,7 +120,7 @@ def _scheduler_arguments(
 
 @contextmanager
 def _named_out_of_memory(server_args: ServerArgs, gpu_id: int) -> Iterator[None]:
-    """On a device: refuses weights that do not fit, and says what it means that memory has run out. Raises MemoryPlanError."""
+    """On a device: raises MemoryPlanError where the weights do not fit, or where loading them runs out of memory."""
     device = device_of(server_args.device if server_args.device == "cpu" else f"{server_args.device}:{gpu_id}")
     if device.is_host:
         yield
@@ -131,19 +137,18 @@ def _named_out_of_memory(server_args: ServerArgs, gpu_id: int) -> Iterator[None]
 
 
 def end_with_launcher(error: SglPrefillError, launcher: Launcher) -> None:
-    """Ends a start in which nothing is served: the message goes to stderr, and the launcher ends all processes."""
+    """Prints the error, and makes the launcher end all processes."""
     print(f"sgl_prefill: cannot start\n{error}", file=sys.stderr, flush=True)
     launcher.report_failure()
-    # A pipe that closes before the signal arrives would be taken for the reason.
+    # If this process ended before the signal arrives, SGLang would report the closed pipe as the reason.
     time.sleep(END_TIMEOUT_S)
     os._exit(1)
 
 
 def after_set_envs_and_config(state: ProcessState, result: None, server_args: ServerArgs) -> None:
-    """Hook: SGLang has chosen how its processes are started, and what happens where one of them fails."""
+    """Hook: makes SGLang fork its processes, and handles their failures until SGLang installs its own handler of SIGQUIT."""
     prefork.fork_from_here(server_args)
     if state.is_of_server:
-        # Until the first request: afterwards SGLang's own handler of SIGQUIT is in the place of ours.
         signal.signal(
             signal.SIGQUIT, lambda *_: _end_all("sgl_prefill: a process has failed, for the reason above\n", 1)
         )
@@ -153,7 +158,7 @@ def after_set_envs_and_config(state: ProcessState, result: None, server_args: Se
 def _end_all(message: str, status: int) -> NoReturn:
     from sglang.srt.utils import kill_process_tree
 
-    logging.disable()  # SGLang's lines about it would stand behind the reason
+    logging.disable()  # else SGLang would log lines after the reason
     kill_process_tree(os.getpid(), include_parent=False)
     print(message, end="", file=sys.stderr, flush=True)
     os._exit(status)
@@ -162,7 +167,7 @@ def _end_all(message: str, status: int) -> NoReturn:
 def init_tokenizer_manager(
     config: PrefillConfig, server_args: ServerArgs, port_args: PortArgs, *, ending: Ending | None = None
 ) -> Any:
-    """Returns (tokenizer manager, template manager), ours and SGLang's. ending: of a server of ours."""
+    """Returns (tokenizer manager, SGLang's template manager). ending: the graceful shutdown of `launch_server`."""
     from sglang.srt.entrypoints.engine import init_tokenizer_manager as stock
 
     from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
@@ -171,10 +176,9 @@ def init_tokenizer_manager(
 
 
 def execute_warmup(config: PrefillConfig, server_args: ServerArgs) -> bool:
-    """Sends two prefill-only requests through HTTP, where SGLang would generate 8 tokens, and computes what all tenants share;
-    then the server reports healthy.
+    """Sends two prefill-only requests through HTTP, computes `--shared-prefix`, and sets the server to healthy.
 
-    Runs in a thread of the HTTP process once uvicorn is about to start. On failure ends the server.
+    SGLang calls it in a thread of the HTTP process. On failure it ends the server.
     """
     from sglang.srt.entrypoints import http_server
     from sglang.srt.managers.tokenizer_manager import ServerStatus
@@ -187,13 +191,13 @@ def execute_warmup(config: PrefillConfig, server_args: ServerArgs) -> bool:
     try:
         session = _session(server_args)
         _wait_until_listening(session, server_args)
-        # With labels, so that what looks them up is ready before the first request.
+        # With labels, to load their tables before the first request.
         labels = {"allowed_token_ids": [10, 11]} if manager.is_generation else {}
         body = {**prompt, **labels, "sampling_params": {"max_new_tokens": 0, "temperature": 0}}
         session.post(server_args.url() + route, json=body, timeout=WARM_UP_TIMEOUT_S).raise_for_status()
-        # From now on full garbage collections pass over what has been loaded; each would stop all requests for that long.
+        # Full garbage collections, which stop all requests, skip all objects of the start from now on.
         asyncio.run_coroutine_threadsafe(manager.freeze_gc(), manager.event_loop).result(WARM_UP_TIMEOUT_S)
-        # The scheduler does this while it computes nothing: this request waits for it, in the place of a client's.
+        # The scheduler freezes too: this request waits for it, so that no client's request does.
         session.post(server_args.url() + route, json=body, timeout=WARM_UP_TIMEOUT_S).raise_for_status()
         if config.shared_prefix is not None:
             text = Path(config.shared_prefix).read_text(encoding="utf-8")
@@ -223,13 +227,13 @@ def _session(server_args: ServerArgs) -> requests.Session:
 
 
 def _listens(port: int) -> bool:
-    """Whether this process does, itself or by a socket that it was given."""
+    """Whether this process listens on the port."""
     sockets = psutil.Process().net_connections("inet")
     return any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in sockets)
 
 
 def _wait_until_listening(session: requests.Session, server_args: ServerArgs) -> None:
-    """Raises ConfigurationError where nobody will listen: another process has taken the port while the model was loaded."""
+    """Raises ConfigurationError where the HTTP server does not listen, e.g. since another process has taken the port."""
     url = server_args.url()
     began = time.monotonic()
     deadline = began + WARM_UP_TIMEOUT_S
@@ -238,7 +242,7 @@ def _wait_until_listening(session: requests.Session, server_args: ServerArgs) ->
             session.get(url + "/model_info", timeout=5).raise_for_status()
             return
         except requests.RequestException:
-            # Where uvicorn cannot bind it does not end: SGLang's shutdown waits for this thread.
+            # Uvicorn does not end where it cannot bind: SGLang's shutdown waits for this thread.
             is_late = time.monotonic() > began + BIND_TIMEOUT_S and not _listens(server_args.port)
             if is_late or not threading.main_thread().is_alive():
                 listening = [("--port", server_args.host, server_args.port)]

@@ -1,7 +1,7 @@
-"""What a start prints: this package's progress, and warnings and errors of SGLang and other libraries. With `--log-level` a start
-prints all that SGLang logs at that level.
+"""Log output of a start: this package's progress, and warnings and errors of SGLang and other libraries. With `--log-level`
+everything that SGLang logs at that level.
 
-Imports nothing that takes time: the first line comes before SGLang and PyTorch are imported.
+Imports nothing slow: the first line is printed before SGLang and PyTorch are imported.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from collections.abc import Sequence
 from types import FrameType
 
 OURS = "sgl_prefill"
-# For the imports of this process and of those that it starts, where the user sets nothing else: most of their warnings are
-# about hardware that is not there.
+# Defaults for imports in this process and its children, whose warnings are mostly about hardware that is not there.
 ENVIRONMENT = {"PYTHONWARNINGS": "ignore", "TORCH_LOGS": "-all", "TRANSFORMERS_VERBOSITY": "error"}
-# The second: two hooks of this package on one function are intended.
+# The hook registry warns of two hooks on one function, which are intended here.
 LEVELS = {"sglang": logging.WARNING, "sglang.srt.plugins.hook_registry": logging.ERROR}
 FILTERED = ("uvicorn.error", "uvicorn.access")  # Uvicorn sets their levels when it starts
 
-_started_s: float | None = None  # of the launcher's clock, while its start is quiet
+_started_s: float | None = None  # `time.monotonic`, while the launcher's start is quiet
 
 
 def begin(flags: Sequence[str]) -> None:
-    """Makes the start of this process, the launcher, quiet, unless the flags for SGLang set a log level."""
+    """Makes the start of this process, the launcher, quiet, unless `flags` set a log level."""
     global _started_s
     if any(flag.partition("=")[0] == "--log-level" for flag in flags):
         return
@@ -41,12 +40,10 @@ def begin(flags: Sequence[str]) -> None:
 
 
 def is_on() -> bool:
-    """Whether this process is a launcher whose start is quiet."""
     return _started_s is not None
 
 
 def be_quiet() -> None:
-    """Sets up the log of this process until `end`."""
     for name, level in LEVELS.items():
         logging.getLogger(name).setLevel(level)
     for name in FILTERED:
@@ -59,7 +56,7 @@ def be_quiet() -> None:
 
 
 def end() -> None:
-    """Ends the quiet part of this process: from now on it logs as SGLang does. Does nothing where there was none."""
+    """Makes this process log as SGLang does, if it was quiet."""
     ours = logging.getLogger(OURS)
     if ours.propagate:
         return
@@ -72,7 +69,7 @@ def end() -> None:
 
 
 def end_launchers(text: str) -> None:
-    """Says that the server is ready, and ends the quiet part of the launcher."""
+    """Prints that the server is ready, and ends the quiet part of the launcher."""
     global _started_s
     if _started_s is not None:
         say(f"{text}, after {time.monotonic() - _started_s:.0f} s")
@@ -98,8 +95,9 @@ class _Progress(logging.Handler):
 
 
 def end_at_interrupt() -> None:
-    """Makes Ctrl-C end a start with one line and status 130, also inside an import. Uvicorn sets its own handler later. Child
-    processes inherit this handler and ignore the signal: the launcher ends them."""
+    """Makes Ctrl-C end a start with one line and status 130, until uvicorn sets its own handler. Forked children inherit this
+    handler and ignore the signal: the launcher ends them.
+    """
     launcher = os.getpid()
 
     def interrupt(number: int, frame: FrameType | None) -> None:

@@ -1,1 +1,1 @@
-"""Shared-prefix attention on a GPU (BatchLLM, section 5): what the attention kernels that are there are given to launch."""
+"""Shared-prefix attention on a GPU (BatchLLM, section 5): launch arguments for the attention kernels that SGLang has."""

@@ -1,6 +1,6 @@
 """The two parts of a step as the index arrays that each attention kernel takes.
 
-Plans read the table of KV slots on its device and wait for nothing: only numbers of the host decide about sizes.
+Plans read the table of KV slots on its device without waiting for it: all sizes come from numbers on the host.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class FlashAttentionPlan(NamedTuple):
 
 
 class ExtendRows(NamedTuple):
-    """Arguments of SGLang's Triton kernel, which is given K and V of new tokens apart."""
+    """Arguments of SGLang's Triton kernel, which takes K and V of new tokens separately."""
 
     qo_indptr: torch.Tensor  # int64 [rows + 1]
     kv_indptr: torch.Tensor  # int32 [rows + 1]
@@ -68,7 +68,7 @@ class TritonPlan(NamedTuple):
 
 
 def last_slots(table: SlotTable, most_cached_tokens: int, piece: int) -> NDArray[np.int32]:
-    """Reads the slot at the end of each piece of each request, [requests, pieces]. Alone of all here it waits for the device."""
+    """Reads the slot at the end of each piece of each request, [requests, pieces]. Waits for the device, alone of all here."""
     positions = piece * torch.arange(most_cached_tokens // piece, device=table.rows.device) + piece - 1
     found: NDArray[np.int32] = table.slots[table.rows[:, None], positions[None, :]].cpu().numpy()
     return found

@@ -1,11 +1,11 @@
-"""A step's attention in two parts: the prefix of each group, read once for all its queries, and what each request reads alone.
+"""A step's attention in two parts: each group's prefix, read once for all its queries, and each request's own positions.
 
     positions of a request       0 ... shared          shared ... cached          cached ... end
     who else reads them          its group             none of this group         none: its new tokens
     part                         shared, not causal    own, causal from the last query backwards
 
 The softmax over both is the average of the two outputs, weighted by their sums of exponentials, which kernels return as a
-logarithm (log-sum-exp, LSE). Here are only numbers of the host.
+logarithm (log-sum-exp, LSE). This module works on numbers of the host only.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from sgl_prefill.core.shared_groups import Group, shared_groups
 # with 14,000 cached positions are 44 kB that come from the device in one copy, where all their slots would be 2.8 MB.
 PIECE_TOKENS = 64
 
-# By tests/gpu/test_shared_prefix.py on a card, whose answers are compared. Until then only who says `on` has two parts.
+# Set once tests/gpu/test_shared_prefix.py has compared the answers on a card. Until then `auto` is `off`.
 AUTO_IS_PROVED = False
 
-# What two parts save and cost on an H100: worked out in the README beside this file, and not measured.
+# What two parts save and cost on an H100: arithmetic (GPU.md), not measured.
 SAVED_BYTES_PER_S = 10e12  # K and V that need not be read again: half a tile of products each
 MERGED_BYTES_PER_S = 3.35e12  # outputs go through the card's memory
 FIXED_COST_S = 20e-6  # of a layer: two launches more, and its share of the plans
@@ -38,7 +38,7 @@ MOST_SHARED_QUERY_TOKENS = 16_384  # 128 MiB more output in an 8B model, which n
 
 
 class LayerBytes(NamedTuple):
-    """What a layer of this model moves on one rank."""
+    """Bytes of one layer on one rank."""
 
     kv_position: int  # K and V of a position
     output_token: int  # attention's output of a token
@@ -76,7 +76,7 @@ class TwoParts(NamedTuple):
 
 
 def asked_for(switch: str) -> str:
-    """Returns what `shared_prefix_attention` comes to on a GPU: `auto` leaves SGLang's backends alone until it is proved."""
+    """Returns the switch on a GPU: `auto` means `off` until AUTO_IS_PROVED."""
     return "off" if switch == "auto" and not AUTO_IS_PROVED else switch
 
 
@@ -110,8 +110,8 @@ def groups_by_pieces(
 def divide(groups: Sequence[Group], cached_tokens: Sequence[int], new_tokens: Sequence[int]) -> TwoParts | None:
     """Divides a step; None where no requests share a prefix.
 
-    The queries of a row lie side by side, so members of a group that are no neighbours read the prefix once a run of
-    neighbours: the order of the requests decides what is saved, and nothing else.
+    The queries of a row lie side by side, so members of a group that are not neighbours read the prefix once per run of
+    neighbours. The order of the requests changes only what is saved.
     """
     group_of = {member: group for group in groups for member in group.members}
     shared_tokens = [group_of[request].shared_tokens for request in range(len(new_tokens))]

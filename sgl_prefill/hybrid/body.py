@@ -1,4 +1,4 @@
-"""The forward pass over a split body: one layer's pieces chunk by chunk, then its attention over everything."""
+"""The forward pass over a split body: one layer's pieces chunk by chunk, then its attention over all tokens."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Value: TypeAlias = torch.Tensor | SharedRows  # of a buffer
 
 
 class LayerIO(Protocol):
-    """What a forward pass needs of the engine, for the batch that runs."""
+    """The engine's side of a forward pass, for one batch."""
 
     def write_kv(self, layer_id: int, start: int, end: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put K and V of the batch's tokens [start, end) into the KV pool. key, value: [end - start, heads, head_dim]."""
         ...
 
     def attend(self, layer_id: int, query: torch.Tensor, output: torch.Tensor, *, only_last_rows: bool = False) -> None:
-        """Computes the attention of all of the batch's tokens, K and V being in the pool. query, output: [tokens, ...].
+        """Attention of all tokens of the batch, whose K and V are in the pool. query, output: [tokens, ...].
 
-        only_last_rows: of the last token of each request alone, [requests, ...].
+        only_last_rows: only the last token of each request, [requests, ...].
         """
         ...
 
@@ -51,9 +51,7 @@ class HybridBody:
 
     @property
     def retained_bytes_per_token(self) -> int:
-        """Returns the bytes of a token in the full-length buffers; K and V of one layer and the batch's own indices come on
-        top.
-        """
+        """Bytes per token in the full-length buffers, without K and V of one layer and the batch's indices."""
         n_ranks = 1 if self.exchange is None else self.exchange.count
         return sum(
             spec.row_bytes // (n_ranks if buffer in self.shared else 1)
@@ -66,8 +64,7 @@ class HybridBody:
         """Returns the hidden states after the body, [tokens, hidden size].
 
         token_rows: the inputs named in `trace.TOKEN_INPUTS`. last_rows: int64 [requests], the last token of each request, where
-        no other hidden states are read: behind the last layer's K and V only these are computed, and the other
-        rows are left as they come.
+        no other hidden states are read: behind the last layer's K and V only these rows are computed; the others hold garbage.
         """
         n_tokens = token_rows["input_ids"].shape[0]
         is_one_chunk = n_tokens <= self.chunk_tokens and not self.only_what_decides_memory
@@ -103,7 +100,7 @@ class HybridBody:
         io.attend(attention.layer_id, query, output)
 
     def _buffers(self, n_tokens: int, token_rows: dict[str, torch.Tensor]) -> list[Value | None]:
-        """Allocates the buffers of full length, in which what crosses a cut lives."""
+        """Allocates the full-length buffers of the values that cross a cut."""
         device = token_rows["input_ids"].device
         make = torch.zeros if self.only_what_decides_memory else torch.empty
 
@@ -153,7 +150,7 @@ class HybridBody:
         io: LayerIO,
         last_rows: torch.Tensor,
     ) -> torch.Tensor:
-        """Computes the last attention and the piece behind it, of these rows alone."""
+        """Computes the last attention and the last piece for these rows only."""
         attention, piece = self.split.attentions[-1], self.split.pieces[-1]
         read = {argument.buffer for argument in piece.arguments if argument.buffer is not None} | {attention.query}
         rows = [
@@ -217,7 +214,7 @@ class HybridBody:
         """Copy a chunk's results to their buffers.
 
         A result may be a view of rows that another copy overwrites (a piece may pass an input on): it is copied first.
-        A kernel that works in place leaves its result where it belongs already.
+        The result of an in-place kernel is in its buffer already.
         """
         written = [buffers[buffer] for buffer in piece.outputs if buffer is not None]
         targets = {rows.untyped_storage().data_ptr() for rows in written if isinstance(rows, torch.Tensor)}

@@ -1,7 +1,7 @@
-"""Full-length values that all ranks of an engine hold together (past the paper, whose devices hold all of them each).
+"""Full-length values divided over the ranks of an engine (an addition to the paper, where each device holds all rows).
 
-With tensor parallelism the residual stream is the same on every rank: of each chunk a rank keeps its part of the rows, and a
-chunk that is read is put together again. What attention reads is each rank's own.
+With tensor parallelism the residual stream is the same on every rank: each rank keeps its part of the
+rows of a chunk, and a chunk is gathered when it is read. Queries and attention outputs differ per rank and are not divided.
 
     chunk of 6 tokens, 2 ranks:   rank 0 keeps rows 0 1 2, rank 1 keeps rows 3 4 5
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Exchange(Protocol):
-    """How tensors travel between ranks. All call the same, in the same order."""
+    """Collective operations; all ranks call the same ones in the same order."""
 
     index: int
     count: int
@@ -33,7 +33,7 @@ class Exchange(Protocol):
         ...
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the sum over all ranks; the tensor itself may become it."""
+        """Returns the sum over all ranks, possibly in place."""
         ...
 
 
@@ -66,7 +66,7 @@ class SharedRows:
         self._own[first : first + len(mine)] = mine
 
     def select(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns these rows, int64: the rank that holds a row adds it to zeros."""
+        """Returns rows by index, int64 [rows], as a sum over ranks."""
         of_chunk = rows % self._chunk_tokens
         own = self._own[rows // self._chunk_tokens * self._part + of_chunk % self._part]
         is_mine = (of_chunk // self._part == self._exchange.index).view(-1, *[1] * (own.dim() - 1))
@@ -79,10 +79,9 @@ class SharedRows:
 
 
 def share_equal_buffers(hybrid: HybridBody, run: Callable[[], None], ranks: Ranks, exchange: Exchange) -> None:
-    """Finds the buffers whose values are the same on all ranks whenever they are written, and lets ranks hold them together.
+    """Finds the buffers whose values are equal on all ranks whenever they are written, and divides these over the ranks.
 
-    run: runs a prompt of several chunks. A value that is the same by chance in all of them would be caught by the parity gate,
-    which runs another.
+    run: runs a prompt of several chunks. The parity gate, which runs another prompt, would catch a value that is equal by chance.
     """
     own = {buffer for attention in hybrid.split.attentions for buffer in (attention.query, attention.output)}
     written: dict[int, list[str]] = {}

@@ -2,8 +2,8 @@
 
     piece 0 | attention 0 | piece 1 | attention 1 | ... | last piece
 
-A piece is token-wise: row i of what it returns depends on row i of what it takes, so it may run on any chunk of rows. What
-crosses a cut has one row a token and lives in a buffer of full length. K and V cross no cut: they go to the KV pool.
+A piece is token-wise: row i of what it returns depends on row i of what it takes, so it may run on any chunk of rows. A
+value that crosses a cut has one row per token and a full-length buffer. K and V cross no cut: they go to the KV pool.
 A buffer is reused as soon as its value has been read for the last time, also by an output of the piece that reads it
 (a chunk's rows are all read before they are written), so that two buffers or three serve all layers:
 
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
 
 
 class Argument(NamedTuple):
-    """What a piece is called with: exactly one of the four."""
+    """One argument of a piece: exactly one field is set."""
 
     buffer: int | None = None  # this chunk's rows of a buffer
     token_rows: str | None = None  # this chunk's rows of an input of the forward pass
@@ -97,7 +97,7 @@ def split_body(traced: TracedBody, *, attention_in_place: bool) -> SplitBody:
 class _Cut:
     """Which piece each node belongs to, and which values cross from one to another.
 
-    An attention node stands for its own output: the empty tensor that SGLang's graph hands to it disappears.
+    An attention node stands for its output; the empty output tensor in SGLang's graph is dropped.
     """
 
     def __init__(self, traced: TracedBody) -> None:
@@ -194,7 +194,7 @@ def _is_symbol(size: Any, symbols: frozenset[Any]) -> bool:
 class _BufferUse:
     """A buffer for every crossing value, reused when its value is dead (a linear scan over the steps).
 
-    What attention reads or writes has buffers of its own: only of the others may ranks hold a part each (`shared_rows`).
+    Queries and attention outputs have buffers of their own, since only the others may be divided over ranks (`shared_rows`).
     """
 
     def __init__(self, cut: _Cut, attention_in_place: bool) -> None:

@@ -1,7 +1,7 @@
 """The body of a model (embedding to final norm) as one graph, recorded by Dynamo with a symbolic number of tokens.
 
-The graph is bound to nothing that changes from request to request: each of its inputs is the tokens' ids, positions or KV
-slots, the number of tokens, or a tensor of the model. A body that reads anything else of the batch is refused by name.
+Each input of the graph is the ids, positions or KV slots of the tokens, the number of tokens, or a tensor of the model. A body
+that reads anything else of the batch is refused by name.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import fx
 
 from sgl_prefill.errors import UntraceableModelError
 
-# Enough rows that no size of a small model is mistaken for it; Dynamo treats it as a symbol anyway.
+# Larger than the dimensions of small models, so that none is taken for it; Dynamo treats it as a symbol.
 TRACE_TOKENS = 7
 
 TOKEN_INPUTS = ("input_ids", "positions", "out_cache_loc")
 
 
 class OpaqueOps(NamedTuple):
-    """Operations that a graph shows by name, with nothing of their inside."""
+    """Operations that Dynamo records as one node each."""
 
     attention: str  # of query, key, value, output, save_kv_cache, layer_id
     sequence_mixing: frozenset[str]  # besides it, in which tokens see each other
@@ -40,7 +40,7 @@ class TracedBody(NamedTuple):
 
 
 class InputSource(NamedTuple):
-    """What a placeholder stands for: exactly one of the three."""
+    """The source of a placeholder: exactly one field is set."""
 
     token_rows: str | None = None  # one of TOKEN_INPUTS
     is_token_count: bool = False
@@ -96,7 +96,7 @@ def trace_body(
 
 
 class _Recorder:
-    """A Dynamo backend that keeps the graph and runs nothing."""
+    """A Dynamo backend that records the graph without running it."""
 
     def __init__(self) -> None:
         self.module: fx.GraphModule | None = None

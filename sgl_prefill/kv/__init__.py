@@ -2,6 +2,6 @@
 
 host.py, cuda.py   buffers whose tails are the same physical memory
 
-`core/kv_plan.py` decides how much of a request is durable; `port/kv/pool.py`, `kv_allocator.py` and `radix_cache.py` are SGLang's
-KV pool over such buffers, who holds which slot of it, and the prefix cache that sees durable slots only.
+`core/kv_plan.py` decides how much of a request is durable. In `port/kv/`, `pool.py` is SGLang's KV pool over these buffers,
+`allocator.py` hands out its slots, and `radix_cache.py` is the prefix cache, which sees durable slots only.
 """

@@ -3,8 +3,8 @@
     buffer i:   own memory as far as it is committed | gap, never touched | shared memory, as far as it is committed | gap
                 0 ................. committed_own .... own_bytes ............ own_bytes + committed_shared ........ n_bytes
 
-An address range is reserved for each buffer at its full size; physical memory comes later, once it is known how much is needed
-and how much is left (`commit_own`, `commit_shared`). The driver's virtual memory calls are those of `cuda-python`.
+An address range is reserved for each buffer at its full size; physical memory is committed once the plan is known
+(`commit_own`, `commit_shared`). The driver's virtual memory calls are those of `cuda-python`.
 """
 
 from __future__ import annotations
@@ -61,23 +61,23 @@ class AliasedCudaMemory:
 
     @property
     def backed_bytes(self) -> int:
-        """Counts the physical memory."""
+        """Physical memory in bytes."""
         return sum(piece.n_bytes for piece in (*self._own, *self._shared))
 
     @property
     def rounding_bytes(self) -> int:
-        """Returns how much more than was asked for `commit_own` and `commit_shared` may take, together."""
+        """Upper bound in bytes of what rounding adds to one `commit_own` and one `commit_shared`."""
         return (len(self._addresses) + 1) * self._granularity_bytes
 
     def commit_own(self, n_bytes: int) -> None:
-        """Back the first `n_bytes` of every buffer with zeros, rounded up to the granularity; never takes any back."""
+        """Backs the first `n_bytes` of every buffer with zeroed memory, rounded up to the granularity; never shrinks."""
         start, end = self._committed_own, min(self._rounded(n_bytes), self._own_bytes)
         if end > start:
             self._back_own(end)
             self._zero(self.tensors, start, end)
 
     def commit_shared(self, n_bytes: int) -> None:
-        """Back the first `n_bytes` behind every buffer's own part with the same zeros; as `commit_own`."""
+        """Backs the first `n_bytes` behind every buffer's own part with the same zeroed memory; as `commit_own`."""
         start, end = self._committed_shared, min(self._rounded(n_bytes), self._shared_bytes)
         if end > start:
             self._shared += self._backed(
@@ -87,15 +87,15 @@ class AliasedCudaMemory:
             self._zero(self.tensors[:1], self._own_bytes + start, self._own_bytes + end)
 
     def release_shared(self) -> None:
-        """Take all memory of the tail back, once nothing runs that may use it."""
+        """Frees the memory of the tail. No kernel that uses it may be running."""
         _synchronize(self._device_index)
         pieces, self._shared, self._committed_shared = self._shared, [], 0
         _report(self._free(pieces))
 
     def close(self) -> None:
-        """Gives all memory back, once nothing runs that may use it; idempotent.
+        """Frees all memory; idempotent. No kernel that uses it may be running.
 
-        A call that the driver refuses keeps none of the others from being made: what it held goes with the process.
+        Where the driver refuses a call, the others are made all the same; the rest is freed with the process.
         """
         if not self._addresses:
             return
@@ -116,7 +116,7 @@ class AliasedCudaMemory:
         self._committed_own = end
 
     def _zero(self, tensors: list[torch.Tensor], start: int, end: int) -> None:
-        """What the driver hands out may hold NaN, and attention may read a row that no request has written, with weight 0."""
+        """New memory may hold NaN, and attention reads rows that no request has written with weight 0: 0 x NaN is NaN."""
         for tensor in tensors:
             tensor[start:end].zero_()
         _synchronize(self._device_index)  # whichever stream uses it first
@@ -125,7 +125,7 @@ class AliasedCudaMemory:
         return -(-n_bytes // self._granularity_bytes) * self._granularity_bytes
 
     def _backed(self, targets: list[list[int]], n_bytes: int) -> list[_Piece]:
-        """Makes a piece of memory for each list of addresses, and maps it there. All or nothing."""
+        """Creates one piece of memory per list of addresses and maps it there; all or nothing."""
         made: list[_Piece] = []
         try:
             for addresses in targets:
@@ -174,7 +174,7 @@ class AliasedCudaMemory:
 
 
 class _CudaBytes:
-    """What torch needs to make a tensor of memory that it did not allocate."""
+    """`__cuda_array_interface__` of memory that torch did not allocate."""
 
     def __init__(self, address: int, n_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -187,7 +187,7 @@ class _CudaBytes:
 
 
 def granularity_bytes(device_index: int) -> int:
-    """Returns what sizes and addresses must be multiples of: 2 MiB on the cards of today, but the driver says."""
+    """Returns the granularity of sizes and addresses in bytes, as the driver says (2 MiB on current cards)."""
     driver = _driver()
     minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
     return int(_call(driver, "cuMemGetAllocationGranularity", _properties(driver, device_index), minimum))

@@ -5,7 +5,7 @@
     ...
 
 Own memory is anonymous and committed by the kernel page by page on first use; shared memory is a memfd, mapped behind each
-buffer's own part. What is written to one tail is read from all.
+buffer's own part. A write to one tail is visible in all.
 """
 
 from __future__ import annotations
@@ -61,16 +61,14 @@ class AliasedHostMemory:
     backed_bytes = rounding_bytes = 0  # the kernel commits on first use, and counts by itself
 
     def commit_own(self, n_bytes: int) -> None:
-        """Does nothing on a host: the kernel commits zeros on first use."""
+        """Nothing to do on a host, as in the next two: the kernel commits zeros on first use."""
 
-    def commit_shared(self, n_bytes: int) -> None:
-        """Does nothing either."""
+    def commit_shared(self, n_bytes: int) -> None: ...
 
-    def release_shared(self) -> None:
-        """Does nothing either."""
+    def release_shared(self) -> None: ...
 
     def close(self) -> None:
-        """Gives all memory back; idempotent."""
+        """Frees all memory; idempotent."""
         for address in self._addresses:
             _libc.munmap(address, self._n_bytes)
         self._addresses = []

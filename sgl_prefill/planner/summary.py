@@ -1,4 +1,4 @@
-"""What a replay came to: a row of numbers, and the distribution of its latencies."""
+"""A row of numbers per replay, and the distribution of its latencies."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ HEADER = ["setting", "tokens saved %", "hits %", "requests/s", "mean s", "P50 s"
 
 
 def summary_of(name: str, served: Sequence[Served]) -> Summary:
-    """Summarizes requests, of which there is one at least, in the order in which their steps began."""
+    """Summarizes at least one request, in the order in which their steps began."""
     latencies_s = sorted(one.latency_s for one in served)
     return Summary(
         name=name,

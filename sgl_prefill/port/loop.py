@@ -100,18 +100,18 @@ def _start(port: SchedulerPort, started: Sequence[tuple[Job, Req]], decided_s: f
 def around_process_batch_result(
     state: StepState, original: Callable[..., None], scheduler: Scheduler, batch: ScheduleBatch, result: Any
 ) -> None:
-    """Hook: take in what has arrived before SGLang waits for the result of the launched step; afterwards learn from it."""
+    """Hook: takes in arrived requests before SGLang waits for the result of the launched step; learns from the result."""
     if state.scheduling is not None:
         take_in(state, scheduler)
-    if not isinstance(result, out_of_memory.FailedPass):  # whose requests have been answered
+    if not isinstance(result, out_of_memory.FailedPass):  # its requests have been answered
         original(scheduler, batch, result)
     if state.scheduling is not None:
         learn(state.scheduling, batch)
 
 
 def take_in(state: StepState, scheduler: Scheduler) -> None:
-    """Hands requests to SGLang and to the policy, up to the first message that is none: weights, flushing the cache and
-    cancelling are kept for SGLang's own turn, since SGLang takes an engine for idle whose batch has been launched.
+    """Passes requests to SGLang and to the policy, up to the first other message. Messages from there on (new weights, cache
+    flushes, cancellations) wait for SGLang's next turn: it would take the engine for idle while the launched batch runs.
     """
     received = scheduler.request_receiver.recv_requests()
     n_requests = next((place for place, message in enumerate(received) if not _is_request(message)), len(received))
@@ -124,8 +124,8 @@ def take_in(state: StepState, scheduler: Scheduler) -> None:
 
 
 def _is_request(message: Any) -> bool:
-    """Tells whether taking a message in only makes it wait. A health check asks whether the engine is idle, and a session's
-    request needs the result of the one before it.
+    """Whether the message is a request that only joins the queue. A health check reads whether the engine is idle, and a
+    session's request needs the result of the previous one.
     """
     from sglang.srt.managers.io_struct import (
         BatchTokenizedEmbeddingReqInput,
@@ -191,31 +191,31 @@ def _answered(req: Req, begin_s: float, end_s: float) -> Answered:
 def around_abort_request(
     state: StepState, original: Callable[..., None], scheduler: Scheduler, recv_req: AbortReq
 ) -> None:
-    """Hook: SGLang compares the id of each waiting request with the one to cancel; it gets to see only that request."""
+    """Hook: shows SGLang only the request to cancel, since it compares the ids of all waiting requests."""
     port = of(state)
     if recv_req.abort_all:
         original(scheduler, recv_req)
         return
     waiting = follow(state, scheduler)
-    meant = port.named(recv_req.rid)
-    scheduler.waiting_queue = [] if meant is None else [meant]
+    req = port.named(recv_req.rid)
+    scheduler.waiting_queue = [] if req is None else [req]
     try:
         original(scheduler, recv_req)
     finally:
-        if meant is not None and meant not in scheduler.waiting_queue:
-            job = request_state.of(meant).job
+        if req is not None and req not in scheduler.waiting_queue:
+            job = request_state.of(req).job
             assert job is not None
             with port.live.cost:
                 port.live.leave(job)
                 port.forget([job])
-                waiting.take_out([meant])
+                waiting.take_out([req])
         scheduler.waiting_queue = waiting
 
 
 def around_publish_load_snapshot(
     state: StepState, original: Callable[..., None], scheduler: Scheduler, *rest: Any, **options: Any
 ) -> None:
-    """Hook: SGLang sums the lengths of all waiting requests after each step; it gets to see the sum as one request."""
+    """Hook: shows SGLang one item with the tokens of all waiting requests, since it sums their lengths after each step."""
     waiting = follow(state, scheduler)
     scheduler.waiting_queue = Counted(len(waiting), of(state).live.n_pending_tokens)
     try:
@@ -225,7 +225,7 @@ def around_publish_load_snapshot(
 
 
 def _release_memory(state: StepState, scheduler: Scheduler) -> None:
-    """On a host, while no step runs: gives back the memory that many steps of many sizes have left in pieces."""
+    """On an idle host, returns memory to the system that steps of many sizes have fragmented."""
     is_due = scheduler.forward_ct - state.memory_released_at_step >= RELEASE_EVERY_STEPS
     if is_due and this_device().is_host and scheduler.is_fully_idle():
         this_device().release_unused()

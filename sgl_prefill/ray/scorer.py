@@ -19,7 +19,7 @@ import numpy as np
 
 from sgl_prefill.batch.options import INFLIGHT_OWN_ENGINE, INFLIGHT_SERVER
 from sgl_prefill.batch.tables import ERROR, MASS, columns_of, shown
-from sgl_prefill.core.batch.plan import depth_first
+from sgl_prefill.core.batch.batch_plan import depth_first
 from sgl_prefill.core.batch.token_rows import IntArray, TokenRows
 from sgl_prefill.core.batch.units import divide
 from sgl_prefill.errors import ConfigurationError

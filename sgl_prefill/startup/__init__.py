@@ -2,9 +2,9 @@
 
 examine.py          the machine: CUDA, packages, memory, ports
 arguments.py        SGLang's arguments: required, default and contradicting values
-loaded_model.py     what these parts need of the engine: a model that can run steps without clients
-memory_profile.py   how much memory an input takes
-jct_profile.py      how long steps take
-parity_gate.py      all paths give the same answers, or nothing is served
-prepare.py          all of it in order, and the division of the memory
+loaded_model.py     interface of a loaded model that runs synthetic batches
+memory_profile.py   measures how much memory an input takes
+jct_profile.py      measures how long steps take
+parity_gate.py      refuses to serve unless all paths give the same answers
+prepare.py          the order of these parts, and the memory plan
 """

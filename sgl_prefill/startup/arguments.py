@@ -1,6 +1,6 @@
-"""SGLang's arguments: what this engine requires of them, what suits this machine, and every complaint in one message.
+"""SGLang's arguments: values that this engine requires, defaults for this machine, and all problems in one message.
 
-Imports no SGLang. `examine` looks at the machine.
+Does not import SGLang. `examine` checks the machine.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ logger = logging.getLogger(__name__)
 
 
 class Feature(NamedTuple):
-    """A part of this engine that can be switched off."""
-
     is_on: Callable[[PrefillConfig], bool]
-    without: str  # the flags that switch it off
+    without: str  # flags that switch it off
 
 
 POLICY = Feature(lambda config: config.has_policy, "--scheduling stock")
@@ -44,32 +42,25 @@ EVICT = Feature(lambda config: config.evicts_suffix_kv, "--suffix-kv keep")
 
 
 class Required(NamedTuple):
-    """An argument of SGLang's that this engine needs."""
-
     field: str  # of ServerArgs
     value: Any
-    flag: str  # as the user would write it
+    flag: str
     why: str
-    needed_by: tuple[Feature, ...] = ()  # any of these; empty: every server needs it
-    instead: str = ""  # an alternative for users who want another value
+    needed_by: tuple[Feature, ...] = ()  # required if any of these is on; empty: always
+    instead: str = ""  # alternative for users who want another value
 
 
-# On an accelerator. The memory plan measures one row of logits; 128 rows of 150,000 words take 0.2 GB with their
-# log-probabilities.
+# Defaults on an accelerator:
+# The memory plan measures one row of logits; 128 rows with a vocabulary of 150,000 take 0.2 GB with their log-probabilities.
 DEVICE_MAX_REQUESTS = 128
-
-# On an accelerator. For requests in one piece SGLang's default keeps 25 GB free, the activations of 16,384 tokens. A user's
-# smaller fraction limits weights and KV together. From this value on there is no limit: KV takes what the measured activations
-# and a margin leave.
+# For unchunked requests SGLang's default keeps 25 GB free, the activations of 16,384 tokens. A user's smaller fraction limits
+# weights and KV together. From this value on, KV takes what the measured activations and a margin leave.
 DEVICE_MEMORY_FRACTION = 0.9
-
-# On an accelerator. Steps of up to so many tokens (prefix hits) are replayed from CUDA graphs. SGLang's default is the chunk
-# size, here -1: no graph. Launching the kernels of a step takes the processor about 10 ms (an estimate). In that time an H100
-# computes 2,048 tokens of 1.5 billion weights (6e12 operations at 6e14 a second), fewer of a larger model. Longer steps keep it
-# busy, and each graph costs start time and memory.
+# Steps of up to so many tokens (prefix hits) are replayed from CUDA graphs. SGLang's default is the chunk size, -1 here: none.
+# The CPU launches the kernels of a step in about 10 ms (an estimate). In that time an H100 computes 2,048 tokens with 1.5 billion
+# weights (6e12 operations at 6e14 per second). Longer steps keep it busy, and each graph costs start time and memory.
 DEVICE_REPLAYED_TOKENS = 2048
-# The JCT profile runs steps of so many requests, even if the policy's steps have fewer.
-FEWEST_ROWS = 16
+FEWEST_ROWS = 16  # the JCT profile runs steps of up to 16 requests, even if the policy's steps have fewer
 
 REQUIRED: tuple[Required, ...] = (
     Required("enable_metrics", True, "--enable-metrics", "queue_ms and actual_ms come from SGLang's request timing"),
@@ -96,13 +87,13 @@ REQUIRED: tuple[Required, ...] = (
         "dp_size",
         1,
         "--dp-size",
-        "SGLang sends a request to any of the copies, wherever its user's prefix is",
+        "SGLang sends a request to any of the copies, and its user's prefix is cached in one of them",
         instead="start `python -m sgl_prefill.cluster --engines N`, which keeps a user's requests at one engine",
     ),
     Required(
-        "enable_pdmux", False, "--enable-pdmux", "it runs prefills layer by layer, past our policy and hybrid passes"
+        "enable_pdmux", False, "--enable-pdmux", "it runs prefills layer by layer, without our policy and hybrid passes"
     ),
-    Required("pp_size", 1, "--pp-size", "the policy and the scratch know one batch in flight", (POLICY, EVICT)),
+    Required("pp_size", 1, "--pp-size", "policy and scratch allow one batch in flight", (POLICY, EVICT)),
     Required("dcp_size", 1, "--dcp-size", "scratch is not spread over ranks", (EVICT,)),
     Required(
         "enable_hierarchical_cache", False, "--enable-hierarchical-cache", "the cache has one tier", (POLICY, EVICT)
@@ -112,7 +103,7 @@ REQUIRED: tuple[Required, ...] = (
     Required("enable_page_major_kv_layout", False, "--enable-page-major-kv-layout", "layers share scratch", (EVICT,)),
     Required("enable_unified_memory", False, "--enable-unified-memory", "layers share scratch", (EVICT,)),
     Required("speculative_algorithm", None, "--speculative-algorithm", "SGLang's prefill-only path is off with it"),
-    Required("disaggregation_mode", "null", "--disaggregation-mode", "there is no decode to hand over to"),
+    Required("disaggregation_mode", "null", "--disaggregation-mode", "a prefill-only engine has no decode server"),
     Required("tokenizer_worker_num", 1, "--tokenizer-worker-num", "our routes live in the one HTTP process"),
     Required("allow_auto_truncate", False, "--allow-auto-truncate", "a prompt is never cut silently"),
     Required("smg_grpc_mode", False, "--smg-grpc-mode", "labels are served over HTTP"),
@@ -130,7 +121,7 @@ def _features_on(config: PrefillConfig, need: Required) -> list[Feature]:
 
 
 def required_flags(config: PrefillConfig) -> list[str]:
-    """The needs that differ from SGLang's defaults, as command line. Put them first, so that a user's own flag counts."""
+    """Returns the required values that are not SGLang's defaults. Put them before the user's flags, which override them."""
     flags = []
     for need in required_for(config):
         if need.value is True:
@@ -140,16 +131,15 @@ def required_flags(config: PrefillConfig) -> list[str]:
     return flags
 
 
-def default_settings(config: PrefillConfig, asked_max_requests: int | None = None) -> dict[str, Any]:
-    """Arguments that suit this machine where the user gives none, by names of ServerArgs. asked_max_requests: the user's
-    `--prefill-max-requests`."""
+def default_settings(config: PrefillConfig, user_max_requests: int | None = None) -> dict[str, Any]:
+    """Returns defaults for this machine by names of ServerArgs. user_max_requests: the user's `--prefill-max-requests`."""
     fraction = memory_fraction(config)
     packs = config.has_policy and config.pack_step_tokens != 0
     most_requests = most_requests_of_step(config) if packs else None
     limit: dict[str, Any] = {} if most_requests is None else {"prefill_max_requests": most_requests}
     if fraction is None:
-        return {**_device_settings(config, asked_max_requests or (most_requests if packs else 1)), **limit}
-    # An idle scheduler that polls without rest takes a core from the tokenizer and the clients on a small machine.
+        return {**_device_settings(config, user_max_requests or (most_requests if packs else 1)), **limit}
+    # Without `sleep_on_idle` an idle scheduler polls, which takes a core from the tokenizer and the clients.
     settings: dict[str, Any] = {"mem_fraction_static": round(fraction, 4), "sleep_on_idle": True, **limit}
     if fast_dtype() == "float32":
         logger.warning(
@@ -160,34 +150,35 @@ def default_settings(config: PrefillConfig, asked_max_requests: int | None = Non
 
 
 def _device_settings(config: PrefillConfig, most_requests: int | None) -> dict[str, Any]:
-    """Arguments that suit an accelerator. most_requests: of a step of the policy."""
+    """Returns defaults for an accelerator. most_requests: of a step of the policy."""
     settings: dict[str, Any] = {}
-    if POLICY.is_on(config) or EVICT.is_on(config):  # else SGLang's defaults suit its chunks
+    if POLICY.is_on(config) or EVICT.is_on(config):  # else SGLang's chunks, with its defaults
         settings["mem_fraction_static"] = DEVICE_MEMORY_FRACTION
         settings["cuda_graph_max_bs_prefill"] = DEVICE_REPLAYED_TOKENS
     if config.allow_generation:
         return settings
     settings["disable_decode_cuda_graph"] = True  # nothing is decoded
     if POLICY.is_on(config) and most_requests is not None:
-        # A row of SGLang's table of KV slots is as wide as the context, and a waiting request needs none: SGLang's default of
-        # 2,048 rows takes 1 GiB for a context of 131,072 tokens.
+        # A row of SGLang's table of KV slots is as wide as the context: its default of 2,048 rows takes 1 GiB for a context of
+        # 131,072 tokens. Waiting requests have no row.
         settings["max_running_requests"] = max(most_requests, FEWEST_ROWS)
     return settings
 
 
 def most_requests_of_step(config: PrefillConfig) -> int | None:
-    """Default limit on the requests of a step; None: SGLang's. On a host every row of a packed step must get the logits of a lone
-    request."""
+    """Default limit on the requests of a step; None: SGLang's. On a host `lm_head` computes so many rows in float32, as for a
+    single request.
+    """
     if not this_device().is_host:
         return DEVICE_MAX_REQUESTS
     return lm_head.MAX_ROWS if config.logits_dtype == "float32" else None
 
 
 def default_flags(config: PrefillConfig, argv: Sequence[str] = ()) -> list[str]:
-    """`default_settings` as command line. Put them first, so that a flag of the user's command line `argv` counts."""
-    asked = value_of(list(argv), "--prefill-max-requests")
+    """Returns `default_settings` as flags. Put them before the user's flags `argv`, which override them."""
+    given = value_of(list(argv), "--prefill-max-requests")
     flags = []
-    for name, value in default_settings(config, int(asked) if asked and asked.isdigit() else None).items():
+    for name, value in default_settings(config, int(given) if given and given.isdigit() else None).items():
         flags += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
     return flags
 
@@ -215,7 +206,7 @@ def memory_fraction(config: PrefillConfig) -> float | None:
 
 
 def check_argv(config: PrefillConfig, argv: list[str], *, listens: bool = True) -> list[str]:
-    """Every complaint about the machine and the bare command line, before SGLang's import takes its 20 seconds."""
+    """Returns problems of the machine and the command line that can be found before SGLang's import of 20 seconds."""
     problems = []
     for need in required_for(config):
         raw = value_of(argv, need.flag)
@@ -232,7 +223,7 @@ def check_argv(config: PrefillConfig, argv: list[str], *, listens: bool = True) 
 
 
 def early_problems(config: PrefillConfig, model_path: str | None) -> list[str]:
-    """Every complaint about the machine, the model's path, and this engine's options that name a file."""
+    """Returns problems of the machine, the model's path, and this engine's options that name a file."""
     problems = examine.driver_problems(torch.version.cuda)
     problems += _error_of(lambda: memory_fraction(config))
     if model_path is not None:
@@ -255,7 +246,7 @@ def _error_of(check: Callable[[], object]) -> list[str]:
 
 
 def value_of(argv: list[str], *flags: str) -> str | None:
-    """The last value given to one of these flags: "" for a switch, None where it is not given."""
+    """Returns the last value of one of these flags: "" for a switch, None where it is missing."""
     found = None
     for word, following in itertools.pairwise([*argv, "--"]):
         name, equals, value = word.partition("=")
@@ -265,7 +256,7 @@ def value_of(argv: list[str], *flags: str) -> str | None:
 
 
 def check_server_args(config: PrefillConfig, server_args: Any, *, listens: bool) -> None:
-    """Raises ConfigurationError with every complaint about SGLang's resolved ServerArgs and the port to listen on."""
+    """Raises ConfigurationError with all problems of SGLang's resolved ServerArgs and of its port."""
     problems = [
         _contradiction(config, need, value)
         for need in required_for(config)
@@ -279,7 +270,7 @@ def check_server_args(config: PrefillConfig, server_args: Any, *, listens: bool)
     if config.rerank_template is not None and server_args.is_embedding:
         problems.append(
             f"--rerank-template {config.rerank_template} is a prompt for a causal language model, and --is-embedding serves"
-            " none: leave one of the two out"
+            " an embedding model: leave one of the two out"
         )
     if server_args.enable_trace:
         problems += examine.trace_problems()
@@ -297,7 +288,7 @@ def check_server_args(config: PrefillConfig, server_args: Any, *, listens: bool)
 
 
 def stable_answer_problems(server_args: Any) -> list[str]:
-    """What of the machine and of SGLang's arguments rules out --stable-answers."""
+    """Returns why --stable-answers is impossible on this machine and with these arguments of SGLang's."""
     if not this_device().is_host:
         return [
             "--stable-answers is for machines without an accelerator: attention and matrix products on a GPU cut their sums by"
@@ -313,8 +304,8 @@ def stable_answer_problems(server_args: Any) -> list[str]:
     if foreign := [name for name in backends if not str(name).startswith(ATTENTION_BACKEND_NAME)]:
         names = ", ".join(str(name or server_args.attention_backend) for name in dict.fromkeys(foreign))
         problems.append(
-            f"--stable-answers needs the attention backend {ATTENTION_BACKEND_NAME}, and {names} is asked for: leave one of the"
-            " two out"
+            f"--stable-answers needs the attention backend {ATTENTION_BACKEND_NAME}, and {names} is given: leave one of the two"
+            " out"
         )
     found = native()
     if found.kernels is None:
@@ -333,7 +324,7 @@ def _contradiction(config: PrefillConfig, need: Required, value: Any) -> str:
 
 
 def rank_problems(tp_size: int, model_path: str) -> list[str]:
-    """Why this model or this machine cannot be shared by so many ranks."""
+    """Returns why so many ranks cannot share this model or this machine."""
     if tp_size == 1:
         return []
     problems = []
@@ -342,7 +333,7 @@ def rank_problems(tp_size: int, model_path: str) -> list[str]:
         problems.append(f"--tp-size is {tp_size}, and there are {n_cores} cores: each rank needs one of its own")
     try:
         model = json.loads(Path(model_path, "config.json").read_text())
-    except (OSError, ValueError):  # a hub's name, or no folder
+    except (OSError, ValueError):  # e.g. the name of a model on the hub
         return problems
     model = model.get("text_config", model)
     n_heads = model.get("num_attention_heads")
@@ -357,7 +348,7 @@ def rank_problems(tp_size: int, model_path: str) -> list[str]:
 
 
 def _model_path_problems(model_path: str) -> list[str]:
-    """Complains about a path that is neither a model folder, nor a file or remote store of SGLang's, nor a hub's model name."""
+    """Accepts a model folder, a file, a remote store of SGLang's, and a model name on the hub."""
     if os.path.isdir(model_path):
         if os.path.exists(os.path.join(model_path, "config.json")):
             return []
@@ -379,7 +370,7 @@ def _text_file_problems(flag: str, path: str) -> list[str]:
 
 
 def _log_file_problems(flag: str, path: str) -> list[str]:
-    """Opens a file to which lines are appended, and creates it."""
+    """Creates the file if it does not exist."""
     if Path(path).exists() and not Path(path).is_file():
         return [f"{flag} {path} is not a file: name a file, or a new one"]
     try:

@@ -1,4 +1,4 @@
-"""Calibrations of label probabilities: files of `sgl_prefill.calibrate`, which the server reads at start and applies by name."""
+"""Calibrations of label probabilities: files of `sgl_prefill.calibrate`, which the server loads at start and applies by name."""
 
 from __future__ import annotations
 
@@ -15,13 +15,8 @@ from sgl_prefill.startup import model_fingerprint
 
 FORMAT = 1
 MOST_SHOWN = 20  # names or labels in a message
-# The options of SGLang that change what a model answers, with their defaults.
-SETTINGS = {
-    "quantization": None,
-    "chat_template": None,
-    "completion_template": None,
-    "json_model_override_args": "{}",
-}
+# Options of SGLang that change a model's answers, with their defaults.
+SETTINGS = {"quantization": None, "chat_template": None, "completion_template": None, "json_model_override_args": "{}"}
 
 
 class Measured(NamedTuple):
@@ -33,27 +28,23 @@ class Measured(NamedTuple):
 
 
 class ModelName(NamedTuple):
-    """Which model a calibration is for."""
-
-    name: str  # for people
+    name: str  # for messages
     fingerprint: str
     adapter: str | None  # LoRA
 
 
 class StoredCalibration(NamedTuple):
-    """One file of the folder; its name is the file's, without .json."""
-
-    name: str
+    name: str  # of its file, without .json
     method: str
     model: ModelName
     labels: list[str]
     calibration: Calibration  # scales and biases in the order of the labels
     n_examples: int  # labelled examples or content-free prompts that it was fitted to
-    measured: dict[str, Any] | None  # `Measured` as JSON, for people
-    way: dict[str, Any]  # how the labels get their probabilities: `AllowedAnswers.way`
+    measured: dict[str, Any] | None  # `Measured` as JSON
+    way: dict[str, Any]  # options by which labels get their probabilities: `AllowedAnswers.way`
 
     def check(self, labels: Sequence[str], way: Mapping[str, Any], adapters: set[str | None]) -> None:
-        """Raises BadRequestError where a request has other labels or another adapter, or computes labels in another way."""
+        """Raises BadRequestError where a request's labels, adapter or `way` differ from the calibration's."""
         if Counter(labels) != Counter(self.labels):
             raise BadRequestError(
                 f"calibration {self.name!r} is for the labels {shown(self.labels)}, and this request allows {shown(labels)}:"
@@ -71,7 +62,7 @@ class StoredCalibration(NamedTuple):
             )
 
     def probabilities(self, labels: Sequence[str], probabilities: Sequence[float]) -> list[float]:
-        """Returns the calibrated distribution in the order of these labels, which are the calibration's."""
+        """Returns the calibrated distribution. labels: the calibration's, in any order."""
         place = {label: index for index, label in enumerate(self.labels)}
         order = [place[label] for label in labels]
         scales, biases = self.calibration
@@ -85,7 +76,7 @@ class StoredCalibration(NamedTuple):
 
     @classmethod
     def from_json(cls, name: str, found: Any) -> StoredCalibration:
-        """Raises ValueError, TypeError, KeyError, AttributeError or AssertionError for what `to_json` has not made."""
+        """Raises ValueError, TypeError, KeyError, AttributeError or AssertionError for anything but output of `to_json`."""
         assert found.pop("format") == FORMAT
         found |= {"model": ModelName(**found["model"]), "calibration": Calibration(**found["calibration"])}
         made = cls(name=name, **found)
@@ -99,10 +90,7 @@ class StoredCalibration(NamedTuple):
 
 
 def load(folder: str | None, server_args: Any) -> dict[str, StoredCalibration]:
-    """Reads all calibrations of a folder, by name. Raises ConfigurationError with a line for each that cannot be applied.
-
-    server_args: SGLang's, of the model that is served.
-    """
+    """Returns the calibrations of a folder by name. Raises ConfigurationError with a line for each that it cannot apply."""
     if folder is None:
         return {}
     if not Path(folder).is_dir():
@@ -129,14 +117,14 @@ def load(folder: str | None, server_args: Any) -> dict[str, StoredCalibration]:
 
 
 def by_name(calibrations: Mapping[str, StoredCalibration], name: str) -> StoredCalibration:
-    """Raises BadRequestError, which lists the names that exist, for another name."""
+    """Raises BadRequestError with the existing names for another name."""
     if name not in calibrations:
         names = shown(sorted(calibrations)) if calibrations else "none (start the server with --calibrations DIR)"
         raise BadRequestError(f"calibration {name[:80]!r} does not exist; this server has {names}")
     return calibrations[name]
 
 
-_fingerprints: dict[tuple[Any, ...], str] = {}  # reading the files takes a second
+_fingerprints: dict[tuple[Any, ...], str] = {}  # cached: reading the files takes a second
 
 
 def fingerprint_of(server_args: Any) -> str:
@@ -149,7 +137,7 @@ def fingerprint_of(server_args: Any) -> str:
 
 
 def shown(texts: Sequence[str]) -> str:
-    """Writes names or labels for a message."""
+    """Formats names or labels for a message."""
     listed = ", ".join(map(repr, texts[:MOST_SHOWN]))
     return listed + (f" and {len(texts) - MOST_SHOWN} more" if len(texts) > MOST_SHOWN else "")
 

@@ -1,4 +1,4 @@
-"""How many tokens a chunk should have: as few as the machine's matrix products allow."""
+"""Chooses the chunk size of hybrid prefilling: the smallest at which matrix products are fast on this machine."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOLERATED_SLOWDOWN = 1.03
-# Rounds, no more than the device asks for (`Device.fewest_rounds`) where they have taken so long.
+# Rounds of timing; after so many seconds no more than `Device.fewest_rounds`.
 ROUNDS, ENOUGH_S = 5, 1.0
 
 
-def choose_chunk_tokens(model: LoadedModel, asked_tokens: int | None) -> None:
-    """Sets the chunk size: as asked for, as an earlier start has measured it, or measured now, the weights being laid out as
-    they will be served."""
+def choose_chunk_tokens(model: LoadedModel, config_tokens: int | None) -> None:
+    """Sets the chunk size: the configured one, that of an earlier start, or one measured now. Pack weights first."""
     hybrid = model.hybrid
     assert hybrid is not None
-    hybrid.chunk_tokens = asked_tokens or _measured_chunk_tokens(model, hybrid)
+    hybrid.chunk_tokens = config_tokens or _measured_chunk_tokens(model, hybrid)
     logger.info(
         "hybrid prefilling: chunks of %d tokens, %d bytes a token kept between layers",
         hybrid.chunk_tokens,
@@ -48,9 +47,8 @@ def _measured_chunk_tokens(model: LoadedModel, hybrid: HybridBody) -> int:
 
 
 def measure_chunk_tokens(split: SplitBody, device: Device, ranks: Ranks = ALONE) -> int:
-    """Returns the smallest candidate within 3 % of the fastest: smaller chunks cost time, larger ones memory.
-
-    Times one middle piece, which stands for all. All ranks run it: what it sums over them waits for each.
+    """Returns the smallest candidate within 3 % of the fastest: smaller chunks cost time, larger ones memory. Times the middle
+    piece of the body, on all ranks together.
     """
     candidates = device.chunk_candidates
     piece = split.pieces[len(split.pieces) // 2]
@@ -58,7 +56,7 @@ def measure_chunk_tokens(split: SplitBody, device: Device, ranks: Ranks = ALONE)
         _time_ms(piece, split, device, chunk_tokens, candidates[-1])
     best_ms = dict.fromkeys(candidates, float("inf"))
     started = time.perf_counter()
-    for number in range(ROUNDS):  # in turn, so that a slow moment of the machine hits all
+    for number in range(ROUNDS):  # candidates take turns, so that a slow moment of the machine affects all
         if number >= device.fewest_rounds and ranks.of_first(time.perf_counter() - started > ENOUGH_S):
             break
         for chunk_tokens in candidates:

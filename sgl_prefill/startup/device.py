@@ -1,10 +1,12 @@
-"""Where the model runs, and what differs by that: memory, its mapping, what a start measures, timing, the logits' type."""
+"""The device of the model, host or accelerator: its memory, aliased buffers, timing, and how a start measures on it."""
 
 from __future__ import annotations
 
 import abc
 import ctypes
+import os
 import platform
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +17,12 @@ import torch
 
 from sgl_prefill.cpu.detect import has_accelerator
 from sgl_prefill.errors import NoMemoryLeftError
-from sgl_prefill.startup.resident_memory import PeakWatch, anonymous_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SAMPLE_INTERVAL_S = 0.0005
-# Plain RuntimeErrors: of PyTorch's CPU allocator, of a kernel that cannot be loaded or run (PyTorch, Triton), of cuBLAS.
+# In a RuntimeError of PyTorch's CPU allocator, of loading or running a kernel (PyTorch, Triton), or of cuBLAS.
 OUT_OF_MEMORY_TEXTS = (
     "can't allocate memory",
     "CUDA error: out of memory",
@@ -31,91 +32,83 @@ OUT_OF_MEMORY_TEXTS = (
 
 
 class AliasedMemory(Protocol):
-    """Buffers whose tails are one and the same physical memory (see `kv`)."""
+    """Buffers whose tails are the same physical memory (see `kv`)."""
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
-        """Returns the buffers as tensors, uint8."""
-        ...
+        """The buffers, uint8."""
 
     @property
     def backed_bytes(self) -> int:
-        """Counts the physical memory behind them that a plan has to know of."""
-        ...
+        """Committed device memory; 0 on a host."""
 
     @property
     def rounding_bytes(self) -> int:
-        """Returns how much more than what they are asked for the two below may take, together."""
-        ...
+        """Upper limit of the memory that `commit_own` and `commit_shared` take beyond their `n_bytes`, together."""
 
     def commit_own(self, n_bytes: int) -> None:
-        """Back the first `n_bytes` of each buffer with zeros. Raises AliasedMemoryError."""
-        ...
+        """Backs the first `n_bytes` of each buffer with zeros. Raises AliasedMemoryError."""
 
     def commit_shared(self, n_bytes: int) -> None:
-        """Back the first `n_bytes` of the tail with zeros. Raises AliasedMemoryError."""
-        ...
+        """Backs the first `n_bytes` of the tail with zeros. Raises AliasedMemoryError."""
 
     def release_shared(self) -> None:
-        """Take the tail's memory back."""
-        ...
+        """Frees the tail's memory."""
 
     def close(self) -> None: ...
 
 
 class Device(abc.ABC):
-    """`device_of` makes one from the name that torch gives it, `this_device` that of this machine."""
+    """Made by `device_of` from a name of torch's, and by `this_device`."""
 
     is_host: ClassVar[bool]
-    chunk_candidates: ClassVar[tuple[int, ...]]  # tokens of a chunk of hybrid prefilling, among which a start chooses
-    budget_flag: ClassVar[str]  # with which a user gives the engine more memory
-    budget_holds_activations: ClassVar[bool]  # besides the KV pool; else SGLang has set memory aside for them
-    backs_on_use: ClassVar[bool]  # aliased memory: the system, as it is written; else what was committed, and no more
-    extrapolates_memory: ClassVar[
-        bool
-    ]  # a start measures short inputs, a line tells of longer ones; else the longest runs
+    chunk_candidates: ClassVar[
+        tuple[int, ...]
+    ]  # chunk sizes of hybrid prefilling in tokens, among which a start chooses
+    budget_flag: ClassVar[str]  # the option that gives the engine more memory
+    budget_holds_activations: ClassVar[bool]  # besides the KV pool; else SGLang has reserved memory for them
+    backs_on_use: ClassVar[bool]  # aliased memory is backed when it is written, else when it is committed
+    extrapolates_memory: ClassVar[bool]  # a start extrapolates from shorter inputs, else it runs the longest input
     has_native_kernels: ClassVar[bool]
-    # Of a measurement of short computations: rounds that pay for what comes once, and rounds that count whatever they take.
-    warm_up_rounds: ClassVar[int]
-    fewest_rounds: ClassVar[int]
+    warm_up_rounds: ClassVar[int]  # of a timing, not counted
+    fewest_rounds: ClassVar[int]  # of a timing, however long they take
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     @abc.abstractmethod
     def model(self) -> str:
-        """Names the processor or the card: what was measured on another is not to be used here."""
+        """Name of the processor or the card, on which measurements depend."""
 
     @abc.abstractmethod
     def free_bytes(self) -> int:
         """Free device memory in bytes: not allocated by any process, including this one."""
 
     @abc.abstractmethod
-    def total_bytes(self) -> int:
-        """Counts all memory."""
+    def total_bytes(self) -> int: ...
 
     @abc.abstractmethod
     def granularity_bytes(self) -> int:
-        """Returns what sizes of aliased memory must be multiples of."""
+        """Sizes of aliased memory must be multiples of this."""
 
     @abc.abstractmethod
     def aliased_memory(self, n_buffers: int, own_bytes: int, shared_bytes: int) -> AliasedMemory:
-        """Makes `n_buffers` buffers with tails in common. Raises AliasedMemoryError."""
+        """Makes `n_buffers` buffers of `own_bytes` each, with a common tail. Raises AliasedMemoryError."""
 
     @abc.abstractmethod
     def synchronize(self) -> None:
-        """Wait until all that was started has been done."""
+        """Waits until all launched work is done."""
 
     @abc.abstractmethod
     def release_unused(self) -> None:
-        """Give memory back that nothing uses."""
+        """Returns the allocator's unused memory to the system or driver."""
 
     @abc.abstractmethod
     def peak_bytes(self, run: Callable[[], None]) -> int:
-        """Measures the peak memory of `run` above what is there before it. It may be run more than once."""
+        """Peak memory of `run` above the memory in use before it. May call `run` more than once."""
 
     def time_ms(self, run: Callable[[], Any]) -> float:
-        """Measures the milliseconds that `run` takes, and all that it starts."""
+        """Milliseconds of `run` and of all work that it launches."""
         self.synchronize()
         started = time.perf_counter()
         run()
@@ -124,8 +117,6 @@ class Device(abc.ABC):
 
 
 class Host(Device):
-    """A machine without an accelerator."""
-
     is_host = True
     chunk_candidates = (256, 512, 1024, 2048)
     budget_flag = "--memory-budget-gb"
@@ -155,23 +146,21 @@ class Host(Device):
         return AliasedHostMemory(n_buffers, own_bytes, shared_bytes)
 
     def synchronize(self) -> None:
-        """Returns at once: there is nothing to wait for."""
+        pass
 
     def release_unused(self) -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
     def peak_bytes(self, run: Callable[[], None]) -> int:
-        run()  # pays for what stays: KV slots, threads, kernels, caches
+        run()  # allocates what stays: KV slots, threads, kernels, caches
         self.release_unused()
-        # Anonymous memory alone: suffix scratch is one piece that is mapped many times, and the kernel would count each.
+        # Anonymous memory only: the kernel would count each mapping of suffix scratch.
         with PeakWatch(anonymous_bytes, anonymous_bytes(), SAMPLE_INTERVAL_S) as watch:
             run()
         return watch.peak_bytes
 
 
 class Accelerator(Device):
-    """A GPU."""
-
     is_host = False
     chunk_candidates = (1024, 2048, 4096, 8192)
     budget_flag = "--mem-fraction-static"
@@ -179,7 +168,7 @@ class Accelerator(Device):
     backs_on_use = False
     extrapolates_memory = False
     has_native_kernels = False
-    warm_up_rounds, fewest_rounds = 3, 5  # kernels compile at first use, and clocks are low
+    warm_up_rounds, fewest_rounds = 3, 5  # kernels compile at first use, and clocks are low at first
 
     @property
     def _module(self) -> Any:
@@ -225,7 +214,7 @@ class Accelerator(Device):
         return int(self._module.max_memory_allocated() - before)
 
     def time_ms(self, run: Callable[[], Any]) -> float:
-        """Measures by the device's own clock: what it does takes milliseconds, and this thread may be late by one."""
+        """Measures by the device's clock, since this thread may be late by a millisecond."""
         started, ended = (self._module.Event(enable_timing=True) for _ in range(2))
         self.synchronize()
         started.record()
@@ -236,29 +225,63 @@ class Accelerator(Device):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tells whether it says that this machine or its device has no memory left."""
+    """Whether the error means that this machine or its device has no memory left."""
     if isinstance(error, (MemoryError, NoMemoryLeftError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
 
 
 def device_of(name: str) -> Device:
-    """Makes the object of a device. name: as torch writes it, "cpu" or "cuda:0"."""
+    """name: as in torch, e.g. "cpu" or "cuda:0"."""
     return Host(name) if torch.device(name).type == "cpu" else Accelerator(name)
 
 
 def this_device() -> Device:
-    """Makes the one of this machine, as far as one can tell without SGLang."""
+    """The device of this machine, detected without SGLang."""
     return Accelerator("cuda") if has_accelerator() else Host("cpu")
 
 
 def _processor() -> str:
-    """Returns the name by which the processor calls itself, with what it can do."""
+    """Returns the processor's name and its vector instruction sets."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.machine()
     fields = dict(line.split(":", 1) for line in lines if ":" in line)
     by_name = {name.strip(): value.strip() for name, value in fields.items()}
-    can_do = sorted(flag for flag in by_name.get("flags", "").split() if flag.startswith(("avx", "amx", "fma")))
-    return " ".join([by_name.get("model name", platform.machine()), *can_do])
+    instructions = sorted(flag for flag in by_name.get("flags", "").split() if flag.startswith(("avx", "amx", "fma")))
+    return " ".join([by_name.get("model name", platform.machine()), *instructions])
+
+
+def anonymous_bytes(pid: int | str = "self") -> int:
+    """Resident memory of a process that is neither backed by a file nor shared."""
+    _, resident, shared, *_ = (int(word) for word in Path(f"/proc/{pid}/statm").read_text().split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
+class PeakWatch:
+    """Highest value of `read()` above `baseline_bytes` while the block runs, polled every `interval_s` by a thread, which ends
+    early if the process that is read ends.
+    """
+
+    def __init__(self, read: Callable[[], int], baseline_bytes: int, interval_s: float) -> None:
+        self.peak_bytes = 0
+        self._read, self._baseline_bytes, self._interval_s = read, baseline_bytes, interval_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> PeakWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval_s):
+            try:
+                grown = self._read() - self._baseline_bytes
+            except (FileNotFoundError, ProcessLookupError):
+                return
+            self.peak_bytes = max(self.peak_bytes, grown)

@@ -1,4 +1,4 @@
-"""Measurements of one start kept for the next, under the user's cache directory."""
+"""Stores measurements of a start for the next one, under the user's cache directory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMAT = 8
 
 
 def cache_root() -> Path:
-    """The folder in which this package keeps files between starts: in XDG_CACHE_HOME, or ~/.cache."""
+    """Folder of this package's files: in XDG_CACHE_HOME, or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sgl_prefill"
 
 
@@ -31,16 +31,15 @@ def load_for_all(
     fields: Mapping[str, type],
     is_enough: Callable[[dict[str, Any]], bool] = lambda found: True,
 ) -> dict[str, Any] | None:
-    """Returns what `load` does, and None where a rank has found nothing or not enough: they measure together or not at all."""
+    """Like `load`, but None on all ranks where one of them finds nothing or not enough: ranks measure together."""
     found = load(kind, depends_on, fields)
     return found if all(ranks.of_all(found is not None and is_enough(found))) else None
 
 
 def load(kind: str, depends_on: Mapping[str, Any], fields: Mapping[str, type]) -> dict[str, Any] | None:
-    """Returns what `store` wrote for exactly these circumstances; None where it did not, or where the file is not as it
-    should be.
+    """Returns the value that `store` wrote for equal `depends_on`; None where there is none or the file is invalid.
 
-    fields: what the value must hold, each a finite number >= 0 of this type, and nothing else.
+    fields: the value's keys and types; each must be a finite number >= 0.
     """
     path = _path(kind, depends_on)
     try:
@@ -58,10 +57,7 @@ def load(kind: str, depends_on: Mapping[str, Any], fields: Mapping[str, type]) -
 
 
 def store(kind: str, depends_on: Mapping[str, Any], value: dict[str, Any]) -> None:
-    """Writes the value whole or not at all, also where two engines start together.
-
-    A directory that cannot be written costs a measurement at the next start, and a line in the log.
-    """
+    """Writes atomically: two engines may start together. If the directory cannot be written, logs it; the next start measures."""
     path = _path(kind, depends_on)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

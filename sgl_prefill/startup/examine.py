@@ -2,9 +2,9 @@
 
     eval "$(python -m sgl_prefill.startup.examine)"
 
-sets for a shell what the launcher sets for itself: a CUDA toolkit and ninja, for the kernels that SGLang, FlashInfer and DeepGEMM
-compile at their first call. NVIDIA's pip packages contain a whole toolkit, but in a folder where none of them looks, and with
-other names: `lib` instead of `lib64`, `libcudart.so.13` instead of `libcudart.so`.
+sets for a shell the environment that the launcher sets for itself: a CUDA toolkit and ninja, for kernels that SGLang, FlashInfer
+and DeepGEMM compile at their first call. NVIDIA's pip packages contain a toolkit in a folder where none of them looks, with other
+names: `lib` instead of `lib64`, `libcudart.so.13` instead of `libcudart.so`.
 
 Imports neither torch nor SGLang; `arguments` checks SGLang's arguments.
 """
@@ -49,12 +49,12 @@ REMEDY = (
     "SGLang compiles kernels at their first call, with nvcc and ninja: install a CUDA 13 toolkit and name its folder in"
     " CUDA_HOME, or `pip install nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl ninja`, which are found without it"
 )
-# SGLang's dependencies pin the headers of CUDA 13.0 and leave nvcc open: headers refuse a compiler of another minor version.
+# SGLang's dependencies pin the headers of CUDA 13.0 but not nvcc, and headers refuse a compiler of another minor version.
 COMPILER, HEADERS = "nvidia-cuda-nvcc", "nvidia-cuda-runtime"
 MIXED_VERSIONS = "-DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK"
 VARIABLES = ("CUDA_HOME", "NVCC_PREPEND_FLAGS", "PATH")  # that `prepare_cuda` may set
-# DeepGEMM (FP8 matrix products on Hopper and Blackwell) compiles a kernel for each number of rows before the first step. Where
-# requests run in one piece SGLang sets no limit, and 65,536 are compiled; with this variable 3,072 of up to 16,384 rows.
+# DeepGEMM (FP8 matrix products on Hopper and Blackwell) compiles a kernel for each number of rows before the first step: 65,536
+# for unchunked requests; with this variable 3,072 of up to 16,384 rows.
 FAST_WARM_UP = "SGLANG_JIT_DEEPGEMM_FAST_WARMUP"
 
 # CUDA driver.
@@ -62,24 +62,23 @@ NVIDIA_DEVICES = "/dev/nvidia[0-9]*"
 DRIVER_OF_CUDA = {12: "525.60", 13: "580.65"}  # first driver of each CUDA version that PyTorch is built for
 
 FLASHINFER = "flashinfer-python"
-UNCHECKED = "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK"  # SGLang's variable for users who have built packages themselves
+UNCHECKED = "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK"  # SGLang's variable for users who build packages themselves
 
 TRACE_MODULES = (
     "opentelemetry.sdk.trace.export",
     "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
-    "opentelemetry.exporter.otlp.proto.http.trace_exporter",  # SGLang imports both, whichever it uses
+    "opentelemetry.exporter.otlp.proto.http.trace_exporter",  # SGLang always imports both
 )
 
 # Card memory. Floating-point weights become the model's dtype, of at least two bytes; other weights are loaded as they are.
 FLOATS, FLOAT_BYTES = ("F64", "F32", "F16", "BF16"), 2
-NAMED_SHARE = 0.05  # other processes are named from this share of the card on: less is a desktop, or CUDA's own
+NAMED_SHARE = 0.05  # messages mention other processes from this share of the card on: less is a desktop, or CUDA itself
 
 
 def prepare_cuda(environment: MutableMapping[str, str] = os.environ, usual: Path = USUAL_HOME) -> None:
     """Sets CUDA_HOME to the pip packages' toolkit where SGLang would find none, adds their ninja to PATH, and shortens
-    DeepGEMM's warm-up unless the user has set its variable.
-
-    A missing tool is only logged: kernels that an earlier start has compiled may be all that the server needs.
+    DeepGEMM's warm-up unless the user has set its variable. Missing tools are only logged: an earlier start may have compiled
+    all kernels.
     """
     environment.setdefault(FAST_WARM_UP, "1")
     _prepare_toolkit(environment, usual)
@@ -106,7 +105,7 @@ def _prepare_toolkit(environment: MutableMapping[str, str], usual: Path) -> None
 
 
 def found_toolkit(environment: Mapping[str, str], usual: Path = USUAL_HOME) -> Path | None:
-    """The toolkit that SGLang, FlashInfer and DeepGEMM find by themselves."""
+    """Returns the toolkit that SGLang, FlashInfer and DeepGEMM find without help."""
     if home := environment.get("CUDA_HOME") or environment.get("CUDA_PATH"):
         return Path(home)
     if nvcc := shutil.which("nvcc", path=environment.get("PATH", "")):
@@ -115,7 +114,7 @@ def found_toolkit(environment: Mapping[str, str], usual: Path = USUAL_HOME) -> P
 
 
 def packaged_toolkit() -> Path | None:
-    """The folder of NVIDIA's newest pip packages that contains nvcc."""
+    """Returns the folder of NVIDIA's newest pip packages that contains nvcc."""
     site_packages = Path(sysconfig.get_path("purelib"))
     return max((path.parents[1] for path in site_packages.glob("nvidia/cu*/bin/nvcc")), default=None)
 
@@ -123,8 +122,7 @@ def packaged_toolkit() -> Path | None:
 def link_toolkit(toolkit: Path, home: Path, driver: Path | None = None) -> Path:
     """Fills `home` with links in the layout of an installed toolkit, and returns it.
 
-    Args:
-        driver: the file of libcuda, which FlashInfer links with; None: the one that this machine loads.
+    driver: libcuda's file, with which FlashInfer links; None: the one that this machine loads.
     """
     libraries = home / "lib64"
     libraries.mkdir(parents=True, exist_ok=True)
@@ -163,25 +161,23 @@ def _driver() -> ctypes.CDLL | None:
 
 
 def driver_version() -> int | None:
-    """The newest CUDA version that the driver supports, 1000 x major + 10 x minor. Makes no CUDA context, which a launcher must
-    not hold."""
+    """Newest CUDA version that the driver supports, 1000 x major + 10 x minor. Creates no CUDA context: launchers must not."""
     found = ctypes.c_int(0)
     library = _driver()
     return None if library is None or library.cuDriverGetVersion(ctypes.byref(found)) != 0 else found.value
 
 
 def has_card() -> bool:
-    """Whether this process may use an NVIDIA GPU, whatever its driver supports."""
+    """Whether this process may use an NVIDIA GPU. Does not check the driver."""
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
     wants_cpu = os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1"
     return not is_hidden and not wants_cpu and bool(glob.glob(NVIDIA_DEVICES))
 
 
 def driver_problems(torch_cuda: str | None) -> list[str]:
-    """Finds a driver that is too old for PyTorch, which would take the machine for one without a GPU and serve on the CPU.
+    """Finds a driver that is too old for PyTorch: PyTorch would see no GPU, and the engine would serve on the CPU.
 
-    Args:
-        torch_cuda: the version of CUDA that PyTorch was built for; None: for none.
+    torch_cuda: the CUDA version that PyTorch was built for; None: without CUDA.
     """
     if torch_cuda is None or not has_card():
         return []
@@ -204,10 +200,9 @@ def driver_problems(torch_cuda: str | None) -> list[str]:
 
 
 def flashinfer_problems(backends: Iterable[str | None]) -> list[str]:
-    """Finds FlashInfer missing or older than SGLang needs. SGLang checks only --attention-backend, by a traceback.
+    """Finds FlashInfer missing or older than SGLang needs. SGLang checks only --attention-backend, with a traceback.
 
-    Args:
-        backends: attention backends as SGLang has resolved them.
+    backends: attention backends as SGLang has resolved them.
     """
     if "flashinfer" not in backends or os.environ.get(UNCHECKED, "").lower() in ("1", "true"):
         return []
@@ -224,7 +219,7 @@ def flashinfer_problems(backends: Iterable[str | None]) -> list[str]:
 
 
 def _needed_flashinfer() -> str | None:
-    """The version in the installed SGLang's metadata."""
+    """Returns the version in SGLang's metadata."""
     for line in importlib.metadata.requires("sglang") or ():
         if found := re.match(r"flashinfer[-_]python\b[^;]*==\s*([\w.]+)", line):
             return found[1]
@@ -239,11 +234,11 @@ def _installed(package: str) -> str | None:
 
 
 def trace_problems() -> list[str]:
-    """Finds a missing package of --enable-trace, for which SGLang would end its scheduler with a RuntimeError."""
+    """Finds a missing package of --enable-trace: SGLang's scheduler would end with a RuntimeError."""
     for name in TRACE_MODULES:
         try:
             is_there = importlib.util.find_spec(name) is not None
-        except ModuleNotFoundError:  # the package that contains it
+        except ModuleNotFoundError:  # a parent package is missing
             is_there = False
         if not is_there:
             return [
@@ -254,16 +249,15 @@ def trace_problems() -> list[str]:
 
 
 def free_memory_gb() -> tuple[float, float]:
-    """Free memory that this process may take, and that the machine has, in GiB."""
+    """Returns GiB of free memory (for this process, of the machine)."""
     free_gb: float = psutil.virtual_memory().available / GIB  # as SGLang counts it
     return min(free_gb, container_free_bytes() / GIB), free_gb
 
 
 def container_free_bytes(system: Path = Path("/")) -> float:
-    """Memory left to this process's control group (cgroup v1 or v2) and those around it; infinity without a limit.
+    """Memory left in this process's control group (cgroup v1 or v2) and its parents; infinity without a limit.
 
-    Args:
-        system: the folder of `proc` and `sys`.
+    system: the folder of `proc` and `sys`.
     """
     left = [math.inf]
     try:
@@ -275,7 +269,7 @@ def container_free_bytes(system: Path = Path("/")) -> float:
         if controllers and "memory" not in controllers.split(","):
             continue
         root = system / ("sys/fs/cgroup/memory" if controllers else "sys/fs/cgroup")
-        group = root / path.lstrip("/")  # within a container the group may be the root, whatever its name outside
+        group = root / path.lstrip("/")  # may not exist in a container, where the root is the group
         left.append(_group_free_bytes(group, is_v1=bool(controllers)))
         while group != root:
             group = group.parent
@@ -287,11 +281,9 @@ def _group_free_bytes(folder: Path, *, is_v1: bool) -> float:
     limit, usage = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_v1 else ("memory.max", "memory.current")
     prefix = "total_" if is_v1 else ""
     try:
-        limit_bytes = int(
-            (folder / limit).read_text()
-        )  # "max" means no limit, as does a number beyond any machine's memory
+        limit_bytes = int((folder / limit).read_text())  # a ValueError for "max": no limit
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        # The kernel takes pages of files back.
+        # The kernel can drop cached pages of files.
         file_bytes = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
         return max(limit_bytes - max(int((folder / usage).read_text()) - file_bytes, 0), 0)
     except (OSError, ValueError):
@@ -319,10 +311,10 @@ def _port_problems(flag: str, host: str, port: int) -> list[str]:
 
 
 def check_card(device: Device, model_path: str, n_ranks: int, *, loads_all_as_it_is: bool = True) -> None:
-    """Raises MemoryPlanError where the weights and a margin exceed the free memory of a card, before they are loaded.
+    """Before the weights are loaded: raises MemoryPlanError where they and a margin exceed the free memory of the card, and logs
+    memory of other processes.
 
-    Args:
-        loads_all_as_it_is: weights are neither quantized at load nor kept on the host; else only other processes are logged.
+    loads_all_as_it_is: weights are neither quantized at load nor kept on the host; else their size is not checked.
     """
     free_bytes, total_bytes = device.free_bytes(), device.total_bytes()
     if total_bytes - free_bytes > NAMED_SHARE * total_bytes:
@@ -337,7 +329,7 @@ def check_card(device: Device, model_path: str, n_ranks: int, *, loads_all_as_it
 
 
 def out_of_memory(device: Device, model_path: str, free_at_start_bytes: int, error: BaseException) -> str:
-    """The message of a start that ran out of memory. free_at_start_bytes: before the weights."""
+    """Returns the message of a start that ran out of memory. free_at_start_bytes: before loading the weights."""
     name, total_bytes = gpu_memory.model_name(model_path), device.total_bytes()
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     weights_bytes = least_weights_bytes(Path(model_path))
@@ -352,7 +344,7 @@ def out_of_memory(device: Device, model_path: str, free_at_start_bytes: int, err
 
 
 def no_room_for_kv(device: Device, model: str, weights_bytes: int, free_bytes: int, fraction: float) -> str:
-    """The message where SGLang finds no memory for KV beside the weights. free_bytes: after the weights were loaded."""
+    """Returns the message where SGLang finds no memory for KV beside the weights. free_bytes: after loading the weights."""
     spare_bytes = free_bytes - gpu_memory.margin_bytes(device.total_bytes())
     if spare_bytes > 0:
         return (
@@ -386,8 +378,9 @@ def _held_by_others(device: Device, free_bytes: int) -> str:
 
 
 def least_weights_bytes(folder: Path) -> int | None:
-    """Lower bound of the weights' bytes: from the headers of safetensors files, or from config.json where weights are made up;
-    None for a hub's name or another kind of model."""
+    """Lower bound of the weights' bytes: from headers of safetensors files, or from config.json for `--load-format dummy`; None
+    for a model on the hub or in another format.
+    """
     try:
         if files := _safetensors_files(folder):
             return sum(_least_bytes(tensor) for file in files for tensor in _tensors(file))

@@ -1,8 +1,7 @@
 """Times prefills at start and fits the JCT model to them (PrefillOnly, section 6.3: the offline profile).
 
-A grid over computed and cached tokens, and steps of several requests. What a cached prefix holds does not matter for time, so
-that any KV slots may stand for it: short computations behind long prefixes show what attention costs at any length, and no
-long prompt has to run.
+Times a grid over computed and cached tokens, and steps of several requests. Any KV slots can stand for a cached prefix, since its
+values do not change the time. So a few computed tokens behind a long prefix measure attention at that length.
 """
 
 from __future__ import annotations
@@ -19,18 +18,16 @@ from sgl_prefill.startup.loaded_model import LoadedModel
 logger = logging.getLogger(__name__)
 
 MISS_TOKENS = (4, 16, 64, 256, 1024, 4096)
-CACHED_SHARES = (0.0, 0.125, 0.5, 1.0)  # of what the longest input leaves beside the computed tokens
-# Steps of so many requests behind one prefix, which is short: what looking it up costs must not hide what a request costs.
-SEVERAL = (1, 4, 16)
-SEVERAL_CACHED_TOKENS = 64
+CACHED_SHARES = (0.0, 0.125, 0.5, 1.0)  # of the longest input less the computed tokens
+SEVERAL = (1, 4, 16)  # requests in a step
+SEVERAL_CACHED_TOKENS = 64  # a short prefix, so that the cost of attention does not hide the cost per request
 ROUNDS = 2
-# No further column of the grid is begun after so many seconds: a slow machine extrapolates from shorter computations.
-ENOUGH_S = 4.0
+ENOUGH_S = 4.0  # no column of the grid begins after this: a slow machine extrapolates from shorter computations
 MIN_COLUMNS = 2
 
 
 def fitted_model(model: LoadedModel, longest_tokens: int) -> FittedJct:
-    """Returns the model of this machine, from a cached profile or measured now. `longest_tokens`: of an input."""
+    """Returns the JCT model of this machine, from a cached profile or measured now. longest_tokens: of an input."""
     depends_on = {
         **model.circumstances,
         "chunk_tokens": None if model.hybrid is None else model.hybrid.chunk_tokens,
@@ -52,7 +49,7 @@ def fitted_model(model: LoadedModel, longest_tokens: int) -> FittedJct:
 
 
 def measure(model: LoadedModel, longest_tokens: int) -> list[Observation]:
-    """Returns the grid's points and the steps of several requests that fit the longest input, each the faster of two runs."""
+    """Times the grid's points and the steps of several requests that fit the longest input."""
     observations: list[Observation] = []
     started = time.perf_counter()
 
@@ -71,7 +68,7 @@ def measure(model: LoadedModel, longest_tokens: int) -> list[Observation]:
 
 
 def _observe_several(model: LoadedModel, longest_tokens: int, is_enough: Callable[[], bool]) -> Iterator[Observation]:
-    """Steps of more and more requests of a few tokens behind one cached prefix, as far as time, slots and places reach."""
+    """Times steps of increasing numbers of requests behind one cached prefix, within the limits of time, slots and requests."""
     n_miss, n_places = MISS_TOKENS[0], model.n_places()
     for n_requests in SEVERAL:
         n_computed = n_requests * ceil_to(n_miss, model.page_size)
@@ -82,7 +79,7 @@ def _observe_several(model: LoadedModel, longest_tokens: int, is_enough: Callabl
 
 
 def observe(model: LoadedModel, n_requests: int, n_miss: int, n_cached: int) -> Observation:
-    """Times a step of requests that compute `n_miss` tokens each behind the same `n_cached`: the faster of two."""
+    """Times a step of requests that compute `n_miss` tokens each behind the same `n_cached`: the faster of two runs."""
     ms = min(_time_ms(model, n_requests, n_miss, n_cached) for _ in range(ROUNDS))
     return Observation(((n_cached + n_miss, n_cached),) * n_requests, ms)
 

@@ -1,4 +1,4 @@
-"""What the start needs of the engine."""
+"""The interface by which the start uses the engine; `port.runner.sglang_model` implements it."""
 
 from __future__ import annotations
 
@@ -17,23 +17,18 @@ if TYPE_CHECKING:
 
 
 class MadeUpStep(Protocol):
-    """Requests without clients that run in one forward pass."""
+    """A synthetic batch: requests without clients that run in one forward pass."""
 
-    was_replayed: bool  # from a CUDA graph; known once it has run
+    was_replayed: bool  # from a CUDA graph; valid after `run`
 
     def run(self) -> torch.Tensor:
-        """Runs prompts. Returns, in float32, logits of each prompt's last token, [prompts, vocabulary]; or embeddings,
-        [prompts, dimensions].
-        """
-        ...
+        """Returns float32 logits of each prompt's last token, [prompts, vocabulary]; or embeddings, [prompts, dimensions]."""
 
     def slots(self, index: int) -> torch.Tensor:
-        """Returns the KV slots of a prompt that has run, in position order, int64."""
-        ...
+        """Returns the KV slots of a prompt after `run`, in position order, int64."""
 
     def release(self) -> None:
-        """Give the slots back."""
-        ...
+        """Frees the slots."""
 
 
 class LoadedModel(Protocol):
@@ -41,121 +36,96 @@ class LoadedModel(Protocol):
 
     name: str  # for messages
     device: Device
-    exchange: Exchange | None  # between the ranks; None where there is one
-    ranks: Ranks  # that hold a part of it each; all take the same steps of the start together
+    exchange: Exchange | None  # between the ranks; None for one rank
+    ranks: Ranks  # all ranks take the same steps of the start together
     dtype: torch.dtype
     page_size: int
     context_tokens: int
     vocab_size: int
     is_generation: bool  # else it answers with embeddings
-    is_evicting: bool  # of a long input only a prefix is kept; the rest lives in scratch
+    is_evicting: bool  # suffix-KV eviction: KV beyond the durable slots is in scratch
 
     @property
     def hybrid(self) -> HybridBody | None:
-        """Is None where SGLang's own layers serve."""
-        ...
+        """None: the model runs in SGLang's layers."""
 
     @property
     def circumstances(self) -> dict[str, Any]:
         """Versions, machine and model: what every measurement depends on."""
-        ...
 
     @property
     def most_durable_tokens(self) -> int:
-        """Counts the KV slots that the pool could have at most."""
-        ...
+        """Upper limit of the pool's KV slots."""
 
     @property
     def durable_tokens(self) -> int:
-        """Counts those that it has now, by the plan."""
-        ...
+        """The pool's KV slots by the current plan."""
 
     @property
     def scratch_tokens(self) -> int:
-        """Counts the slots whose memory all layers share; 0 where the whole KV is kept."""
-        ...
+        """Slots whose memory all layers share; 0 without suffix-KV eviction."""
 
     def weights_bytes(self) -> int:
-        """Counts the bytes of parameters and buffers, each once; packed weights too."""
-        ...
+        """Parameters, buffers and packed weights; shared tensors count once."""
 
     def kv_bytes_per_token(self) -> tuple[int, int]:
-        """Returns the bytes (of one layer, of all layers)."""
-        ...
+        """Returns bytes (of one layer, of all layers)."""
 
     def gathered_kv_bytes_per_token(self) -> int:
-        """Returns what attention copies of a batch's own K and V, one layer at a time, where their slots lie apart. In scratch,
-        where made-up inputs lie, they do not."""
-        ...
+        """Bytes that attention copies of a batch's own K and V, one layer at a time, where their slots are not consecutive. Those
+        of synthetic batches in scratch are."""
 
     def n_places(self) -> int:
-        """Returns how many requests one step can hold."""
-        ...
+        """Largest number of requests in a step."""
 
     def step(self, prompts: Sequence[Sequence[int]], cached_slots: torch.Tensor | None = None) -> MadeUpStep:
-        """Runs nothing yet. cached_slots: KV slots that hold the same prefix of every prompt already, one a token.
+        """Makes a step without running it. cached_slots: KV slots of a prefix that all prompts share, one per token.
 
-        Raises NoMemoryLeftError where a device has none for the scratch of these prompts.
+        Raises NoMemoryLeftError where a device has no memory for the scratch of these prompts.
         """
-        ...
 
     @property
     def most_replayed_tokens(self) -> int:
-        """Returns how many tokens a step has at most that is replayed from a CUDA graph, 0 where there are no graphs."""
-        ...
+        """Largest number of tokens of a step that is replayed from a CUDA graph; 0 without graphs."""
 
     def without_graphs(self) -> AbstractContextManager[None]:
-        """Lets every step launch its kernels one by one while the block runs."""
-        ...
+        """Within the block no step is replayed from a CUDA graph."""
 
     def last_slots(self, n_tokens: int) -> torch.Tensor:
-        """Returns consecutive KV slots that no request of the rest of the longest input will be given."""
-        ...
+        """Returns consecutive KV slots that are allocated last, to stand for a cached prefix."""
 
     def forget_slots(self) -> None:
-        """Called when all of them are free again; takes a device's memory for scratch back."""
-        ...
+        """Marks all slots as free, and frees a device's memory for scratch."""
 
     def only_durable(self, n_tokens: int) -> AbstractContextManager[None]:
-        """Leaves so many durable slots while the block runs, where inputs may lie in scratch."""
-        ...
+        """Within the block there are at most so many durable slots, if there is scratch."""
 
     def poison_scratch(self, n_tokens: int) -> None:
-        """Fills scratch for so many tokens and a page more: a read of scratch that was not written gives NaN."""
-        ...
+        """Fills scratch for so many tokens and a page more with NaN."""
 
     def clean_scratch(self, n_tokens: int) -> None:
-        """Fills as much with zeros."""
-        ...
+        """Fills the same scratch with zeros."""
 
     def only_last_block(self) -> AbstractContextManager[None]:
-        """Lets, on a host, attention compute only what decides its memory while the block runs."""
-        ...
+        """Within the block attention on a host computes only its last block, which decides its peak memory."""
 
     def outside_a_batch(self) -> AbstractContextManager[None]:
-        """Pieces of the hybrid body may be run by themselves while the block runs."""
-        ...
+        """Within the block pieces of the hybrid body can be run alone."""
 
     def pack_weights(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """Lay the weights of matrix products out for this processor. For the record: (which kernels serve, what was packed);
-        None where the native kernels are missing, or where the model runs in SGLang's layers."""
-        ...
+        """Packs the weights of matrix products for this processor. Returns for the record (native kernels, packed weights), each
+        None where there are none."""
 
     def make_stable(self) -> dict[str, Any]:
-        """Let the same request get the same bits in any company (`--stable-answers`), the chunk size being known. For the record:
-        what was checked. Raises UnsupportedModelError, naming every part of the model that keeps this from holding."""
-        ...
+        """For `--stable-answers`, after the chunk size is set. Returns the checks for the record. Raises UnsupportedModelError
+        with every part of the model whose results depend on the other requests of a step."""
 
     def room_bytes(self, kv_bytes: int) -> int:
-        """Returns the memory for activations and KV. kv_bytes: what SGLang found for its pool. On a device: what is free now or
-        behind the pool, less a margin.
-        """
-        ...
+        """Memory for activations and KV. kv_bytes: SGLang's size of its pool. On a device: memory that is free now or behind the
+        pool, less a margin."""
 
     def kv_limit_bytes(self, kv_bytes: int) -> int | None:
-        """Returns what --mem-fraction-static leaves for KV beside the weights, None where it sets no limit."""
-        ...
+        """Memory for KV that --mem-fraction-static leaves beside the weights; None where it sets no limit."""
 
     def apply(self, plan: MemoryPlan) -> None:
-        """Give the KV pool the plan's durable slots, and scratch for its longest input. Raises AliasedMemoryError."""
-        ...
+        """Gives the pool the plan's durable slots, and scratch for its longest input. Raises AliasedMemoryError."""

@@ -1,17 +1,15 @@
-"""How much memory an input takes besides durable KV, measured (PrefillOnly, section 5: the profile run).
+"""Measures how much memory an input takes besides durable KV (PrefillOnly, section 5: the profile run).
 
-Made-up inputs of several lengths run, each with no durable slot. Activations grow linearly with the input, so that two lengths
-give the fixed part and the part for each token.
+Activations grow linearly with the input: the peaks of two synthetic inputs give the fixed part and the part per token.
 
-- On a device the longest input runs in full, and one of half its length, and the allocator names the peak of each. Where that
-  runs out of memory and the user has named no length, a shorter one is the longest.
-- On a host a whole run of the longest input would take minutes. There the tensors' part comes from what PyTorch's profiler
-  says of its allocator, which is exact, at lengths that show the slope, from passes that compute what decides the peak: the
-  first and the last chunk of a few pieces and the last block of their attention (`HybridBody.only_what_decides_memory`,
-  `LoadedModel.only_last_block`). What lies beside tensors (libraries' scratch, pieces that malloc cannot give back) comes from
-  this process's resident memory, at one length.
+- On a device the longest input and one of half its length run. Where memory runs out and the user has set no length, a shorter
+  one becomes the longest.
+- On a host the longest input would take minutes. There PyTorch's profiler gives the peak of the tensors, from passes that compute
+  only what decides it: the first and the last chunk of a few pieces, and the last block of their attention
+  (`HybridBody.only_what_decides_memory`, `LoadedModel.only_last_block`). Memory beside tensors (scratch of libraries, malloc's
+  fragments) is this process's resident memory less the tensors, at one length.
 
-The result is kept on disk under everything that it depends on.
+The result is stored on disk with everything that it depends on.
 """
 
 from __future__ import annotations
@@ -39,32 +37,31 @@ from sgl_prefill.startup.loaded_model import LoadedModel
 logger = logging.getLogger(__name__)
 Measured = TypeVar("Measured")
 
-# What malloc holds beside the tensors varies from run to run: by this factor, and with any model up to so much.
+# Memory beside tensors varies from run to run: by this factor, and with any model up to so much.
 HOST_MARGIN = 1.5
 HOST_RESERVE_BYTES = 48 << 20
-# On a host: one input of the first length, two from which the slope is read, and one for the plain path, which is slow.
-HOST_FIRST_TOKENS = 8192  # the CPU attention's tiles grow up to here
-HOST_LONGEST_TOKENS = 32768
-HOST_PLAIN_PATH_TOKENS = 1024
+# Lengths of inputs.
+HOST_FIRST_TOKENS = 8192  # for memory beside tensors: the CPU attention's tiles grow up to here
+HOST_LONGEST_TOKENS = 32768  # for the slope, with half of it
+HOST_PLAIN_PATH_TOKENS = 1024  # in SGLang's layers, which are slow
 DEVICE_FIRST_TOKENS = 8192
-SHORTER = 0.75  # the next length, where memory has run out
+SHORTER = 0.75  # factor of the next length where memory runs out
 FEWEST_TOKENS = 16
 UNBOUNDED_TOKENS = sys.maxsize
 
 
 class Activations(NamedTuple):
-    """What one forward pass takes, in bytes."""
+    """Memory of one forward pass."""
 
     fixed_bytes: int
     bytes_per_token: float
-    longest_tokens: int = UNBOUNDED_TOKENS  # a longer input has run out of memory, or may do so
+    longest_tokens: int = UNBOUNDED_TOKENS  # longer inputs run out of memory, or may do so
 
 
 def measure_activations(model: LoadedModel, config: PrefillConfig, limit_tokens: int, kv_bytes: int) -> Activations:
-    """Measures activations: from this model's cached profile, or by running inputs of at most `limit_tokens`.
+    """Returns the stored profile, or runs inputs of at most `limit_tokens`. kv_bytes: SGLang's size of its KV pool.
 
-    kv_bytes: what SGLang found for its KV pool. Raises MemoryPlanError where an input of the length that the user has named, or
-    any at all, is too long.
+    Raises MemoryPlanError where the user's --max-input-length, or any input, is too long.
     """
     if model.device.extrapolates_memory:
         return _of_host(model, config, limit_tokens)
@@ -87,7 +84,7 @@ def _of_host(model: LoadedModel, config: PrefillConfig, limit_tokens: int) -> Ac
 
 
 def _of_device(model: LoadedModel, config: PrefillConfig, limit_tokens: int, kv_bytes: int) -> Activations:
-    # Pays for what stays, kernels and workspaces, also where the profile is cached: the plan asks what is free then.
+    # Also for a stored profile: it allocates kernels and workspaces, and the plan reads the free memory after it.
     first_tokens, first_bytes = _first_that_runs(model, min(limit_tokens, DEVICE_FIRST_TOKENS))
     (room_bytes,) = smallest(model.ranks, [model.room_bytes(kv_bytes)])
     lengths = (config.max_input_length, limit_tokens, room_bytes >> 30)
@@ -105,7 +102,6 @@ def _of_device(model: LoadedModel, config: PrefillConfig, limit_tokens: int, kv_
 def _circumstances(
     model: LoadedModel, config: PrefillConfig, device_lengths: tuple[int | None, ...] | None
 ) -> dict[str, Any]:
-    """Returns what a profile depends on."""
     return {
         **model.circumstances,
         "chunk_tokens": None if model.hybrid is None else model.hybrid.chunk_tokens,
@@ -116,7 +112,7 @@ def _circumstances(
 
 def _measure_on_host(model: LoadedModel, longest_tokens: int) -> Activations:
     if model.hybrid is None:
-        # All tensors of the plain path grow with the input, and malloc's free pieces between them too (as much again).
+        # In SGLang's layers all tensors grow with the input, and so do malloc's fragments between them.
         return Activations(0, _peak_bytes(model, longest_tokens) / longest_tokens)
     first = min(longest_tokens, HOST_FIRST_TOKENS)
     with _memory_decides_only(model):
@@ -126,7 +122,7 @@ def _measure_on_host(model: LoadedModel, longest_tokens: int) -> Activations:
 
 
 def _first_that_runs(model: LoadedModel, n_tokens: int) -> tuple[int, int]:
-    """Returns the length of a short input that does not run out of memory, and its peak."""
+    """Returns (tokens, peak bytes) of a short input that does not run out of memory."""
     while True:
         first_bytes = _unless_memory_runs_out(model, functools.partial(_peak_once_warm, model, n_tokens))
         if not isinstance(first_bytes, _RanOut):
@@ -153,7 +149,7 @@ def _measure_on_device(
     first_tokens: int,
     first_bytes: int,
 ) -> Activations:
-    """Runs the longest input that is wanted or may fit, and one of half its length: a line through both."""
+    """Runs the user's longest input, or the longest that may fit, and one of half its length."""
     one_layer, _ = model.kv_bytes_per_token()
     scratch = (one_layer if model.is_evicting else 0) + model.gathered_kv_bytes_per_token()
     grows_by = first_bytes / first_tokens if model.hybrid is None else model.hybrid.retained_bytes_per_token
@@ -183,13 +179,13 @@ def _measure_on_device(
 
 
 class _RanOut(NamedTuple):
-    """Stands for what could not be measured."""
+    """The result of a measurement that ran out of memory."""
 
     reason: str
 
 
 def _unless_memory_runs_out(model: LoadedModel, measure: Callable[[], Measured]) -> Measured | _RanOut:
-    """Returns what was measured. Where memory has run out nothing is held any more."""
+    """Where memory runs out, frees everything that the measurement held."""
     try:
         return measure()
     except (MemoryError, RuntimeError, NoMemoryLeftError) as error:
@@ -209,9 +205,7 @@ def _free(model: LoadedModel) -> str:
 
 
 def _line(model: LoadedModel, n_long: int, measure: Callable[[LoadedModel, int], int]) -> tuple[int, float]:
-    """Returns (fixed bytes, bytes a token) through the peaks at this length and half of it; where noise makes the slope negative,
-    all is fixed.
-    """
+    """Returns (fixed bytes, bytes per token) from the peaks at this length and half of it. A negative slope is noise: 0."""
     n_short = max(n_long // 2, 1)
     short_bytes, long_bytes = measure(model, n_short), measure(model, n_long)
     per_token = max(long_bytes - short_bytes, 0) / max(n_long - n_short, 1)
@@ -219,7 +213,7 @@ def _line(model: LoadedModel, n_long: int, measure: Callable[[LoadedModel, int],
 
 
 def _run(model: LoadedModel, n_tokens: int) -> None:
-    # All slots are free. The same slots each time: their memory is committed at the first, and counted elsewhere.
+    # Each run uses the same slots, whose memory the first run commits and the memory plan counts.
     model.forget_slots()
     step = model.step([[1] * n_tokens])
     try:
@@ -229,7 +223,7 @@ def _run(model: LoadedModel, n_tokens: int) -> None:
 
 
 def peak_tensor_bytes(run: Callable[[], None]) -> int:
-    """Highest sum of host tensors that `run` has allocated and not yet freed: exact, unlike resident memory."""
+    """Peak bytes of the host tensors of `run`: exact, unlike resident memory."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it reports a machine without a GPU as an error
     with profile(profile_memory=True) as profiled:
         run()
@@ -240,19 +234,18 @@ def peak_tensor_bytes(run: Callable[[], None]) -> int:
 
 
 def _tensor_bytes(model: LoadedModel, n_tokens: int) -> int:
-    """Measures, on a host, the peak of the tensors that one input allocates."""
+    """Peak bytes of the host tensors of one input."""
     with model.only_last_block():
         return peak_tensor_bytes(lambda: _run(model, n_tokens))
 
 
 def _peak_bytes(model: LoadedModel, n_tokens: int) -> int:
-    """Measures the peak memory of one input above the idle process."""
     return model.device.peak_bytes(lambda: _run(model, n_tokens))
 
 
 @contextmanager
 def _memory_decides_only(model: LoadedModel) -> Iterator[None]:
-    """Compute only what decides the peak of hybrid prefilling; answers are meaningless."""
+    """Within the block hybrid passes compute only what decides their peak memory; answers are meaningless."""
     hybrid = model.hybrid
     assert hybrid is not None
     hybrid.only_what_decides_memory = True
@@ -263,7 +256,6 @@ def _memory_decides_only(model: LoadedModel) -> Iterator[None]:
 
 
 def memory_use(model: LoadedModel, activations: Activations, budget_bytes: int) -> MemoryUse:
-    """Returns all that the plan needs to know."""
     one_layer, all_layers = model.kv_bytes_per_token()
     return MemoryUse(
         weights_bytes=model.weights_bytes(),

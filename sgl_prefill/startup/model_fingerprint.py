@@ -1,4 +1,4 @@
-"""Which model this is, by its files: the same for a copy of them elsewhere, another one for another fine-tune."""
+"""A hash of a model's files: equal for a copy of them, different for another fine-tune."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# What a model's answers depend on: weights, config, tokenizer and templates.
+# Of weights, config, tokenizer and templates.
 SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".jinja", ".model", ".txt", ".tiktoken"}
 WHOLE_BYTES = 1 << 24
-# Of a larger file so many pieces are read: also a fine-tune of a few matrices changes one of them.
+# Of a larger file 1,024 pieces are read: a fine-tune of a few matrices changes one of them.
 N_PIECES, PIECE_BYTES = 1024, 1024
 
 
@@ -19,8 +19,8 @@ def fingerprint(model_path: str, settings: Mapping[str, Any], revision: str | No
     """Returns 16 hexadecimal digits. Reads megabytes, not gigabytes.
 
     Args:
-        model_path: a folder, a file, or a name on the hub whose files are in its cache; of a name without any, it counts alone.
-        settings: what else the answers depend on.
+        model_path: a folder, a file, or a name on the hub; without files in the hub's cache the name is hashed.
+        settings: further values on which the answers depend.
     """
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     files = _files(model_path, revision)

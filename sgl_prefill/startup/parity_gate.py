@@ -1,9 +1,8 @@
-"""Before the first request: hybrid against plain, cache hit against miss, scratch against durable slots, replay against plain.
+"""Compares the engine's paths before the first request: hybrid against plain, cache hit against miss, scratch against durable
+slots, replay against plain. Nothing is served where log-probabilities of the same made-up prompts differ beyond a tolerance.
 
-Each pair runs the same made-up prompts. Nothing is served where log-probability rows differ by more than the tolerance. The plain
-path is SGLang's own layers, launched one by one; with native kernels it runs before their weights are packed, and then never
-again. All pairs but the last run without CUDA graphs: a short prompt would be replayed from one, and the hybrid pass never
-reached. So that it is reached is checked too.
+The plain path is SGLang's layers without CUDA graphs. With native kernels it runs before weights are packed, and never again. All
+pairs but the last run without graphs, from which short prompts would be replayed instead of running as hybrid passes.
 """
 
 from __future__ import annotations
@@ -27,22 +26,21 @@ from sgl_prefill.startup.loaded_model import LoadedModel, MadeUpStep
 logger = logging.getLogger(__name__)
 
 SHORT_TOKENS = 60
-# On a device, where kernels are chosen by the number of rows: as many as serve. Chunks have at most 2,048 of them here, so that
-# the plain path, which runs all at once, needs no more memory than SGLang's own graphs of that size and a half.
+# A device chooses kernels by the number of rows: `_three_chunks` makes chunks of up to 2,048 tokens of this, as in service. With
+# more tokens the plain path, which runs all of them at once, would need more memory.
 DEVICE_TOKENS = 5_120
-# Log-probabilities of the 100 likeliest tokens. Chunks change the row count of each matrix product, and with it the order
-# of its sums: bfloat16 keeps 8 bits, and a logit of 16 moves by 2^-4 where one of 30 layers rounds the other way. A wrong
-# K or V row moves them by whole units.
+# Chunks change the row count of each matrix product, and with it the order of its sums: bfloat16 keeps 8 bits, and a logit of 16
+# changes by 2^-4 where one of 30 layers rounds the other way. A wrong K or V row changes log-probabilities by whole units.
 TOLERANCE = {torch.float32: 0.01, torch.float16: 0.25, torch.bfloat16: 0.5}
-COMPARED_TOKENS = 100
-# A router of experts that has two close ones may take the other for a prompt; a path that is wrong is so for all prompts.
+COMPARED_TOKENS = 100  # the likeliest tokens
+# Rounding may make a router of experts choose another one for a prompt; a wrong path is wrong for all prompts.
 SEEDS = (0, 1, 2)
 
-References: TypeAlias = Mapping[int, Sequence[torch.Tensor]]  # by length of the prompt: the answer to each seed's
+References: TypeAlias = Mapping[int, Sequence[torch.Tensor]]  # by prompt length: the answer to the prompt of each seed
 
 
 def reference(model: LoadedModel, longest_tokens: int) -> References:
-    """Asks SGLang's own layers, for `run`. longest_tokens: of an input."""
+    """Returns the answers of SGLang's layers, for `run`. longest_tokens: of an input."""
     lengths = {SHORT_TOKENS} if model.device.is_host else {SHORT_TOKENS, DEVICE_TOKENS}
     with _plain_path(model):
         return {
@@ -51,7 +49,7 @@ def reference(model: LoadedModel, longest_tokens: int) -> References:
 
 
 def share_rows(model: LoadedModel) -> None:
-    """Lets the ranks hold together what is the same on all of them, by what the gate's prompt leaves in chunks."""
+    """Divides buffers that are equal on all ranks among the ranks. Which ones are equal, a prompt of the gate shows."""
     if model.exchange is None or model.hybrid is None:
         return
     with model.without_graphs(), _three_chunks(model, SHORT_TOKENS), _room_for_two(model, SHORT_TOKENS):
@@ -65,16 +63,14 @@ def _run_made_up(model: LoadedModel) -> None:
 
 
 def answer(model: LoadedModel, seed: int, n_tokens: int) -> torch.Tensor:
-    """Asks the engine as it stands for its answer to a prompt: log-probabilities, or the embedding of a model without a
-    vocabulary to answer from.
-    """
+    """Returns the engine's answer to the prompt of a seed: log-probabilities, or the embedding of an embedding model."""
     return _answer(model, model.step([_token_ids(model, seed, n_tokens)]))
 
 
 def run(model: LoadedModel, references: References, longest_tokens: int) -> dict[str, float]:
-    """Returns the difference of each pair that this engine has: the median of the prompts' largest. longest_tokens: of an input.
+    """Returns the difference of each pair of paths: the median over prompts of the largest difference of a log-probability.
 
-    Raises ParityError above the tolerance, and where a prompt has not taken the path that it was to show.
+    Raises ParityError above the tolerance, and where a prompt has not run on the path to be checked.
     """
     started = time.perf_counter()
     n_tokens = max((n for n in references if n <= longest_tokens), default=min(references))
@@ -102,7 +98,7 @@ def run(model: LoadedModel, references: References, longest_tokens: int) -> dict
 
 
 def _median(differences: Sequence[float]) -> float:
-    """Returns NaN where one is: a row that was never written is wrong, whatever the others say."""
+    """NaN if any difference is: a row was never written."""
     return math.nan if any(map(math.isnan, differences)) else statistics.median(differences)
 
 
@@ -113,7 +109,7 @@ def _token_ids(model: LoadedModel, seed: int, n_tokens: int) -> list[int]:
 
 
 def _pairs(model: LoadedModel, seed: int, n_tokens: int, reference: torch.Tensor) -> Iterator[tuple[str, float]]:
-    """Runs all that is compared without graphs."""
+    """Yields (pair of paths, difference), for all pairs without graphs."""
     token_ids, hybrid = _token_ids(model, seed, n_tokens), model.hybrid
     if hybrid is not None and hybrid.serves_short:
         with model.without_graphs(), _chunks_of(model, n_tokens), _room_for_two(model, n_tokens):
@@ -131,7 +127,7 @@ def _pairs(model: LoadedModel, seed: int, n_tokens: int, reference: torch.Tensor
                 yield "cache hit and miss", _difference(reference, _answer(model, again))
                 first.release()
         if model.is_evicting:
-            # A layer that reads scratch which it has not written must show.
+            # A layer that reads scratch before writing it gets NaN.
             model.poison_scratch(n_tokens)
             with model.only_durable(0):
                 yield "scratch and durable slots", _difference(reference, _answer(model, model.step([token_ids])))
@@ -139,7 +135,7 @@ def _pairs(model: LoadedModel, seed: int, n_tokens: int, reference: torch.Tensor
 
 
 def _replay_and_plain(model: LoadedModel, seed: int, references: References, number: int) -> float | None:
-    """Compares where the shortest prompt is replayed from a CUDA graph; None where it is not."""
+    """Returns the difference for the shortest prompt; None where it is not replayed from a CUDA graph."""
     n_tokens = min(references)
     if n_tokens > model.most_replayed_tokens:
         return None
@@ -174,7 +170,7 @@ def _difference(reference: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _room_for_two(model: LoadedModel, n_tokens: int) -> AbstractContextManager[None]:
-    """Counts durable slots for two prompts of so many tokens, in whole pages."""
+    """Within the block there are durable slots for two such prompts."""
     return model.only_durable(2 * (n_tokens + model.page_size))
 
 
@@ -193,7 +189,7 @@ def _plain_path(model: LoadedModel) -> Iterator[None]:
 
 
 def _three_chunks(model: LoadedModel, n_tokens: int) -> AbstractContextManager[None]:
-    """Divides a prompt into two whole chunks and a shorter one, or into more where those of this engine are smaller."""
+    """Within the block such a prompt runs in two chunks and a shorter one, or more if the engine's chunks are smaller."""
     served = n_tokens if model.hybrid is None else model.hybrid.chunk_tokens
     return _chunks_of(model, max(min(served, n_tokens * 2 // 5), 1))
 

@@ -1,5 +1,5 @@
-"""Everything between a loaded model and the first request, in order: reference answer, packed weights, chunk size, memory
-plan, parity gate, JCT model.
+"""The start between loading the model and the first request: reference answers, packed weights, chunk size, memory plan, parity
+gate, JCT model.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from sgl_prefill.startup.record import StartRecord
 
 logger = logging.getLogger(__name__)
 
-# SGLang leaves so many tokens of the context length free for the answer and as a margin.
-ANSWER_MARGIN_TOKENS = 7
-# Without room for a page or two of durable KV, not even a short request could be cached.
-MIN_DURABLE_TOKENS = 64
+ANSWER_MARGIN_TOKENS = 7  # tokens of the context length that SGLang reserves for the answer and a margin
+MIN_DURABLE_TOKENS = 64  # with fewer durable slots not even a short request could be cached
 
 
 def prepare(record: StartRecord, model: LoadedModel) -> None:
@@ -32,7 +30,7 @@ def prepare(record: StartRecord, model: LoadedModel) -> None:
     logger.info("measures what the longest input takes, divides the memory, and checks all paths against each other")
     if config.skip_parity_gate:
         logger.warning(
-            "--set skip_parity_gate=true: nobody has checked that all paths of this engine give the same answers"
+            "--set skip_parity_gate=true: it was not checked that all paths of this engine give the same answers"
         )
     else:
         references = parity_gate.reference(model, _longest_possible(model, config))
@@ -43,7 +41,7 @@ def prepare(record: StartRecord, model: LoadedModel) -> None:
         record.stable_answers = model.make_stable()
     parity_gate.share_rows(model)
     assert record.memory_beyond_weights_bytes is not None
-    with model.without_graphs():  # whose memory is there already, and does not show what other steps take
+    with model.without_graphs():  # a replay uses the graph's memory, which is allocated already
         plan = _agreed(_plan(model, config, record.memory_beyond_weights_bytes), model)
     model.apply(plan)
     if references is not None:
@@ -55,7 +53,7 @@ def prepare(record: StartRecord, model: LoadedModel) -> None:
 
 
 def _longest_possible(model: LoadedModel, config: PrefillConfig) -> int:
-    """Returns the longest input that the options and the KV pool leave room for, the same on all ranks; memory may leave less."""
+    """Returns the longest input that options and KV pool allow, equal on all ranks. The memory plan may allow less."""
     slots = model.scratch_tokens if model.is_evicting else model.most_durable_tokens
     limit = input_limit(model.context_tokens)
     (longest,) = smallest(model.ranks, [min(config.max_input_length or limit, limit, slots)])
@@ -63,9 +61,9 @@ def _longest_possible(model: LoadedModel, config: PrefillConfig) -> int:
 
 
 def _plan(model: LoadedModel, config: PrefillConfig, kv_bytes: int) -> MemoryPlan:
-    """Divides the memory. kv_bytes: beyond the weights, for KV; on a host for activations too."""
+    """kv_bytes: memory besides the weights, for KV; on a host for activations too."""
     if not model.is_evicting and not model.device.budget_holds_activations:
-        return _sglangs_own(model, config, kv_bytes)
+        return _sglangs_plan(model, config, kv_bytes)
     limit = input_limit(model.context_tokens)
     if config.max_input_length is not None and config.max_input_length > limit:
         raise MemoryPlanError(
@@ -108,7 +106,7 @@ def _does_not_fit(model: LoadedModel, error: memory_plan.InputDoesNotFitError, u
 
 
 def _most_durable_tokens(model: LoadedModel, plan: MemoryPlan, kv_bytes: int) -> int:
-    """Counts the durable slots that the pool has addresses for, and that the user's limit on KV leaves beside scratch."""
+    """Limit of durable slots by the pool's addresses, and by the user's limit on KV less scratch."""
     most = model.most_durable_tokens
     if (kv_limit_bytes := model.kv_limit_bytes(kv_bytes)) is None:
         return most
@@ -119,15 +117,13 @@ def _most_durable_tokens(model: LoadedModel, plan: MemoryPlan, kv_bytes: int) ->
         raise MemoryPlanError(
             f"of the {kv_limit_bytes / 2**20:.0f} MiB that {model.device.budget_flag} leaves for KV, suffix scratch for inputs of"
             f" {plan.max_input_tokens} tokens takes {scratch_bytes / 2**20:.0f} MiB, and {most} durable KV slots are left:"
-            f" raise {model.device.budget_flag}, or name a shorter --max-input-length"
+            f" raise {model.device.budget_flag}, or lower --max-input-length"
         )
     return most
 
 
-def _sglangs_own(model: LoadedModel, config: PrefillConfig, kv_bytes: int) -> MemoryPlan:
-    """Tells the plan that SGLang has made: on a device whose pool keeps the whole KV, SGLang has divided the memory and
-    backed the pool: that stays.
-    """
+def _sglangs_plan(model: LoadedModel, config: PrefillConfig, kv_bytes: int) -> MemoryPlan:
+    """On a device without suffix-KV eviction: SGLang's division of the memory."""
     limit = min(input_limit(model.context_tokens), model.most_durable_tokens - ANSWER_MARGIN_TOKENS)
     wanted = config.max_input_length or limit
     if wanted > limit:
@@ -148,5 +144,4 @@ def _agreed(plan: MemoryPlan, model: LoadedModel) -> MemoryPlan:
 
 
 def input_limit(context_length: int) -> int:
-    """Returns the longest input that the context length allows."""
     return int(context_length) - ANSWER_MARGIN_TOKENS

@@ -1,4 +1,4 @@
-"""Keys of the command line, which nobody shall read in a log or an answer."""
+"""Masks the command line's keys in logs and answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MASK = "********"
 
 
 class Secret(str):
-    """Compares as the text that it is, and is shown as none."""
+    """A string whose repr is a mask."""
 
     __slots__ = ()
 
@@ -18,5 +18,4 @@ class Secret(str):
 
 
 def masked(found: dict[str, Any]) -> dict[str, Any]:
-    """Returns settings as anyone may see them."""
     return {name: MASK if name in FIELDS and value else value for name, value in found.items()}

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.batch_plan.single_level import Group, single_level_groups
-from sgl_prefill.core.batch import plan, prefix_order, prefix_tree
-from sgl_prefill.core.batch.prefix_tree import ROOT, PrefixNode
+from sgl_prefill.core.batch import batch_plan, prefix_order, row_tree
+from sgl_prefill.core.batch.row_tree import ROOT, PrefixNode
 from sgl_prefill.core.batch.token_rows import TokenRows
 from sgl_prefill.core.policies.whole_job import OutputLength
 
@@ -71,7 +71,7 @@ def test_what_neighbours_share_is_all_that_can_be_reused(rows: list[list[int]], 
 def single_level(rows: list[list[int]]) -> tuple[list[PrefixNode], list[Group]]:
     token_rows = TokenRows.of(rows)
     shared = prefix_order.sort(token_rows).reusable_tokens(token_rows.lengths).tolist()
-    nodes = prefix_tree.build(shared)
+    nodes = row_tree.build(shared)
     groups = list(single_level_groups(nodes, len(rows)))
     assert sorted(row for group in groups for row in group.rows) == list(range(len(rows)))
     for group in groups:
@@ -150,16 +150,16 @@ def test_rows_of_a_memory_mapped_file_are_read_where_they_lie(tmp_path: Path) ->
 @given(ROWS, st.data())
 def test_a_subset_is_planned_as_if_there_were_no_others(rows: list[list[int]], data: st.DataObject) -> None:
     kept = data.draw(st.lists(st.sampled_from(range(len(rows))), unique=True)) if rows else []
-    part = plan.depth_first(TokenRows.of(rows).subset(np.array(sorted(kept), np.int64)))
-    alone = plan.depth_first(TokenRows.of([rows[row] for row in sorted(kept)]))
+    part = batch_plan.depth_first(TokenRows.of(rows).subset(np.array(sorted(kept), np.int64)))
+    alone = batch_plan.depth_first(TokenRows.of([rows[row] for row in sorted(kept)]))
     assert (part.rows.tolist(), part.reused_tokens.tolist()) == (alone.rows.tolist(), alone.reused_tokens.tolist())
 
 
 @given(ROWS.filter(bool), st.integers(1, 4))
 def test_shards_are_all_of_the_plan_and_nothing_twice(rows: list[list[int]], n_shards: int) -> None:
     token_rows = TokenRows.of(rows)
-    whole = plan.depth_first(token_rows)
-    cuts = [plan.shard(whole, token_rows.lengths, which, n_shards) for which in range(1, n_shards + 1)]
+    whole = batch_plan.depth_first(token_rows)
+    cuts = [batch_plan.shard(whole, token_rows.lengths, which, n_shards) for which in range(1, n_shards + 1)]
     assert cuts[0][0] == 0
     assert cuts[-1][1] == len(rows)
     assert all(one[1] == other[0] for one, other in itertools.pairwise(cuts))
@@ -169,8 +169,8 @@ def test_a_job_is_cut_where_its_rows_share_nothing() -> None:
     """Twenty groups of five rows in four shards: an even cut lies within no group, since one that shares nothing is near."""
     rows = [[group] * 20 + [100 + row] for group in range(20) for row in range(5)]
     token_rows = TokenRows.of(rows)
-    whole = plan.depth_first(token_rows)
-    cuts = [plan.shard(whole, token_rows.lengths, which, 4) for which in (1, 2, 3, 4)]
+    whole = batch_plan.depth_first(token_rows)
+    cuts = [batch_plan.shard(whole, token_rows.lengths, which, 4) for which in (1, 2, 3, 4)]
     assert [whole.reused_tokens[first] for first, _ in cuts] == [0, 0, 0, 0]
     assert [end - first for first, end in cuts] == [25, 25, 25, 25]
 
@@ -179,8 +179,8 @@ def test_a_job_is_cut_where_its_rows_share_nothing() -> None:
 def test_another_order_of_siblings_saves_as_much(rows: list[list[int]], page_size: int, data: st.DataObject) -> None:
     token_rows = TokenRows.of(rows)
     outputs = np.array(data.draw(st.lists(st.integers(1, 9), min_size=len(rows), max_size=len(rows))), np.int64)
-    sorted_plan = plan.depth_first(token_rows, page_size)
-    found = plan.decode_first(sorted_plan, token_rows.lengths, outputs, page_size)
+    sorted_plan = batch_plan.depth_first(token_rows, page_size)
+    found = batch_plan.decode_first(sorted_plan, token_rows.lengths, outputs, page_size)
     assert sorted(found.rows.tolist()) == list(range(len(rows)))
     for place, row in enumerate(found.rows.tolist()):
         before = [common(rows[row], rows[other]) for other in found.rows[:place].tolist()]
@@ -193,7 +193,7 @@ def test_groups_that_write_most_for_what_they_read_come_first() -> None:
     rows = [[1, 1, 1, 1, group, row] for group, n_rows in ((2, 1), (3, 3), (4, 2)) for row in range(n_rows)]
     token_rows = TokenRows.of(rows)
     outputs = np.array([50, 10, 10, 10, 90, 10])
-    found = plan.decode_first(plan.depth_first(token_rows), token_rows.lengths, outputs)
+    found = batch_plan.decode_first(batch_plan.depth_first(token_rows), token_rows.lengths, outputs)
     assert [rows[row][4:] for row in found.rows.tolist()] == [[4, 0], [4, 1], [2, 0], [3, 0], [3, 1], [3, 2]]
     assert found.reused_tokens.tolist() == [0, 5, 4, 4, 5, 5]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_prefill.core.batch.plan import JobPlan, depth_first
+from sgl_prefill.core.batch.batch_plan import JobPlan, depth_first
 from sgl_prefill.core.batch.token_rows import IntArray, TokenRows
 from sgl_prefill.core.batch.units import FEWEST_UNITS, MOST_LOST, OF_ALL, Unit, divide, lost_tokens
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from sgl_prefill.core.batch.plan import depth_first
+from sgl_prefill.core.batch.batch_plan import depth_first
 from sgl_prefill.core.batch.token_rows import TokenRows
 from sgl_prefill.core.job import Job
 from sgl_prefill.core.packing import StepSize

@@ -14,12 +14,12 @@ import pytest
 
 from sgl_prefill.answer import Answer
 from sgl_prefill.batch.backends import RequestOf
-from sgl_prefill.batch.job import ALL_ANSWERED, SOME_NOT, Job
+from sgl_prefill.batch.batch_job import ALL_ANSWERED, SOME_NOT, Job
 from sgl_prefill.batch.options import options_of, parser
 from sgl_prefill.batch.progress import Progress
 from sgl_prefill.batch.prompts import FoundPrompt, Prompts
 from sgl_prefill.batch.run import RowAnswer
-from sgl_prefill.core.batch.plan import JobPlan
+from sgl_prefill.core.batch.batch_plan import JobPlan
 from sgl_prefill.errors import BatchJobError
 
 N_ROWS = 12
@@ -96,7 +96,7 @@ def test_rows_run_group_by_group_and_a_failed_one_is_in_the_error_file(job_file:
 def test_an_input_that_changes_stops_the_job_and_what_was_answered_is_kept(
     job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sgl_prefill.batch.job.FLUSH_EVERY_S", 0.0)
+    monkeypatch.setattr("sgl_prefill.batch.batch_job.FLUSH_EVERY_S", 0.0)
     before = job_file.read_text()
 
     def change(n_answered: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from sgl_prefill.answer import Answer
 from sgl_prefill.batch import run
-from sgl_prefill.core.batch.plan import depth_first
+from sgl_prefill.core.batch.batch_plan import depth_first
 from sgl_prefill.core.batch.token_rows import TokenRows
 
 N_ROWS = 4

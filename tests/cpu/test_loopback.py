@@ -10,12 +10,12 @@ import pytest
 from torch.distributed import rendezvous  # type: ignore[attr-defined]
 
 from sgl_prefill.entry.local_server import free_port
-from sgl_prefill.port.runner import loopback
+from sgl_prefill.port.runner import rank_group
 
 
 def address(**given: Any) -> str:
     server_args = type("Args", (), {"nnodes": 1, "dist_init_addr": None, **given})()
-    return loopback.around_resolve_dist_init_method(
+    return rank_group.around_resolve_dist_init_method(
         lambda **_: "tcp://10.0.0.1:5", server_args=server_args, dist_port=PORT
     )
 
@@ -54,5 +54,5 @@ def test_two_ranks_meet_on_the_loopback_interface() -> None:
 @pytest.mark.parametrize("found", ["env://", "file:///tmp/x"])
 def test_another_way_that_was_asked_for_is_kept(found: str) -> None:
     server_args = type("Args", (), {"nnodes": 1, "dist_init_addr": None})()
-    kept = loopback.around_resolve_dist_init_method(lambda **_: found, server_args=server_args, dist_port=1)
+    kept = rank_group.around_resolve_dist_init_method(lambda **_: found, server_args=server_args, dist_port=1)
     assert kept == found

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sgl_prefill.cpu import ranks
+from sgl_prefill.cpu import rank_threads
 from sgl_prefill.entry import processes
 from sgl_prefill.entry.prefork import Launcher
 from sgl_prefill.entry.processes import ProcessState
@@ -18,19 +18,19 @@ from sgl_prefill.errors import ParityError
 
 @pytest.mark.parametrize(("text", "cores"), [("0", [0]), ("0-3,8", [0, 1, 2, 3, 8]), ("5,7", [5, 7])])
 def test_cores_are_read_as_sglang_writes_them(text: str, cores: list[int]) -> None:
-    assert ranks.cores_of(text) == cores
+    assert rank_threads.cores_of(text) == cores
 
 
 def test_each_rank_gets_as_many_cores_unless_the_user_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 5, 8, 9})
     monkeypatch.setattr(os, "environ", {})  # not delenv: it restores nothing where the variable was not set before
-    ranks.share_cores(1)
-    assert ranks.BIND_VARIABLE not in os.environ
-    ranks.share_cores(2)
-    assert os.environ[ranks.BIND_VARIABLE] == "2,3|5,8"
-    os.environ[ranks.BIND_VARIABLE] = "0|1"
-    ranks.share_cores(2)
-    assert os.environ[ranks.BIND_VARIABLE] == "0|1"
+    rank_threads.share_cores(1)
+    assert rank_threads.BIND_VARIABLE not in os.environ
+    rank_threads.share_cores(2)
+    assert os.environ[rank_threads.BIND_VARIABLE] == "2,3|5,8"
+    os.environ[rank_threads.BIND_VARIABLE] = "0|1"
+    rank_threads.share_cores(2)
+    assert os.environ[rank_threads.BIND_VARIABLE] == "0|1"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -18,7 +18,7 @@ import requests
 
 from sgl_prefill.entry import local_server
 from sgl_prefill.entry.local_server import LocalServer
-from sgl_prefill.entry.priority import NICENESS
+from sgl_prefill.entry.processes import NICENESS
 from sgl_prefill.startup.secret import MASK
 from tests.integration.children import begin_server
 from tests.integration.conftest import QUICK_START, Server, healthy

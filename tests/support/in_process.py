@@ -20,7 +20,7 @@ import prometheus_client
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.jct import FittedJct
-from sgl_prefill.entry import scheduler_alone
+from sgl_prefill.entry import in_process
 from sgl_prefill.entry.engine import sglang_defaults
 from sgl_prefill.hybrid.body import HybridBody
 from sgl_prefill.port.runner import answer_trees
@@ -66,7 +66,7 @@ class InProcessScheduler:
         }
         told = mock.patch.object(jct_profile, "fitted_model", return_value=jct_ms)
         with nullcontext() if jct_ms is None else told:
-            self.parts, self.scheduler = scheduler_alone.build(config, ServerArgs(**options))
+            self.parts, self.scheduler = in_process.build_scheduler(config, ServerArgs(**options))
         self._numbers = itertools.count()
         self._outputs: dict[str, Any] = {}
         self.answered: list[str] = []  # in the order in which they finished; `flush` forgets them
@@ -164,7 +164,7 @@ class InProcessScheduler:
 
     def step(self) -> bool:
         """One turn of SGLang's event loop; whether a batch ran."""
-        return scheduler_alone.step(self.scheduler)
+        return in_process.step_scheduler(self.scheduler)
 
     def run_all(self) -> None:
         while self.step() or self.scheduler.waiting_queue:

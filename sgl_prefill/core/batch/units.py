@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sgl_prefill.core.batch.plan import JobPlan, cheapest_cut
+from sgl_prefill.core.batch.batch_plan import JobPlan, cheapest_cut
 from sgl_prefill.core.batch.token_rows import IntArray
 
 # A piece is this part of what is left for one engine, and the last ones this part of what one engine does in all: so the engines

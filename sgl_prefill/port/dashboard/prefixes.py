@@ -1,4 +1,6 @@
-"""The largest prefixes of a cache, found by walking its tree a few milliseconds at a time, so that no step is delayed."""
+"""The largest and most used prefixes of the cache, for the dashboard. The tree is walked for 3 ms per snapshot, so that no step
+is delayed for long.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,6 @@ PIECE_NODES = 64
 
 
 class Tree(Protocol):
-    """A prefix cache, as far as it is read here."""
-
     def root(self) -> Any: ...
     def children(self, node: Any) -> Sequence[Any]: ...
     def n_tokens(self, node: Any) -> int: ...
@@ -29,7 +29,7 @@ class Tree(Protocol):
 
 
 class View(NamedTuple):
-    """A cache as it was while it was walked."""
+    """Result of one walk through the tree."""
 
     at_s: float
     n_prefixes: int
@@ -39,7 +39,7 @@ class View(NamedTuple):
 
 
 class Survey:
-    """Walks a cache again and again. key: of the hashes that name prefixes, so that their texts cannot be guessed."""
+    """Walks a cache again and again. key: of the hashes that name prefixes: without it, readers could test guessed texts."""
 
     def __init__(self, tree: Tree, key: bytes) -> None:
         self._tree, self._key = tree, key
@@ -47,13 +47,13 @@ class Survey:
         self._parts = self._walks()
 
     def go_on(self, most_s: float = PART_S) -> None:
-        """Walks until there is a new view, for `most_s` seconds at most."""
+        """Continues the walk for `most_s` seconds, or until there is a new view."""
         until_s = time.perf_counter() + most_s
         while not next(self._parts) and time.perf_counter() < until_s:
             pass
 
     def _walks(self) -> Iterator[bool]:
-        """Yields after each short piece of work whether a view has been made."""
+        """Yields after each short piece of work: whether it has finished a view."""
         while True:
             yield from self._walk()
             yield True
@@ -61,7 +61,7 @@ class Survey:
     def _walk(self) -> Iterator[bool]:
         tree, walked = self._tree, _Walked([self._tree.root()], [0], [0], [0], [])
         nodes = walked.nodes
-        for place, node in enumerate(nodes):  # level by level: it grows meanwhile
+        for place, node in enumerate(nodes):  # breadth first: the loop appends to it
             walked.first_child.append(len(nodes))
             children = tree.children(node)
             for start in range(0, len(children), PIECE_NODES):
@@ -102,32 +102,32 @@ class Survey:
     def _shown(self, walked: _Walked, place: int, totals: Sequence[int], places: Mapping[int, int]) -> dict[str, Any]:
         first = self._tree.first_tokens(walked.nodes[place], N_NAMED_TOKENS)
         return {
-            "parent": places.get(walked.parents[place]),  # its place in the list; None: it begins a prompt
-            "tokens": walked.n_tokens[place],  # of itself
-            "below": totals[place] - walked.n_tokens[place],  # of all prefixes that extend it
+            "parent": places.get(walked.parents[place]),  # index in the list; None: the node begins a prompt
+            "tokens": walked.n_tokens[place],
+            "below": totals[place] - walked.n_tokens[place],  # of all descendants
             "hits": walked.n_hits[place],
             "name": blake2b(first.tobytes(), digest_size=4, key=self._key).hexdigest(),
         }
 
 
 class _Walked(NamedTuple):
-    """The nodes of a tree, a column each; the root comes first."""
+    """The nodes of a tree in breadth-first order, a list per property."""
 
     nodes: list[Any]
-    parents: list[int]  # by place
+    parents: list[int]  # index of each node's parent
     n_tokens: list[int]
     n_hits: list[int]
-    first_child: list[int]  # the children of a node lie side by side, up to those of the next
+    first_child: list[int]  # index of each node's first child; the next node's children follow its own
 
     def best_children(self, place: int, totals: Any) -> list[tuple[int, int]]:
-        """Returns those of a node's children that hold most, as (less their tokens, place)."""
+        """Returns (negative tokens, index) of the largest children of a node."""
         first = self.first_child[place]
         end = self.first_child[place + 1] if place + 1 < len(self.nodes) else len(self.nodes)
         return [(-int(totals[first + one]), first + one) for one in _largest(totals[first:end], N_SHOWN)]
 
 
 def _largest(values: Any, n: int) -> list[int]:
-    """Returns the places of the n largest, the largest first."""
+    """Returns the indices of the n largest values in descending order."""
     places = np.argpartition(-values, n)[:n] if len(values) > n else np.arange(len(values))
     found: list[int] = places[np.argsort(-values[places], kind="stable")].tolist()
     return found

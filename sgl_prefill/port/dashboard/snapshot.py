@@ -1,4 +1,4 @@
-"""What the page shows of one engine: counts, histograms and the first few of each list, however much waits."""
+"""The policy's part of a dashboard snapshot: counts, histograms, and the first items of each list."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LENGTHS_TOKENS = (128, 512, 2048, 8192, 32_768)
 N_NEXT = 12
 N_CLIENTS = 12
 N_SHOWN_STEPS = 200
-LONGEST_NAME = 40  # characters of a client's
+LONGEST_NAME = 40  # characters
 
 
 def of_policy(policy: Policy, recent: Recent, now_s: float) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def of_policy(policy: Policy, recent: Recent, now_s: float) -> dict[str, Any]:
 
 
 def next_step(policy: Policy, now_s: float) -> list[dict[str, Any]]:
-    """The step that would begin now, the best job first, with the score of each. Changes nothing."""
+    """Returns the jobs of the step that would begin now, the best first, with their scores. Changes nothing."""
     jobs = policy.choose(now_s) if policy.waiting else []
     return [
         {**_why(policy, job, now_s), "rides": place > 0, "of": len(jobs)} for place, job in enumerate(jobs[:N_NEXT])
@@ -71,7 +71,7 @@ def _why(policy: Policy, job: Job, now_s: float) -> dict[str, Any]:
 
 
 class _Queue:
-    """Waiting jobs, a column for each property; reading ten thousand takes some milliseconds."""
+    """Waiting jobs, an array per property. Ten thousand jobs take a few milliseconds."""
 
     def __init__(self, policy: Policy, now_s: float) -> None:
         n = self.n_jobs = len(policy.waiting)
@@ -86,19 +86,19 @@ class _Queue:
         self.clients = Counter(column("client"))
         self.predicted_ms: Any = None
         if policy.settings.predictor is not None:
-            model: Any = policy.settings.predictor.model  # plain arithmetic, of arrays too
+            model: Any = policy.settings.predictor.model  # its arithmetic works on arrays too
             tokens_ms = model.tokens_ms(self.n_input, n_cached)
             self.predicted_ms = policy.settings.predictor.ms(model.work(1, 1, tokens_ms))
 
 
 def _histogram(values: Any, edges: Sequence[float]) -> list[int]:
-    """Counts values at or below each edge and above the one before it; the last count is of those above all edges."""
+    """Returns how many values are in (edge before, edge] for each edge, and last how many are above all edges."""
     counts: list[int] = np.bincount(np.searchsorted(edges, values), minlength=len(edges) + 1).tolist()
     return counts
 
 
 def _steps(recent: Recent) -> dict[str, Any]:
-    """The last steps, a list for each column, and where their time went."""
+    """Returns the last steps, a list per property, and the parts of their time."""
     steps = list(recent.steps)[-N_SHOWN_STEPS:]
     return {
         "predicted_ms": [None if one.predicted_ms is None else _rounded(one.predicted_ms) for one in steps],
@@ -114,7 +114,7 @@ def _steps(recent: Recent) -> dict[str, Any]:
 
 
 def _speed(recent: Recent) -> list[dict[str, Any]]:
-    """Latencies of the last requests by length class."""
+    """Returns latencies of the last requests by prompt length."""
     classes: list[list[float]] = [[] for _ in range(len(LENGTHS_TOKENS) + 1)]
     for one in recent.requests:
         classes[bisect.bisect_left(LENGTHS_TOKENS, one.n_input_tokens)].append(one.latency_s)
@@ -130,7 +130,9 @@ def _speed(recent: Recent) -> list[dict[str, Any]]:
 
 
 def _clients(recent: Recent, queue: _Queue) -> list[dict[str, Any]]:
-    """The clients with most computed tokens lately, then those with most waiting requests; none where requests name no client."""
+    """Returns the clients with the most computed tokens lately, then those with the most waiting requests; none where requests
+    name no client.
+    """
     by_client: dict[str, list[Answered]] = {}
     for one in recent.requests:
         by_client.setdefault(one.client, []).append(one)
@@ -161,10 +163,10 @@ def _client(name: str) -> str:
 
 
 def _rounded(value: float) -> float:
-    """Keeps the four digits that the page shows."""
+    """Rounds to the four digits that the page shows."""
     return float(f"{value:.4g}")
 
 
 def age_of(began_s: float) -> float:
-    """Returns the milliseconds since a time on this clock."""
+    """Returns milliseconds since `began_s`."""
     return 1000 * (time.perf_counter() - began_s)

@@ -1,6 +1,5 @@
-"""Snapshots of a scheduler process for `/dashboard`, by SGLang's request for its internal state under a request id of ours.
-
-The scheduler answers between two steps, as it answers /server_info. Otherwise steps and requests are only recorded as they end.
+"""Snapshots of the scheduler for `/dashboard`, and the last steps for `/scheduler/decisions`. The HTTP process asks for SGLang's
+internal state with one of two reserved request ids, and the scheduler answers between two steps.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
 
-# Request ids of the question for the internal state that ask for ours, and keys of the answer.
+# Reserved request ids, and keys of the answers.
 NAME = "sgl_prefill:dashboard"
 DECISIONS_NAME = "sgl_prefill:decisions"
 
 
 class Watch:
-    """Kept between snapshots, from the first one on."""
+    """State between snapshots. The first snapshot makes it."""
 
     def __init__(self, cache: Any) -> None:
-        self.start = secrets.token_hex(4)  # another one after a restart
+        self.start = secrets.token_hex(4)  # tells the page of a restart
         self.survey: Survey | None = None
         if isinstance(cache, WatchedRadixCache) and not cache.disable:
             self.survey = Survey(RadixTree(cache), secrets.token_bytes(16))
@@ -45,7 +44,7 @@ def around_get_internal_state(
     scheduler: Scheduler,
     recv_req: GetInternalStateReq,
 ) -> GetInternalStateReqOutput:
-    """Hook: answers the dashboard with a snapshot and /scheduler/decisions with the last steps; all else is SGLang's."""
+    """Hook: answers the two reserved request ids, and adds shared-prefix counts to SGLang's answer to others."""
     if recv_req.rid not in (NAME, DECISIONS_NAME):
         output = original(scheduler, recv_req)
         if (counts := shared_prefixes.counts_of(scheduler.tp_worker.model_runner)) is not None:
@@ -58,7 +57,7 @@ def around_get_internal_state(
 
 
 def last_decisions(state: StepState) -> bytes:
-    """The last steps, the newest last, one JSON object a line."""
+    """Returns the last steps as JSON lines, the newest last."""
     if state.scheduling is None:
         return b""
     offset_s = time.time() - time.perf_counter()
@@ -66,7 +65,7 @@ def last_decisions(state: StepState) -> bytes:
 
 
 def taken(state: StepState, scheduler: Any) -> bytes:
-    """Makes a snapshot, as JSON."""
+    """Returns a snapshot as JSON."""
     began_s = time.perf_counter()
     if state.watch is None:
         state.watch = Watch(scheduler.tree_cache)
@@ -97,7 +96,7 @@ def _cache(state: StepState, scheduler: Any, now_s: float) -> dict[str, Any] | N
         "kv_tokens": scheduler.max_total_num_tokens,
         "in_use_tokens": int(cache.protected_size()),
         "cached_tokens": int(cache.evictable_size()),
-        "removed_tokens": cache.n_removed_tokens,  # since the start
+        "removed_tokens": cache.n_removed_tokens,
         "wanted_removals": 0 if calibration is None else calibration.n_wanted_removals,
         "wanted_removed_tokens": 0 if calibration is None else calibration.n_wanted_removed_tokens,
         "prefixes": None

@@ -1,8 +1,5 @@
-"""Suffix-KV eviction inside SGLang: the pool and its allocator, admission, allocation by plan, and the input limit.
-
-A request longer than the durable slots meets these ceilings in SGLang, and each has its hook here: the longest request that
-the worker reports, the admission budget, and the allocation. Its request table is as wide as the context length, and its
-static input buffers are left out by its own switch (`use_live_inputs`).
+"""Suffix-KV eviction inside SGLang (PrefillOnly, section 5): builds the pool and its allocator, admits requests that are longer
+than the durable slots, and allocates each request's KV by its plan.
 """
 
 from __future__ import annotations
@@ -32,10 +29,8 @@ if TYPE_CHECKING:
 
 
 def use_live_inputs() -> None:
-    """Turns off that SGLang copies each batch into static buffers as long as the KV pool; with this switch of its own it
-    does not.
-
-    The copies keep a batch's tensors alive for CUDA graphs and for the overlap loop, and we run extends without either.
+    """Makes SGLang use a batch's tensors directly. By default it copies them into static buffers as long as the KV pool, for CUDA
+    graphs and the overlap loop.
     """
     from sglang.srt.environ import envs
 
@@ -49,14 +44,14 @@ def around_build_pool(
     *arguments: Any,
     **options: Any,
 ) -> KVCache:
-    """Hook: SuffixKVPool in the place of SGLang's MHA pool. Raises UnsupportedModelError for any other kind of pool."""
+    """Hook: builds a SuffixKVPool instead of SGLang's MHA pool. Raises UnsupportedModelError for any other kind of pool."""
     from sglang.srt.runtime_context import get_exec, get_parallel
 
     _refuse_other_pools(configurator)
     model = configurator.model_config
     return SuffixKVPool(
         durable_tokens=_most_durable_tokens(configurator, options["sizes"].max_total_num_tokens),
-        # For the longest input; memory for it comes only as it is used, or once the plan has been made.
+        # An upper limit: memory is committed on use, or by the memory plan.
         scratch_tokens=ceil_to(record.config.max_input_length or model.context_len, configurator.pool_page_size),
         page_size=configurator.pool_page_size,
         dtype=configurator.kv_cache_dtype,
@@ -72,8 +67,8 @@ def around_build_pool(
 
 
 def _most_durable_tokens(configurator: KVCacheConfigurator, sglangs_tokens: int) -> int:
-    """Returns SGLang's number where the user has set it; on a device else all that is free now, since only as much gets memory
-    as the profile run leaves (see `arguments.DEVICE_MEMORY_FRACTION`).
+    """Returns SGLang's number on a host, or where the user has limited KV. Else as many as the free device memory holds: the
+    memory plan commits only part of them (see `arguments.DEVICE_MEMORY_FRACTION`).
     """
     from sglang.srt.runtime_context import get_parallel, get_schedule
 
@@ -89,13 +84,13 @@ def _most_durable_tokens(configurator: KVCacheConfigurator, sglangs_tokens: int)
 
 
 def _refuse_other_pools(configurator: KVCacheConfigurator) -> None:
-    kinds = {
+    unsupported = {
         "multi-head latent attention (MLA)": configurator.use_mla_backend,
         "a separate sliding-window pool": configurator.is_hybrid_swa,
         "linear-attention or Mamba state": configurator.mambaish_config is not None,
         "a quantized KV cache": configurator.kv_cache_dtype_str not in ("auto", "bfloat16", "bf16"),
     }
-    if found := [kind for kind, is_there in kinds.items() if is_there]:
+    if found := [kind for kind, is_there in unsupported.items() if is_there]:
         hint = " (--disable-hybrid-swa-memory may help)" if configurator.is_hybrid_swa else ""
         raise UnsupportedModelError(
             f"--suffix-kv evict keeps plain K and V heads only, and this model has {', '.join(found)}{hint}:"
@@ -106,7 +101,7 @@ def _refuse_other_pools(configurator: KVCacheConfigurator) -> None:
 def around_build_allocator(
     original: Callable[..., Any], configurator: KVCacheConfigurator, *arguments: Any, **options: Any
 ) -> Any:
-    """Hook: the allocator that belongs to SuffixKVPool. It owns no durable slot until the memory profile is known."""
+    """Hook: builds SuffixKVPool's allocator, without durable slots until the memory plan is applied."""
     pool = options["token_to_kv_pool"]
     return SuffixKVAllocator(
         first_scratch_slot=pool.first_scratch_slot,
@@ -121,16 +116,16 @@ def around_build_allocator(
 
 
 def decodes(req: Req) -> bool:
-    """Tells whether the request goes on after its prefill, and so needs all of its KV."""
+    """Whether the request generates after its prefill, and so needs all of its KV."""
     return bool(req.sampling_params.max_new_tokens > 1)
 
 
 def around_add_one_req(
     original: Callable[..., AddReqResult], adder: PrefillAdder, req: Req, *arguments: Any, **options: Any
 ) -> AddReqResult:
-    """Hook: for a request that ends with its prefill, scratch counts as room."""
-    # SGLang wants a page and one token more than it needs.
+    """Hook: counts scratch slots as room for a request that ends with its prefill."""
     allocator = adder.token_to_kv_pool_allocator
+    # SGLang reserves a page and one token more than the request needs.
     credit_tokens = 0 if decodes(req) else allocator.scratch_tokens + 2 * allocator.page_size + 2
     adder.rem_total_token_offset -= credit_tokens
     adder.cur_rem_token_offset -= credit_tokens
@@ -142,7 +137,7 @@ def around_add_one_req(
 
 
 def _room_for_background(cache: WatchedRadixCache, reqs: list[Req]) -> int | None:
-    """Counts the tokens that background jobs may evict; None where these are no background jobs, or keep all of their KV."""
+    """Returns how many tokens a step of background jobs may evict; None for a step of other requests, or of generations."""
     if cache.of_background is None or not all(custom_params.is_background(req) and not decodes(req) for req in reqs):
         return None
     return cache.evictable_background_tokens() + cache.of_background.n_tokens_more
@@ -151,7 +146,7 @@ def _room_for_background(cache: WatchedRadixCache, reqs: list[Req]) -> int | Non
 def around_alloc_for_extend(
     original: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]], batch: ScheduleBatch
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hook: plan each request's KV, evict for it, and let SGLang allocate what the plans name."""
+    """Hook: plans each request's KV, evicts for the durable part, and lets SGLang allocate the planned slots."""
     cache: WatchedRadixCache = batch.tree_cache
     allocator = cache.token_to_kv_pool_allocator
     plans = []

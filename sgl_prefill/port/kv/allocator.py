@@ -1,7 +1,7 @@
-"""Who holds which KV slot: durable slots as in SGLang, and scratch lent to the requests of one forward pass.
+"""Allocates KV slots: durable slots as in SGLang, and scratch slots for one forward pass.
 
-Scratch has no free list. All requests of a step get consecutive pieces of it from its start, and hand it back before the
-next step begins; in between nobody else may ask.
+Scratch has no free list: the requests of a step get consecutive pieces from its start, and return all of them before the next
+step begins.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sgl_prefill.core.kv_plan import KVPlan, ceil_to
 
 
 class SuffixKVAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
-    """SGLang's allocator over the durable slots; while `serving` plans, over the slots that these name."""
+    """SGLang's allocator of the durable slots. Within `serving`, it allocates durable and scratch slots by the step's plans."""
 
     def __init__(self, *, first_scratch_slot: int, scratch_tokens: int, **options: Any) -> None:
         self.first_scratch_slot = first_scratch_slot
@@ -28,7 +28,7 @@ class SuffixKVAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
 
     @contextmanager
     def serving(self, plans: Sequence[KVPlan]) -> Iterator[None]:
-        """Lets the next allocation be for these requests, in this order. Their durable slots must be free already."""
+        """The next allocation within the block is for these requests, in this order. Their durable slots must be free."""
         assert self.n_scratch_lent == 0, "another forward pass still holds scratch"
         n_scratch = sum(ceil_to(plan.n_scratch, self.page_size) for plan in plans)
         assert n_scratch <= self.scratch_tokens, (plans, self.scratch_tokens)
@@ -39,12 +39,12 @@ class SuffixKVAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
             self._plans = None
 
     def give_back_scratch(self, plan: KVPlan) -> None:
-        """Hears that a request's forward pass has been computed."""
+        """Call it once the request's forward pass has been computed."""
         self.n_scratch_lent -= ceil_to(plan.n_scratch, self.page_size)
         assert self.n_scratch_lent >= 0
 
     def available_size(self) -> int:
-        """Counts durable tokens; while serving plans, enough for them, so that SGLang evicts nothing on its own account."""
+        """Free durable slots; within `serving` scratch too, so that SGLang itself evicts nothing."""
         free: int = super().available_size()
         return free if self._plans is None else free + self.scratch_tokens
 
@@ -55,7 +55,7 @@ class SuffixKVAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         return self._alloc_planned(need_size)
 
     def alloc_extend(self, *arguments: Any, **options: Any) -> torch.Tensor | None:
-        """Serves SGLang with pages of more than one token; cached prefixes are whole pages."""
+        """SGLang calls this instead of `alloc` where a page has several tokens; cached prefixes are whole pages."""
         if self._plans is None:
             slots: torch.Tensor | None = super().alloc_extend(*arguments, **options)
             return slots
@@ -67,12 +67,11 @@ class SuffixKVAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         self.n_scratch_lent = 0
 
     def resize_durable(self, durable_tokens: int) -> None:
-        """Forget all that is allocated and own this many slots from now on."""
+        """Sets the number of durable slots, and marks all of them as free."""
         self.size, self.num_pages = durable_tokens, durable_tokens // self.page_size
         self.clear()
 
     def resize_scratch(self, scratch_tokens: int) -> None:
-        """Lend this many slots at most from now on; none of them may be lent."""
         assert self.n_scratch_lent == 0, self.n_scratch_lent
         self.scratch_tokens = scratch_tokens
 

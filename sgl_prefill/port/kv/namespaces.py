@@ -1,7 +1,6 @@
-"""Whose prefixes a request may find: those of its own tenant, and those that all share.
+"""Isolation of tenants in the prefix cache: a request finds prefixes of its own tenant, and public ones.
 
-A namespace is put before whatever SGLang itself tells prefixes apart by (`extra_key`: salts, adapters), in one place, whatever
-route a request came by. No body can name it: the tenant comes from the caller, hashed to a fixed length.
+The namespace, a hash of the caller's user name or API key, comes before SGLang's `extra_key` (salts, adapters), on all routes.
 """
 
 from __future__ import annotations
@@ -21,27 +20,27 @@ PUBLIC_PARAMETER = f"{custom_params.OURS}public"
 
 
 class Namespace(str):
-    """What SGLang tells prefixes apart by, of a tenant's request. It may begin by a prefix that all share."""
+    """An `extra_key` of SGLang's for a request whose prompt may begin with a public prefix."""
 
     __slots__ = ()
 
 
 def of_caller(caller: Caller, by: str) -> str:
-    """Returns the tenant of a request; the callers that name nobody are one. "" where all are. by: as --isolate-by."""
+    """Returns the caller's namespace; unnamed callers share one. by: as --isolate-by; "" for "none"."""
     if by == "none":
         return ""
     return hashlib.sha256(caller.name(by).encode()).hexdigest()[:32] + "/"
 
 
 def after_req_init(result: None, req: Req, *_: Any, **__: Any) -> None:
-    """Hook: before anything looks for the prefix of a request."""
-    told = custom_params.of(req, PARAMETER)
-    if told is not None:
-        key = f"{told}{req.extra_key or ''}"
-        # What adapters compute is theirs.
+    """Hook: sets the namespace before SGLang looks up the request's prefix."""
+    namespace = custom_params.of(req, PARAMETER)
+    if namespace is not None:
+        key = f"{namespace}{req.extra_key or ''}"
+        # KV that was computed with an adapter is never public.
         req.extra_key = key if req.lora_id is not None else Namespace(key)
 
 
 def is_public(req: Req) -> bool:
-    """Says whether a request makes the prefix known that all share."""
+    """Whether the request's prompt becomes a public prefix."""
     return custom_params.of(req, PUBLIC_PARAMETER) is True

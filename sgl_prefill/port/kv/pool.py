@@ -4,12 +4,11 @@
     layer 0:   padding   | durable slots, this layer's own     | scratch, the same memory in every layer
     layer 1:   padding   | durable slots, this layer's own     | scratch, the same memory in every layer
 
-A layer writes suffix K and V into scratch, attends, and the next layer overwrites them: one layer's KV is live at a time,
-and no attention kernel knows of it.
+A layer writes suffix K and V into scratch, attends, and the next layer overwrites them: one layer's KV is live at a time.
+Attention kernels need no change.
 
-Why the next layer never writes too early: in a forward pass all writes and reads of KV are enqueued on one stream, layer by
-layer, and the write of layer i + 1 needs the output of attention i. SGLang can put KV copies on a second stream (only while
-it captures a CUDA graph); this pool is built without that stream, so a captured graph has the same single order.
+The next layer never writes too early: all writes and reads of KV are enqueued on one stream, and the write of layer i + 1 needs
+the output of attention i. SGLang can copy KV on a second stream while it captures a CUDA graph; this pool has no such stream.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from sgl_prefill.startup.device import AliasedMemory, device_of
 
 
 class SuffixKVPool(MHATokenToKVPool):  # type: ignore[misc]
-    """`size` of the base class is durable and scratch tokens together. Buffers are freed at exit.
+    """`size` of the base class counts durable and scratch tokens. Buffers are freed at exit.
 
-    Raises AliasedMemoryError where memory is refused, or where SGLang is told to lay KV out in another way.
+    Raises AliasedMemoryError where memory cannot be mapped, or for another KV layout than "nhd".
     """
 
     def __init__(self, durable_tokens: int, scratch_tokens: int, **options: Any) -> None:
-        """Makes the pool. Both are upper limits: only what `commit` and `commit_scratch` name gets memory. They are rounded up
-        to what the mapping granularity asks for.
+        """Reserves addresses for both numbers, rounded up to the mapping granularity. On a device `commit` and `commit_scratch`
+        back them with memory.
         """
         page_size: int = options["page_size"]
         unit = _slots_per_granule(options)
@@ -46,7 +45,7 @@ class SuffixKVPool(MHATokenToKVPool):  # type: ignore[misc]
         self._memory: list[AliasedMemory] = []
         try:
             super().__init__(self.durable_tokens + self.scratch_tokens, enable_alt_stream=False, **options)
-            self._commit_own(0)  # the padding page, which SGLang reads and writes before there is a plan
+            self._commit_own(0)  # the padding page, which SGLang uses before the memory plan is made
         except BaseException:
             self.close()
             raise
@@ -54,25 +53,25 @@ class SuffixKVPool(MHATokenToKVPool):  # type: ignore[misc]
 
     @property
     def backed_bytes(self) -> int:
-        """Counts the physical memory of a device behind the buffers; on a host 0."""
+        """Committed device memory; 0 on a host."""
         return sum(memory.backed_bytes for memory in self._memory)
 
     @property
     def rounding_bytes(self) -> int:
-        """Returns how much more memory of a device than their slots all durable and scratch slots may take; on a host 0."""
+        """Upper limit of the device memory that all slots take beyond their own bytes; 0 on a host."""
         if device_of(self.device).backs_on_use:
             return 0
         padding: int = self.layer_num * self.page_size * sum(self._row_bytes())
         return padding + sum(memory.rounding_bytes for memory in self._memory)
 
     def commit(self, durable_tokens: int) -> None:
-        """Give the first `durable_tokens` durable slots memory, once it is known how many fit."""
+        """Backs the first `durable_tokens` durable slots with memory; there are no more from then on."""
         assert durable_tokens <= self.durable_tokens
         self._commit_own(durable_tokens)
         self.durable_tokens = durable_tokens
 
     def commit_scratch(self, n_tokens: int) -> None:
-        """Give the first `n_tokens` scratch slots memory. Raises NoMemoryLeftError, and some of them may have it then."""
+        """Backs the first `n_tokens` scratch slots with memory. Where it raises NoMemoryLeftError, some of them may be backed."""
         assert n_tokens <= self.scratch_tokens, (n_tokens, self.scratch_tokens)
         if n_tokens <= self.backed_scratch_tokens:
             return
@@ -81,7 +80,7 @@ class SuffixKVPool(MHATokenToKVPool):  # type: ignore[misc]
         self.backed_scratch_tokens = n_tokens
 
     def release_scratch(self) -> None:
-        """Take a device's memory for scratch back."""
+        """Frees a device's memory for scratch."""
         if device_of(self.device).backs_on_use:
             return
         for memory in self._memory:
@@ -89,7 +88,7 @@ class SuffixKVPool(MHATokenToKVPool):  # type: ignore[misc]
         self.backed_scratch_tokens = 0
 
     def fill_scratch(self, value: float, n_tokens: int | None = None) -> None:
-        """Fills scratch, for checks: whatever reads scratch that it has not written must show. None: all that has memory."""
+        """Fills scratch, so that a check notices a read of a slot that was not written. n_tokens: None: all backed slots."""
         first = self.first_scratch_slot
         last = first + (self.backed_scratch_tokens if n_tokens is None else n_tokens)
         for buffer in (self.k_buffer[0], self.v_buffer[0]):
@@ -100,12 +99,12 @@ class SuffixKVPool(MHATokenToKVPool):  # type: ignore[misc]
             memory.commit_own((self.page_size + durable_tokens) * row_bytes)
 
     def close(self) -> None:
-        """Gives all memory back; no buffer may be touched after it. Idempotent."""
+        """Frees all memory; no buffer may be used afterwards. Idempotent."""
         for memory in self._memory:
             memory.close()
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
-        """Returns (K, V): physical memory, scratch counted once."""
+        """Returns (K, V) bytes of physical memory: scratch is counted once."""
         slots = self.page_size + self.durable_tokens
         key, value = (
             (self.layer_num * slots + self.backed_scratch_tokens) * row_bytes for row_bytes in self._row_bytes()
@@ -134,7 +133,7 @@ class SuffixKVPool(MHATokenToKVPool):  # type: ignore[misc]
 
 
 def _slots_per_granule(options: dict[str, Any]) -> int:
-    """Counts the slots whose K and whose V both fill whole granules, in whole pages."""
+    """Smallest number of slots, in whole pages, whose K and V each fill whole granules."""
     granule = device_of(options["device"]).granularity_bytes()
     itemsize = options["dtype"].itemsize
     head_dims = (options["head_dim"], options.get("v_head_dim") or options["head_dim"])

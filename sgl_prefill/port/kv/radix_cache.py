@@ -1,5 +1,5 @@
-"""SGLang's radix cache as ours: it reports each change of its tree, evicts last what waiting jobs will use and first what only
-background jobs have used, is shown only the durable part of a request, and has prefixes that all tenants share.
+"""A subclass of SGLang's radix cache. It reports each change of its tree, evicts prefixes of background jobs first and prefixes
+of waiting jobs last, caches only the durable part of a request, and has public prefixes, which all tenants share.
 """
 
 from __future__ import annotations
@@ -31,20 +31,19 @@ from sgl_prefill.startup.arguments import PREFIX_CACHE_NAME
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
 
 class SharingKey(RadixKey):  # type: ignore[misc]
-    """A tenant's tokens, the first of which all share: they are looked up as nobody's.
+    """The key of a tenant's prompt that begins with a public prefix. No node spans both parts.
 
-    [0, n_public)    in no namespace: nodes of the public prefix
-    [n_public, n)    in the tenant's: no node spans both
+    [0, n_public)    looked up without a namespace
+    [n_public, n)    looked up in the tenant's namespace
     """
 
     __slots__ = ("n_public", "namespace")
 
     def __init__(self, tokens: array[int], namespace: str | None, n_public: int) -> None:
-        super().__init__(tokens, None if n_public else namespace)  # of the first token, which is what SGLang compares
+        super().__init__(tokens, None if n_public else namespace)  # SGLang compares the namespace of the first token
         self.namespace, self.n_public = namespace, n_public
 
     def __getitem__(self, index: int | slice) -> RadixKey:
@@ -55,7 +54,7 @@ class SharingKey(RadixKey):  # type: ignore[misc]
 
 
 class WatchedRadixCache(RadixCache):  # type: ignore[misc]
-    """All changes of the tree's shape go through the four methods below."""
+    """All changes of the tree's shape go through `reset`, `_split_node`, `_insert` and `_delete_leaf`."""
 
     listener: TreeListener | None = None
     advisor: KVAdvisor | None = None
@@ -63,21 +62,18 @@ class WatchedRadixCache(RadixCache):  # type: ignore[misc]
     eviction_strategy: Any
     n_removed_tokens = 0  # by eviction, since the start
     _inserts_for_background = False
-    _public: tuple[array[int], ...] = ()  # prefixes that all share
-    _pinned: frozenset[int] = frozenset()  # those of them that stay in the cache, by their place
+    _public: tuple[array[int], ...] = ()  # public prefixes
+    _pinned: frozenset[int] = frozenset()  # indices of the public prefixes that are cached and locked
 
     def connect(self, listener: TreeListener, advisor: KVAdvisor, kv_tokens: int = 0) -> None:
-        """Report to one from now on, and ask the other before anything is evicted.
-
-        Args:
-            kv_tokens: the cache's slots, of which background jobs get a share; 0 where there are no such jobs.
-        """
+        """Sets the listener of changes and the advisor on evictions. kv_tokens: slots of the cache, of which background jobs get
+        a share; 0 without such jobs."""
         self.listener, self.advisor = listener, advisor
         self.of_background = BackgroundKV(kv_tokens)
         self.eviction_strategy = _UnwantedFirst(advisor, self.of_background, self.eviction_strategy)
 
     def evict_tokens(self, n_tokens: int, *, for_background: bool = False) -> None:
-        """Make room for so many tokens, if any. Background jobs take from others what they may, and then from themselves."""
+        """Evicts at least `n_tokens`. For background jobs: of any KV as much as they may take, then of their own."""
         if n_tokens <= 0:
             return
         if for_background and self.of_background is not None:
@@ -90,12 +86,12 @@ class WatchedRadixCache(RadixCache):  # type: ignore[misc]
         self.evict(EvictParams(num_tokens=n_tokens))
 
     def share(self, tokens: array[int]) -> None:
-        """Lets all tenants share a prefix, which stays in the cache once it has been computed."""
+        """Makes a prefix public. It stays in the cache once it has been computed."""
         if tokens not in self._public:
             self._public = (*self._public, tokens)
 
     def count_public_tokens(self, tokens: array[int], namespace: str | None) -> int:
-        """Counts with how many tokens a prompt begins that all share, in whole pages."""
+        """Length of the prompt's public prefix, in whole pages."""
         if not self._public or not isinstance(namespace, Namespace):
             return 0
         longest = max(_count_equal(tokens, public) for public in self._public)
@@ -120,7 +116,7 @@ class WatchedRadixCache(RadixCache):  # type: ignore[misc]
             self.listener.cleared()
 
     def evictable_background_tokens(self) -> int:
-        """Counts the tokens that eviction could take from what only background jobs have used."""
+        """Evictable tokens that only background jobs have used."""
         return 0 if self.of_background is None else self.of_background.evictable_tokens(_evictable_tokens)
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
@@ -145,7 +141,7 @@ class WatchedRadixCache(RadixCache):  # type: ignore[misc]
         return (n_found if n_present == n_public else n_present), last
 
     def _pin(self, place: int) -> None:
-        """Keeps a public prefix that is in the cache from being evicted."""
+        """Locks a public prefix that is in the cache."""
         tokens = self._public[place]
         found = super().match_prefix(MatchPrefixParams(key=RadixKey(tokens)))
         if len(found.device_indices) == len(tokens) // self.page_size * self.page_size:
@@ -173,7 +169,7 @@ class WatchedRadixCache(RadixCache):  # type: ignore[misc]
             self.listener.leaf_removed(node)
 
     def cache_finished_req(self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
-        """Keeps scratch slots from the tree: what a request leaves behind is cut at its plan's durable end."""
+        """Inserts only the durable part of the request into the tree."""
         self._inserts_for_background = custom_params.is_background(req)
         if namespaces.is_public(req):
             self.share(req.origin_input_ids)
@@ -188,20 +184,20 @@ class WatchedRadixCache(RadixCache):  # type: ignore[misc]
 
     def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
         plan = request_state.of(req).kv_plan
-        assert plan is None or plan.n_scratch == 0, "a request that goes on keeps all of its KV"
+        assert plan is None or plan.n_scratch == 0, "a request that generates keeps all of its KV"
         self._inserts_for_background = custom_params.is_background(req)
         super().cache_unfinished_req(req, chunked)
 
 
 def _path_to(node: TreeNode) -> Iterator[TreeNode]:
-    """Yields a node and what is above it, without the root."""
+    """Yields a node and its ancestors, without the root."""
     while node.parent is not None:
         yield node
         node = node.parent
 
 
 class _UnwantedFirst:
-    """An eviction strategy around SGLang's: what only background jobs have used goes first, what waiting jobs would use last."""
+    """Eviction strategy around SGLang's: KV that only background jobs have used first, KV that waiting jobs will use last."""
 
     def __init__(self, advisor: KVAdvisor, of_background: BackgroundKV, strategy: Any) -> None:
         self._advisor, self._of_background, self._strategy = advisor, of_background, strategy
@@ -209,7 +205,7 @@ class _UnwantedFirst:
 
     @contextmanager
     def backgrounds_first(self) -> Iterator[None]:
-        """Within this, what background jobs hold goes before all else, wanted or not."""
+        """Within the block, KV of background jobs is evicted first even if waiting jobs will use it."""
         self._backgrounds_first = True
         try:
             yield
@@ -224,8 +220,8 @@ class _UnwantedFirst:
 class RadixTree:
     """`core.prefix_tree.PrefixTree` over SGLang's radix cache.
 
-    `RadixCache.match_prefix` refreshes access times and splits nodes: calling it for every waiting request would make the
-    queue, not the traffic, decide what is evicted. This reads and changes nothing.
+    Read-only, unlike `RadixCache.match_prefix`, which refreshes access times and splits nodes: calls for all waiting requests
+    would decide what is evicted.
     """
 
     def __init__(self, cache: WatchedRadixCache) -> None:
@@ -236,7 +232,7 @@ class RadixTree:
         return int(self._cache.page_size)
 
     def match(self, job: Job, start: tuple[TreeNode, int] | None = None) -> Match:
-        """Finds what `match_prefix` would report. A disabled cache holds nothing."""
+        """Finds the same prefix as `match_prefix`; none where the cache is disabled."""
         cache, page_size = self._cache, self.page_size
         node, n_matched = start or (cache.root_node, 0)
         if cache.disable:
@@ -247,11 +243,11 @@ class RadixTree:
         while n_matched < n_tokens:
             namespace = None if n_matched < n_public else job.namespace
             page = RadixKey(job.tokens[n_matched : n_matched + page_size], namespace).child_key(page_size)
-            # `.get`, never `[]`: a node's children are a defaultdict, which would grow a child on lookup.
+            # `.get`, since `[]` of a defaultdict would add a child.
             child = None if is_inside else node.children.get(page)
             if child is None:
                 return Match(node, n_matched, page, is_inside)
-            # Where tenants part, a node of all ends for each of them, whatever comes behind.
+            # A match in the public prefix ends with it, even inside a node: the next token is in a tenant's namespace.
             most = n_public - n_matched if n_matched < n_public else len(child.key)
             n_equal = min(_count_equal(job.tokens, child.key.raw_token_ids(), n_matched), most)
             n_here = n_equal // page_size * page_size
@@ -283,7 +279,7 @@ class RadixTree:
         return len(node.key)
 
     def n_hits(self, node: TreeNode) -> int:
-        """Counts the requests that found this in the cache; the first one made it."""
+        """Prefix hits: the first count of a node is the request that computed it."""
         return max(int(node.hit_count) - 1, 0)
 
     def first_tokens(self, node: TreeNode, n_tokens: int) -> array[int]:
@@ -300,7 +296,7 @@ def _evictable_tokens(node: TreeNode) -> int:
 
 
 def _count_equal(one: array[int], other: array[int], start: int = 0) -> int:
-    """Counts the tokens with which `other` begins as `one` goes on from `start`. Copies neither: prompts are long."""
+    """Length of the common prefix of `one[start:]` and `other`. Copies neither: prompts are long."""
     n_tokens = min(len(one) - start, len(other))
     if n_tokens == 0:
         return 0
@@ -311,14 +307,11 @@ def _count_equal(one: array[int], other: array[int], start: int = 0) -> int:
     return first if differs[first] else n_tokens
 
 
-def create(context: TreeCacheBuildContext) -> WatchedRadixCache:
-    """Makes a cache for SGLang's registry of radix caches. A disabled cache keeps nothing, but it too must not free scratch."""
-    return WatchedRadixCache(context.params)
-
-
 def register() -> None:
-    """Make the prefix cache known to SGLang under the name that `--radix-cache-backend` gets. Idempotent."""
+    """Registers the cache under the name that `--radix-cache-backend` gets. Idempotent. It serves with
+    --disable-radix-cache too, where it must not free scratch either.
+    """
     from sglang.srt.mem_cache.registry import get_radix_cache_factory, register_radix_cache_backend
 
     if get_radix_cache_factory(PREFIX_CACHE_NAME) is None:
-        register_radix_cache_backend(PREFIX_CACHE_NAME, create)
+        register_radix_cache_backend(PREFIX_CACHE_NAME, lambda context: WatchedRadixCache(context.params))

@@ -1,4 +1,4 @@
-"""SGLang's radix cache without KV: durable slots are only counted. For replays on a simulated clock."""
+"""The radix cache without KV memory: durable slots are only counted. For replays on a simulated clock (`planner.simulate`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sgl_prefill.port.kv.radix_cache import RadixTree, WatchedRadixCache
 
 
 class SimulatedCache:
-    """What the engine does with its prefix cache around a step, for jobs whose tokens may stand for pages."""
+    """Does what the engine does with its prefix cache around a step. A token of a job may stand for a page."""
 
     def __init__(self, n_slots: int) -> None:
         self._slots = _SlotCounter(n_slots)
@@ -25,13 +25,14 @@ class SimulatedCache:
             CacheInitParams(disable=False, req_to_token_pool=None, token_to_kv_pool_allocator=self._slots, page_size=1)
         )
         self.tree = RadixTree(self._cache)
-        self._locked: list[Any] = []  # nodes that the jobs of the step reuse
+        self._locked: list[Any] = []  # nodes whose prefix the jobs of the step reuse
 
     def connect(self, listener: TreeListener, advisor: KVAdvisor) -> None:
         self._cache.connect(listener, advisor)
 
     def begin(self, jobs: list[Job]) -> list[KVPlan]:
-        """Lock what the jobs of a step reuse, plan which of their KV is kept, and evict for that. They are still waiting."""
+        """Locks the cached prefixes of a step's jobs, plans how much of their KV is kept, and evicts for that. Call it while
+        the jobs still wait."""
         assert self._cache.advisor is not None
         plans: list[KVPlan] = []
         n_promised = 0
@@ -52,11 +53,11 @@ class SimulatedCache:
         return plans
 
     def end(self, jobs: list[Job], plans: list[KVPlan]) -> None:
-        """Show the kept KV of a step to the tree."""
+        """Inserts the kept KV of a step into the tree."""
         for job, plan in zip(jobs, plans, strict=True):
             value = torch.zeros(plan.n_durable, dtype=torch.int64)
             result = self._cache.insert(InsertParams(key=_key(job, plan.n_durable), value=value))
-            self._slots.n_free += max(result.prefix_len - plan.n_cached, 0)  # what was there already is given back
+            self._slots.n_free += max(result.prefix_len - plan.n_cached, 0)  # duplicates of cached tokens are freed
         for node in self._locked:
             self._cache.dec_lock_ref(node)
         self._locked.clear()

@@ -1,13 +1,13 @@
 """Answers of several tokens in the forward pass of their prompt (`core.answer_tree`).
 
-Each token of a tree runs as a request of its own in the step's batch, one new token behind the prompt's KV slots and those of the
-tokens before it in the tree, which the same pass writes: every layer writes all K and V before it attends. So an answer costs
-no step of its own, and a prompt whose KV lives for one layer only (scratch) can have one too.
+Each node of a tree runs as a request of one new token in the step's batch. Its cached prefix is the prompt and the node's
+ancestors, whose KV the same pass writes: every layer writes all K and V before it attends. So an answer costs no step of its own,
+and also works where the prompt's KV is in scratch.
 
-    requests of the pass:    the step's requests                         nodes of their trees, one token each
-    KV slots:                as SGLang has allocated them                scratch, or durable slots until the pass has ended
-    rows of the slot table:  SGLang's                                    rows of ours behind them
-    logits:                  SGLang's logits processor                   in small pieces, of which what is asked for is kept
+    requests of the pass:    the step's requests             nodes of their trees, one token each
+    KV slots:                SGLang's allocation             scratch, or durable slots that are freed after the pass
+    rows of the slot table:  SGLang's                        further rows, which SGLang gives to no request
+    logits:                  SGLang's logits processor       in pieces of 32 rows, of which only the wanted tokens are kept
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sgl_prefill.errors import UntraceableModelError
 from sgl_prefill.port.kv.allocator import SuffixKVAllocator
 from sgl_prefill.port.runner import logits as logits_of
 from sgl_prefill.port.runner.runner_state import RunnerState
-from sgl_prefill.port.steps import custom_params
+from sgl_prefill.port.steps import custom_params, time_stats
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
@@ -38,22 +38,22 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 PARAMETER = f"{custom_params.OURS}answer_tree"
-FACT = "answer_logprobs"  # of a request: for each node those of what it asks for
+FACT = "answer_logprobs"  # in a request's time stats: for each node the log-probabilities of its `asked_tokens`
 Logprobs: TypeAlias = list[list[float]]  # the value of that fact
-Unread: TypeAlias = list[torch.Tensor]  # the same, where the model has computed it
-LOGIT_ROWS = 32  # at a time
+Unread: TypeAlias = list[torch.Tensor]  # the same as tensors on the model's device
+LOGIT_ROWS = 32
 
-NO_REQUEST = ""  # request id of the rows of answers
+NO_REQUEST = ""  # request id of all nodes
 _ATTRIBUTE = "sgl_prefill_trees"
 
 
 def attach(obj: GenerateReqInput, trees: Sequence[AnswerTree]) -> None:
-    """Notes the tree of each prompt of a request; `sampling_params_with_trees` passes them to the scheduler."""
+    """Keeps the tree of each prompt with a request; `sampling_params_with_trees` passes them to the scheduler."""
     setattr(obj, _ATTRIBUTE, trees)
 
 
 def sampling_params_with_trees(obj: Any, *, is_batch: bool) -> Any:
-    """Returns the sampling parameters of a request with its trees; one set per prompt of a batch."""
+    """Returns the sampling parameters of a request with its trees; a list, one per prompt, for a batch."""
     trees: Sequence[AnswerTree] = getattr(obj, _ATTRIBUTE, ())
     if not any(tree.nodes for tree in trees):
         return obj.sampling_params
@@ -66,7 +66,7 @@ def sampling_params_with_trees(obj: Any, *, is_batch: bool) -> Any:
 
 
 def count_nodes(parameters: Any) -> int:
-    """Counts the tokens that a prompt with these sampling parameters computes besides its own; a dict, or SGLang's object."""
+    """Number of answer tokens that the prompt with these sampling parameters computes. parameters: a dict, or SGLang's object."""
     given = parameters.get("custom_params") if isinstance(parameters, dict) else parameters.custom_params
     return len((given or {}).get(PARAMETER) or ())
 
@@ -76,7 +76,7 @@ def nodes_of(req: Req) -> list[Node]:
 
 
 def problem(state: RunnerState, runner: ModelRunner) -> str | None:
-    """Says why this engine cannot compute answers of several tokens; None where it can."""
+    """Returns why this engine cannot compute answers of several tokens; None where it can."""
     from sgl_prefill.port.runner.forward import body_of
 
     try:
@@ -84,7 +84,7 @@ def problem(state: RunnerState, runner: ModelRunner) -> str | None:
     except UntraceableModelError as error:
         return str(error)
     if state.answer_rows is None:
-        return "its table of KV slots is not the one that this package knows"
+        return "SGLang has another class for its table of KV slots than ReqToTokenPool"
     if runner.device == "cpu":
         return None
     if state.hybrid is None:
@@ -96,19 +96,16 @@ def problem(state: RunnerState, runner: ModelRunner) -> str | None:
 
 @dataclasses.dataclass
 class AnswerRows:
-    """Rows of the table of KV slots that no request of SGLang's gets, and the pass that uses them."""
+    """The further rows of the slot table, and the nodes of the running pass."""
 
     table: ReqToTokenPool
     first_row: int
-    trees: list[tuple[int, list[Node]]] | None = (
-        None  # (place of the request in the step, its tree) of the running pass
-    )
+    trees: list[tuple[int, list[Node]]] | None = None  # (index of the request in the step, its tree)
     slots: torch.Tensor | None = None  # int64 [nodes]
     batch: ForwardBatch | None = None  # the step without its trees
-    values: Unread = dataclasses.field(default_factory=list)  # found, of each node
-    unread: list[tuple[Any, Unread]] = dataclasses.field(
-        default_factory=list
-    )  # (time stats of a request, of its nodes)
+    values: Unread = dataclasses.field(default_factory=list)  # one per node
+    # (time stats of a request, values of its nodes), until the step's result is read.
+    unread: list[tuple[Any, Unread]] = dataclasses.field(default_factory=list)
 
     def forget(self) -> None:
         self.trees = self.slots = self.batch = None
@@ -118,7 +115,7 @@ class AnswerRows:
 def around_build_table(
     state: RunnerState, original: Callable[..., ReqToTokenPool], configurator: KVCacheConfigurator, *, max_num_reqs: int
 ) -> ReqToTokenPool:
-    """Hook: a table with more rows than SGLang gives to requests."""
+    """Hook: builds the slot table with more rows than SGLang gives to requests."""
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
     if configurator.is_draft_worker:
@@ -141,7 +138,7 @@ def around_forward_batch_generation(
     *rest: Any,
     **options: Any,
 ) -> Any:
-    """Hook: lends slots to the trees of a step, and keeps what the pass finds. Raises MemoryError where there is no room."""
+    """Hook: allocates slots for a step's trees, and keeps their log-probabilities. Raises MemoryError where there are too few."""
     rows = state.answer_rows
     trees = [] if rows is None or not batch.forward_mode.is_extend() else _trees_of(batch)
     if rows is None or not trees:
@@ -155,7 +152,7 @@ def around_forward_batch_generation(
     rows.trees, rows.slots = trees, slots
     try:
         result = original(worker, batch, *rest, **options)
-        assert len(rows.values) == n_nodes, "the model's logits did not come by SGLang's logits processor"
+        assert len(rows.values) == n_nodes, "the model computes logits without SGLang's logits processor"
         values = iter(rows.values)
         for place, nodes in trees:
             rows.unread.append((batch.reqs[place].time_stats, [next(values) for _ in nodes]))
@@ -167,7 +164,7 @@ def around_forward_batch_generation(
 
 
 def around_move_logprobs(state: RunnerState, original: Callable[..., None], processor: Any, **options: Any) -> None:
-    """Hook: SGLang reads a step's result now, and so is what was found for its trees."""
+    """Hook: copies the trees' log-probabilities to the host when SGLang reads the step's result."""
     rows = state.answer_rows
     if rows is not None and rows.unread:
         unread, rows.unread = rows.unread, []
@@ -184,19 +181,21 @@ def _trees_of(batch: ScheduleBatch) -> list[tuple[int, list[Node]]]:
 
 
 def _lend(batch: ScheduleBatch, n_nodes: int) -> tuple[torch.Tensor, bool]:
-    """Returns slots for so many tokens, and whether they must be given back."""
+    """Returns slots for so many tokens, and whether they must be freed after the pass."""
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
     allocator = batch.tree_cache.token_to_kv_pool_allocator
     if isinstance(allocator, SuffixKVAllocator) and allocator.n_scratch_lent + n_nodes <= allocator.scratch_tokens:
-        first = allocator.first_scratch_slot + allocator.n_scratch_lent  # nobody else asks before the pass has ended
+        first = (
+            allocator.first_scratch_slot + allocator.n_scratch_lent
+        )  # scratch is not allocated again before the next step
         return torch.arange(first, first + n_nodes, dtype=torch.int64, device=allocator.device), False
     n_whole = ceil_to(n_nodes, allocator.page_size)
     if (n_missing := n_whole - allocator.available_size()) > 0:
         batch.tree_cache.evict(EvictParams(num_tokens=n_missing))
     slots = allocator.alloc(n_whole)
     if slots is None:
-        raise MemoryError(f"the {n_nodes} tokens of this step's answers find no KV slots beside their prompts")
+        raise MemoryError(f"there are no free KV slots for the {n_nodes} tokens of this step's answers")
     return slots, True
 
 
@@ -208,7 +207,7 @@ def around_forward(
     *rest: Any,
     **options: Any,
 ) -> Any:
-    """Hook: the pass gets the nodes of its trees as further requests."""
+    """Hook: adds the nodes of the step's trees to the batch as further requests."""
     rows = state.answer_rows
     if rows is None or rows.trees is None or rows.batch is not None:
         return original(runner, forward_batch, *rest, **options)
@@ -217,7 +216,7 @@ def around_forward(
 
 
 def are_in(batch: ForwardBatch) -> bool:
-    """Tells whether a pass has trees; SGLang may have copied its batch."""
+    """Whether a batch, or SGLang's copy of it, has trees."""
     return bool(batch.rids) and batch.rids[-1] == NO_REQUEST
 
 
@@ -274,7 +273,7 @@ def _with_trees(rows: AnswerRows, batch: ForwardBatch) -> ForwardBatch:
 
 
 def _paths(nodes: Sequence[Node]) -> torch.Tensor:
-    """Returns the nodes on the way to each node, itself the last: [nodes, depth + 1], and node 0 where the way is shorter."""
+    """Returns the path from the root to each node, int64 [nodes, largest depth + 1], filled up with zeros."""
     paths = torch.zeros(len(nodes), max(node.depth for node in nodes) + 1, dtype=torch.int64)
     for place, node in enumerate(nodes):
         if node.parent >= 0:
@@ -294,7 +293,9 @@ def around_logits(
     *rest: Any,
     **options: Any,
 ) -> LogitsProcessorOutput:
-    """Hook: SGLang's part sees the step as it made it; of the trees' log-probabilities only those that are asked for are kept."""
+    """Hook: SGLang's logits processor gets the step without its trees; for their nodes only the wanted log-probabilities are
+    kept.
+    """
     from sglang.srt.layers.logits_processor import LogitsMetadata
 
     rows = state.answer_rows

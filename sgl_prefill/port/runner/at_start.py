@@ -1,4 +1,4 @@
-"""When the start's own parts run inside SGLang's, and the limits that follow from the memory plan."""
+"""Hooks that run this package's part of the start (`startup.prepare`) inside SGLang's, and report the memory plan's limits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sgl_prefill.core.gpu_memory import model_name
-from sgl_prefill.core.ranks import Ranks, smallest
+from sgl_prefill.core.ranks import smallest
 from sgl_prefill.errors import MemoryPlanError
 from sgl_prefill.port.runner import answer_trees, forward, shared_prefixes
 from sgl_prefill.port.runner.forward import SUM_OVER_RANKS
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 def around_profile_available_bytes(
     record: StartRecord, original: Callable[..., int], configurator: KVCacheConfigurator, pre_model_load_memory: float
 ) -> int:
-    """Hook: on a host the budget is an amount and not a share of what happens to be free, so that starts are alike."""
+    """Hook: on a host `--memory-budget-gb` sets the bytes for KV and activations. SGLang takes a share of the free memory."""
     from sglang.srt.runtime_context import get_schedule
 
     budget_gb, ranks = record.config.memory_budget_gb, these_ranks()
-    if budget_gb is None and ranks.count > 1:  # all of them are on this machine
+    if budget_gb is None and ranks.count > 1:  # on a host, all ranks share this machine
         budget_gb = round(get_schedule().mem_fraction_static * pre_model_load_memory, 2)
     if not device_of(configurator.device).is_host or budget_gb is None:
         n_bytes = _sglangs_bytes(original, configurator, pre_model_load_memory)
@@ -41,9 +41,10 @@ def around_profile_available_bytes(
         weights = weights_bytes(configurator.model)
         n_bytes = int(budget_gb * 2**30) // ranks.count - weights
         if n_bytes <= 0:
+            for_ranks, each = ("", "") if ranks.count == 1 else (f" for {ranks.count} ranks", " of each")
             raise MemoryPlanError(
-                f"--memory-budget-gb is {budget_gb}{_for_each(ranks)}, and the weights alone take"
-                f" {weights / 2**30:.2f} GiB{_of_each(ranks)}: raise it"
+                f"--memory-budget-gb is {budget_gb}{for_ranks}, and the weights alone take"
+                f" {weights / 2**30:.2f} GiB{each}: raise it"
             )
     (n_bytes,) = smallest(ranks, [n_bytes])
     record.memory_beyond_weights_bytes = n_bytes
@@ -66,16 +67,10 @@ def _sglangs_bytes(
         raise MemoryPlanError(examine.no_room_for_kv(device, name, weights, device.free_bytes(), fraction)) from error
 
 
-def _for_each(ranks: Ranks) -> str:
-    return "" if ranks.count == 1 else f" for {ranks.count} ranks"
-
-
-def _of_each(ranks: Ranks) -> str:
-    return "" if ranks.count == 1 else " of each"
-
-
 def after_init_attention_backends(state: RunnerState, result: None, runner: ModelRunner) -> None:
-    """Hook: model and backends are there. Raises UntraceableModelError, ConfigurationError for what was explicitly asked for."""
+    """Hook: records the model's body, and checks shared_prefix_attention. Raises UntraceableModelError or ConfigurationError
+    where an option is `on` and impossible.
+    """
     if state.record.config.hybrid_prefill != "off":
         forward.trace_model(state, runner)
     shared_prefixes.set_up(state.record.config.shared_prefix_attention, runner)
@@ -84,8 +79,7 @@ def after_init_attention_backends(state: RunnerState, result: None, runner: Mode
 def around_get_worker_info(
     state: RunnerState, original: Callable[..., tuple[Any, ...]], worker: TpModelWorker
 ) -> tuple[Any, ...]:
-    """Hook: SGLang asks for the limits once model, pools and CUDA graphs are there: the moment to profile, divide the
-    memory and check the paths. The longest input is the plan's, whatever the number of durable slots.
+    """Hook: runs `prepare` once model, pools and CUDA graphs exist, and reports the memory plan's longest input as the limit.
 
     Raises MemoryPlanError, ParityError.
     """
@@ -100,15 +94,15 @@ def around_get_worker_info(
     assert record.memory_plan is not None
     longest = record.memory_plan.max_input_tokens
     max_total, max_prefill, max_running, max_queued, max_req, _, *rest = original(worker)
-    # A step of several requests must not take more scratch and activations than the longest input.
+    # A step of several requests must fit the scratch and activations of the longest input.
     max_prefill = min(max_prefill, longest)
     max_req = max(max_req, longest + ANSWER_MARGIN_TOKENS - 1)
-    # SGLang refuses an input of its own limit.
+    # SGLang refuses inputs from its limit on.
     return (max_total, max_prefill, max_running, max_queued, max_req, longest + 1, *rest)
 
 
 def around_init_req_max_new_tokens(original: Callable[..., None], scheduler: Scheduler, req: Req) -> None:
-    """Hook: one token needs no slot of its own, and more than one need all of the KV: SGLang would cut them silently."""
+    """Hook: keeps max_new_tokens of 0 or 1, which need no further slot. Refuses a larger one that SGLang would lower silently."""
     asked: int | None = req.sampling_params.max_new_tokens
     original(scheduler, req)
     if asked is not None and asked <= 1:
@@ -128,7 +122,7 @@ def around_init_req_max_new_tokens(original: Callable[..., None], scheduler: Sch
 
 
 def after_get_init_info(state: RunnerState, result: dict[str, Any], scheduler: Scheduler) -> dict[str, Any]:
-    """Hook: SGLang sends this dict to the HTTP process, where /server_info shows it."""
+    """Hook: adds the record of the start to the dict that SGLang sends to the HTTP process, for /server_info."""
     state.record.ranks = _ranks(state)
     problem = answer_trees.problem(state, scheduler.tp_worker.model_runner)
     return {
@@ -140,7 +134,7 @@ def after_get_init_info(state: RunnerState, result: dict[str, Any], scheduler: S
 
 
 def _ranks(state: RunnerState) -> dict[str, int] | None:
-    """Counts the ranks, and how often they wait for each other in a pass over one chunk."""
+    """Returns the number of ranks, and of their collective operations in a pass over one chunk; None for one rank."""
     ranks, hybrid = these_ranks(), state.hybrid
     if ranks.count == 1:
         return None

@@ -1,4 +1,4 @@
-"""Hybrid prefilling inside SGLang's model runner: tracing at load, and the path that a forward pass takes."""
+"""Hybrid prefilling inside SGLang's model runner: records the model's body at load, and chooses the path of each forward pass."""
 
 from __future__ import annotations
 
@@ -27,14 +27,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HOST_LOGPROB_ROWS = 32
-SUM_OVER_RANKS = "sglang.inplace_all_reduce"  # in a recorded body
+SUM_OVER_RANKS = "sglang.inplace_all_reduce"  # names of operations in a recorded body
 ATTENTION_OP = "sglang.unified_attention_with_output"
-# SGLang registers every operation that must not be compiled into a piece. Of these, reductions over ranks are token-wise.
-TOKEN_WISE_SPLIT_OPS = frozenset({SUM_OVER_RANKS})
 
 
 def trace_model(state: RunnerState, model_runner: ModelRunner) -> None:
-    """Records the model's body and lets long extends run through it. Raises UntraceableModelError under `on`."""
+    """Records the model's body, through which long extends run from now on. Raises UntraceableModelError under `on`."""
     try:
         body = body_of(model_runner)
         hybrid = _build(model_runner, body)
@@ -54,8 +52,8 @@ def trace_model(state: RunnerState, model_runner: ModelRunner) -> None:
 
 
 def use_small_logprob_chunks() -> None:
-    """Computes, on a host, the log-probabilities of a long tail (`logprob_start_len`) in so few rows at a time that their
-    logits are small beside a chunk: 32 rows of a vocabulary of 49,152 take 19 MiB, SGLang's 2,048 would take 1.2 GiB.
+    """On a host, computes input log-probabilities (`logprob_start_len`) for 32 rows at a time: with a vocabulary of 49,152 their
+    logits take 19 MiB. SGLang's 2,048 rows would take 1.2 GiB.
     """
     from sglang.srt.environ import envs
 
@@ -65,7 +63,7 @@ def use_small_logprob_chunks() -> None:
 
 
 def body_of(model_runner: ModelRunner) -> torch.nn.Module:
-    """Finds what goes from embedding to final norm. Raises UntraceableModelError where hybrid prefilling cannot serve it."""
+    """Returns the module from embedding to final norm. Raises UntraceableModelError where hybrid prefilling cannot serve it."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.model_loader.utils import resolve_language_model
@@ -82,14 +80,14 @@ def body_of(model_runner: ModelRunner) -> torch.nn.Module:
     backend = prefill_backend(model_runner.attn_backend)
     if pool.dtype != model_runner.dtype and gathers_kv(backend):
         raise UntraceableModelError(
-            f"its KV cache holds {pool.dtype}, and {type(backend).__name__} wants K and V of a batch in {model_runner.dtype}, as"
-            " they are computed: a hybrid pass has them in the cache alone (--attention-backend fa3 reads all from there)"
+            f"its KV cache holds {pool.dtype}, and {type(backend).__name__} needs K and V of a batch in {model_runner.dtype}:"
+            " a hybrid pass keeps them in the cache only (--attention-backend fa3 reads them from there)"
         )
     body = getattr(model_runner.model, "model", None)
     if not isinstance(body, torch.nn.Module):
         try:
             body = resolve_language_model(model_runner.model)
-        except AttributeError:  # GPT-2 and others name it otherwise
+        except AttributeError:  # GPT-2 and others have another name
             body = None
     if not isinstance(body, torch.nn.Module) or not hasattr(body, "layers"):
         raise UntraceableModelError("it has no `model` with `layers`")
@@ -97,7 +95,7 @@ def body_of(model_runner: ModelRunner) -> torch.nn.Module:
 
 
 def quant_config_of(model_runner: ModelRunner) -> Any:
-    """Returns how the weights are quantized, as SGLang's own runner finds it; None where they are not."""
+    """Returns SGLang's object for the quantization of the weights, or None."""
     return getattr(model_runner.model, "quant_config", None)
 
 
@@ -120,7 +118,7 @@ def _build(model_runner: ModelRunner, body: torch.nn.Module) -> HybridBody:
         )
 
     backend = prefill_backend(model_runner.attn_backend)
-    kernels = getattr(backend, "kernels", None)  # of our CPU backend
+    kernels = getattr(backend, "kernels", None)  # native kernels of `cpu.attention_backend`
     recorded: AbstractContextManager[None] = nullcontext()
     if kernels is not None:
         recorded = fused.recorded_as_operations(body, model_runner.dtype, model_runner.model_config.context_len)
@@ -130,19 +128,19 @@ def _build(model_runner: ModelRunner, body: torch.nn.Module) -> HybridBody:
         traced = trace_body(body, make_batch, device, traces, opaque_ops())
     products = [] if kernels is None else fused.lower(traced, kernels)
     split = split_body(traced, attention_in_place=_attends_in_place(backend))
-    # Until `choose_chunk_tokens`, which measures with packed weights.
+    # A preliminary chunk size: `choose_chunk_tokens` measures with packed weights.
     return HybridBody(split, chunk_tokens=device_of(device).chunk_candidates[0], products=products)
 
 
 @contextmanager
 def sglang_traces(forward_batch: ForwardBatch, quant_config: Any = None) -> Iterator[None]:
-    """Sets SGLang's own switches for tracing: attention and experts become opaque operations, and no kernel is picked by size."""
+    """Sets SGLang's switches for tracing: attention and experts become opaque operations, and no kernel is chosen by size."""
     from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
         context_manager,
         set_tc_piecewise_forward_context,
     )
 
-    # On an error it logs a hint on CUDA graphs, which would send a reader of our own message astray.
+    # On an error it logs a hint on CUDA graphs, which would mislead.
     context_manager.logger.disabled = True
     try:
         with (
@@ -155,14 +153,14 @@ def sglang_traces(forward_batch: ForwardBatch, quant_config: Any = None) -> Iter
 
 
 def opaque_ops() -> OpaqueOps:
-    """Finds attention, and linear attention, Mamba, sparse attention: SGLang lists them as operations of their own."""
+    """Returns SGLang's operations that mix tokens: attention, linear attention, Mamba, sparse attention."""
     from sglang.srt.compilation.compilation_config import SPLIT_OPS
 
-    return OpaqueOps(ATTENTION_OP, frozenset(SPLIT_OPS) - {ATTENTION_OP} - TOKEN_WISE_SPLIT_OPS)
+    return OpaqueOps(ATTENTION_OP, frozenset(SPLIT_OPS) - {ATTENTION_OP, SUM_OVER_RANKS})
 
 
 class ExpertContext:
-    """SGLang's opaque operations for experts and for AWQ's products find what they need through a context of SGLang's."""
+    """The context in which SGLang's opaque operations for experts and AWQ products find their layers and batch."""
 
     def __init__(self, body: torch.nn.Module, quant_config: Any = None) -> None:
         from sglang.srt.model_executor.model_runner_components.layer_setup import compute_attention_and_moe_layers
@@ -183,7 +181,7 @@ class ExpertContext:
 
 
 def _is_captured() -> bool:
-    """Tells whether SGLang records or replays a CUDA graph: the hybrid pass is not for graphs, its attention is planned anew."""
+    """Whether SGLang records or replays a CUDA graph, which a hybrid pass cannot be part of."""
     from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import is_in_breakable_cuda_graph
     from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import is_in_tc_piecewise_cuda_graph
     from sglang.srt.model_executor.runner_utils.capture_mode import get_is_capture_mode
@@ -192,8 +190,8 @@ def _is_captured() -> bool:
 
 
 def _route(body: torch.nn.Module, hybrid: HybridBody, context: ExpertContext, *, reads_last_rows: bool) -> None:
-    """Put a dispatcher in the place of `body.forward`. An extend of at most one chunk keeps SGLang's own path, unless native
-    kernels serve the body. reads_last_rows: of the hidden states only those of the rows whose logits are asked for are read.
+    """Replaces `body.forward` by a dispatcher. Extends of at most one chunk run in SGLang's layers, unless native kernels serve
+    the body. reads_last_rows: SGLang reads the last hidden state of each request only.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -210,16 +208,12 @@ def _route(body: torch.nn.Module, hybrid: HybridBody, context: ExpertContext, *,
             input_ids is None
             or (is_short and not hybrid.serves_short and not answer_trees.are_in(forward_batch))
             or not (mode == ForwardMode.EXTEND or (hybrid.serves_short and mode.is_decode()))
-            or any(value is not None for value in (*args, *kwargs.values()))  # input embeddings, pipeline stages
+            or any(value is not None for value in (*args, *kwargs.values()))  # e.g. input embeddings
             or _is_captured()
         )
         if is_plain:
             return plain_forward(input_ids, positions, forward_batch, *args, **kwargs)
-        token_rows = {
-            "input_ids": input_ids,
-            "positions": positions,
-            "out_cache_loc": forward_batch.out_cache_loc,
-        }
+        token_rows = {"input_ids": input_ids, "positions": positions, "out_cache_loc": forward_batch.out_cache_loc}
         last_rows = _last_rows(forward_batch) if reads_last_rows else None
         hybrid.n_passes += 1
         with context.of(forward_batch):
@@ -229,8 +223,8 @@ def _route(body: torch.nn.Module, hybrid: HybridBody, context: ExpertContext, *,
 
 
 def _last_rows(forward_batch: ForwardBatch) -> torch.Tensor | None:
-    """Returns the last row of each request of an extend, None where hidden states of other rows are read too:
-    log-probabilities of the input, or hidden states that go back to the client.
+    """Returns the index of the last row of each request of an extend; None where SGLang reads other rows too (input
+    log-probabilities, hidden states for the client).
     """
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
@@ -247,7 +241,7 @@ def _last_rows(forward_batch: ForwardBatch) -> torch.Tensor | None:
 
 
 class BatchIO:
-    """`body.LayerIO` over SGLang's KV pool and attention backend, for one batch."""
+    """`hybrid.body.LayerIO` over SGLang's KV pool and attention backend, for one batch."""
 
     def __init__(self, forward_batch: ForwardBatch, layers: dict[int, RadixAttention]) -> None:
         from sglang.srt.model_executor.forward_context import get_attn_backend, get_token_to_kv_pool
@@ -259,7 +253,7 @@ class BatchIO:
         self._backend = backend.decode_backend if picks_other else prefill_backend(backend)
         self._pool = get_token_to_kv_pool()
         self._slots = forward_batch.out_cache_loc
-        self._kernels: Any = getattr(self._backend, "kernels", None)  # of our CPU backend
+        self._kernels: Any = getattr(self._backend, "kernels", None)  # native kernels of `cpu.attention_backend`
 
     def write_kv(self, layer_id: int, start: int, end: int, key: torch.Tensor, value: torch.Tensor) -> None:
         from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -283,53 +277,53 @@ class BatchIO:
         if gathers_kv(self._backend):
             key = self._own_rows(self._pool.get_key_buffer(layer_id))
             value = self._own_rows(self._pool.get_value_buffer(layer_id))
-        self._batch._attn_output = output  # where SGLang's FlashAttention backend writes, sparing a copy
+        self._batch._attn_output = output  # SGLang's FlashAttention backend writes there, without a copy
         result = self._backend.forward(query, key, value, layer, self._batch, save_kv_cache=False)
         if result.data_ptr() != output.data_ptr():
             output.view(result.shape).copy_(result)
 
     def _own_rows(self, pool: torch.Tensor) -> torch.Tensor:
-        """Returns K or V of the batch's tokens: a view where their slots are consecutive, as scratch slots are; else a copy."""
+        """Returns K or V of the batch's tokens: a view where their slots are consecutive (scratch), else a copy."""
         run = self._consecutive
         return pool[run] if run is not None else pool.index_select(0, self._slots)
 
     @functools.cached_property
     def _consecutive(self) -> slice | None:
-        """Read once a pass: it waits for the device."""
+        """The batch's slots, where they are consecutive. Cached, since it synchronizes with the device."""
         first, n_tokens = int(self._slots[0]), len(self._slots)
         is_run = bool((self._slots[1:] - self._slots[:-1] == 1).all())
         return slice(first, first + n_tokens) if is_run else None
 
 
 def _in_rows(x: torch.Tensor) -> torch.Tensor:
-    """Returns x with each token's numbers in one piece. x: [tokens, heads, head_dim], or [tokens, heads * head_dim]."""
+    """Returns x with contiguous rows. x: [tokens, heads, head_dim], or [tokens, heads * head_dim]."""
     is_in_rows = x.stride(-1) == 1 and (x.dim() == 2 or x.stride(1) == x.shape[2])
     return x if is_in_rows else x.contiguous()
 
 
 def prefill_backend(backend: Any) -> Any:
-    """Looks into an object of SGLang's that picks a backend by the kind of forward pass. FlashInfer's own backend has attributes
-    of the same names, which are texts.
-    """
+    """Returns the backend for prefills where SGLang has another one for decoding."""
     return backend.prefill_backend if _picks(backend) else backend
 
 
 def _picks(backend: Any) -> bool:
+    """By class: FlashInfer's backend has an attribute `prefill_backend` too, a string."""
     from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 
     return isinstance(backend, HybridAttnBackend)
 
 
 def _attends_in_place(backend: Any) -> bool:
-    """Tells whether the attention backend is ours, which may write its output over the queries."""
+    """Whether the backend may write its output over the queries: `cpu.attention_backend` may."""
     return hasattr(prefill_backend(backend), "attend_into")
 
 
 def gathers_kv(backend: Any) -> bool:
-    """Tells whether a backend reads a batch's own K and V from its arguments, which costs a copy where their slots lie apart.
-    Ours and SGLang's FlashAttention read all from the pool."""
+    """Whether a backend takes the batch's own K and V as arguments, which costs a copy where their slots are not consecutive.
+    The CPU backend and SGLang's FlashAttention read all K and V from the pool.
+    """
     if _attends_in_place(backend):
         return False
-    # By name: its module loads a device's kernels.
+    # By name: importing its module needs a CUDA device.
     is_flash = any(kind.__name__ == "FlashAttentionBackend" for kind in type(backend).__mro__)
     return not is_flash or bool(backend.fa_skip_kv_cache)

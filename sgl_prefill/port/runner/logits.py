@@ -1,9 +1,9 @@
 """Label logits in float32, and the log-probabilities of a step's labels: gathered on the device without waiting for it, and
 read in one copy.
 
-SGLang counts a step's labels on the device and asks it for the sum, so each step of label requests would wait in the middle of
-its launch. It also reads them request by request, and ends the scheduler where one request of a step asks for the
-log-probabilities of some tokens and another for none (it puts an empty list among the tensors).
+SGLang counts a step's labels on the device and reads the sum, so each step of label requests would wait in the middle of its
+launch. It also reads the labels request by request, and its scheduler ends where only some requests of a step have labels (for
+the others it puts empty lists among the tensors).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def around_compute_lm_head(
     lm_head: Any,
     embedding_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Hook: float32 for the rows of a step of an unquantized half-precision LM head; SGLang's way for the rest, such as the
-    log-probabilities of a long tail.
+    """Hook: computes logits in float32 for an unquantized half-precision LM head and at most one row per request of a step.
+    SGLang computes others, such as those of input log-probabilities.
     """
     weight: Any = getattr(lm_head, "weight", None)
     if record.config.stable_answers:  # the start has checked that one kernel computes all rows of this LM head

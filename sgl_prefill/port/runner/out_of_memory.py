@@ -1,7 +1,7 @@
-"""A forward pass that runs out of memory fails its own requests with 503, and the server goes on.
+"""Where a forward pass runs out of memory, its requests get a 503 and the server goes on.
 
-SGLang's scheduler ends with any exception of a forward pass. The prefill-only requests of the failed pass have produced
-nothing yet and hold nothing but their slots, so they can be answered and forgotten. A batch that decodes is left to SGLang.
+SGLang's scheduler ends with any exception of a forward pass. Prefill-only requests hold nothing but their slots, so they can be
+answered and freed. For a batch that decodes SGLang's behaviour stays.
 """
 
 from __future__ import annotations
@@ -22,31 +22,23 @@ logger = logging.getLogger(__name__)
 
 
 class FailedPass:
-    """Stands in for the result of a forward pass whose requests have been answered already."""
+    """The result of a forward pass whose requests have been answered with 503."""
 
 
 def around_run_batch(original: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, *rest: Any) -> Any:
-    """Hook: answer the batch's requests with the reason where memory runs out."""
+    """Hook: where memory runs out, answers the batch's requests with the reason."""
     try:
         return original(scheduler, batch, *rest)
     except (MemoryError, RuntimeError) as error:
-        # SGLang's overlap loop and its chunked prefill keep more of a batch than its requests: those are left to SGLang.
+        # SGLang's overlap loop and its chunked prefill keep further state of a batch.
         keeps_more = scheduler.enable_overlap or scheduler.chunked_req is not None
-        # Other ranks wait in the middle of this pass: that cannot be taken back.
+        # With several ranks, the others are waiting for this one in the middle of the pass.
         if scheduler.ps.tp_size > 1 or keeps_more or not batch.forward_mode.is_extend() or not is_out_of_memory(error):
             raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     # Outside the handler: the exception's traceback would keep the failed pass's tensors alive.
     _fail(scheduler, batch, reason)
     return FailedPass()
-
-
-def around_process_batch_result(
-    original: Callable[..., None], scheduler: Scheduler, batch: ScheduleBatch, result: Any
-) -> None:
-    """Hook: nothing is left to do for a failed pass."""
-    if not isinstance(result, FailedPass):
-        original(scheduler, batch, result)
 
 
 def _fail(scheduler: Scheduler, batch: ScheduleBatch, reason: str) -> None:

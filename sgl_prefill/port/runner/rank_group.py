@@ -1,8 +1,15 @@
-"""The ranks of SGLang's tensor parallelism, and how they agree: through gloo, whatever the device."""
+"""The ranks of SGLang's tensor parallelism: how they agree (through gloo on any device), and how they find each other on one
+machine: on the loopback interface, since PyTorch's store listens on every interface.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import socket
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlsplit
 
 import torch
 
@@ -11,9 +18,12 @@ from sgl_prefill.core.ranks import ALONE, Ranks, Value
 if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state import GroupCoordinator
 
+LOOPBACK = "127.0.0.1"
+SCHEME = "sgl-prefill-loopback"
+
 
 class GlooRanks:
-    """All ranks of this engine. Values are pickled: they come from processes of ours alone."""
+    """All ranks of this engine. Values are pickled, which is safe between this engine's own processes."""
 
     def __init__(self, group: GroupCoordinator) -> None:
         self._group = group
@@ -56,10 +66,36 @@ def tensor_exchange() -> TensorExchange:
 
 
 def these_ranks() -> Ranks:
-    """Returns the ranks of the engine that this scheduler process belongs to; alone where there are no groups of processes."""
+    """Returns the ranks of this scheduler's engine; ALONE before torch.distributed is initialized."""
     if not torch.distributed.is_initialized():
         return ALONE
     from sglang.srt.distributed.parallel_state import get_world_group
 
     group = get_world_group()
     return GlooRanks(group) if group.world_size > 1 else ALONE
+
+
+def around_resolve_dist_init_method(original: Callable[..., str], *, server_args: Any, dist_port: int) -> str:
+    """Hook: ranks of one node meet on the loopback interface; several nodes at SGLang's address."""
+    found = original(server_args=server_args, dist_port=dist_port)
+    if server_args.nnodes > 1 or server_args.dist_init_addr or not found.startswith("tcp://"):
+        return found
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # its package has a function of this name
+    with contextlib.suppress(RuntimeError):  # registered already
+        rendezvous.register_rendezvous_handler(SCHEME, _meet_on_loopback)
+    return f"{SCHEME}://{LOOPBACK}:{dist_port}"
+
+
+def _meet_on_loopback(url: str, timeout: Any = None, **_: Any) -> Iterator[tuple[Any, int, int]]:
+    """Yields (store, rank, number of ranks), as PyTorch requires."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    address = urlsplit(url)
+    rank, n_ranks = (int(parse_qs(address.query)[name][0]) for name in ("rank", "world_size"))
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    if rank == 0:
+        listener = socket.create_server((LOOPBACK, address.port or 0))
+        options |= {"master_listen_fd": listener.detach(), "use_libuv": True}  # the store closes it
+    store = TCPStore(LOOPBACK, address.port or 0, n_ranks, is_master=rank == 0, wait_for_workers=False, **options)
+    yield store, rank, n_ranks
+    raise RuntimeError("a second rendezvous of the ranks is not possible")

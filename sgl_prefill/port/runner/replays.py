@@ -1,16 +1,15 @@
 """Which steps SGLang replays from CUDA graphs, and which must launch their kernels one by one.
 
-An extend of few tokens is replayed: norms and matrix products between two attentions are one graph, and attention runs between
-two of them with the plan of its own step. Tokens are padded to the next size that was recorded; the rows that pad have slot 0,
-which is nobody's. Right in a replay, so:
+An extend of few tokens is replayed: the layers between two attentions are one graph, and attention runs outside of graphs with
+the step's own plan. Tokens are padded to the next recorded size; padding has slot 0, which is free. These work in a replay:
 
-    suffixes in scratch    a layer writes K and V to the slots of its step, and attends, before the next layer's graph begins.
-                           Addresses are recorded, and those of KV buffers stay when memory is put behind them later
-    shared prefixes        are a matter of a step's own plan of attention
-    labels' logits         and their log-probabilities are computed behind the graph
+    suffixes in scratch    a layer writes K and V and attends before the next layer's graph begins. The addresses of KV buffers,
+                           which are recorded, do not change when memory is committed later
+    shared prefixes        they only change the step's attention plan
+    label logits           they and their log-probabilities are computed after the graph
 
-Not right: answers of several tokens (`answer_trees`). Their rows would be taken for requests by the logits processor, to which a
-replay hands a batch that does not name them, and K and V must be written before attention, as the hybrid pass does.
+Answers of several tokens (`answer_trees`) do not: a replay's batch has no request ids, which mark their rows, and their K and V
+must be written before attention, as in a hybrid pass.
 """
 
 from __future__ import annotations
@@ -29,12 +28,9 @@ if TYPE_CHECKING:
 
 
 def around_can_run_graph(
-    state: RunnerState,
-    original: Callable[..., bool],
-    graphs: PrefillCudaGraphRunner,
-    forward_batch: ForwardBatch,
+    state: RunnerState, original: Callable[..., bool], graphs: PrefillCudaGraphRunner, forward_batch: ForwardBatch
 ) -> bool:
-    """Hook: SGLang asks before each extend whether it may be replayed."""
+    """Hook: SGLang calls this before each extend to decide whether to replay it."""
     if state.runs_eagerly or answer_trees.are_in(forward_batch):
         return False
     return original(graphs, forward_batch)
@@ -42,7 +38,7 @@ def around_can_run_graph(
 
 @contextmanager
 def none(state: RunnerState) -> Iterator[None]:
-    """No step is replayed while the block runs."""
+    """Within the block no step is replayed."""
     before, state.runs_eagerly = state.runs_eagerly, True
     try:
         yield
@@ -51,7 +47,7 @@ def none(state: RunnerState) -> Iterator[None]:
 
 
 def most_tokens(runner: ModelRunner) -> int:
-    """Returns how many tokens a step has at most that is replayed; 0 where nothing was recorded."""
+    """Largest number of tokens of a replayed step; 0 without graphs."""
     from sglang.srt.model_executor.runner import PrefillCudaGraphRunner
 
     graphs = runner.prefill_cuda_graph_runner

@@ -1,4 +1,4 @@
-"""What the hooks on SGLang's model runner share."""
+"""State that the hooks on SGLang's model runner share."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ class RunnerState:
     """Shared by the hooks on SGLang's model runner."""
 
     record: StartRecord
-    hybrid: HybridBody | None = None  # None where SGLang's own layers serve
-    answer_rows: AnswerRows | None = None  # None where answers of several tokens cannot be computed
-    runs_eagerly: bool = False  # no step is replayed from a CUDA graph: while the start compares and measures paths
+    hybrid: HybridBody | None = None  # None: the model runs in SGLang's layers
+    answer_rows: AnswerRows | None = None  # None: answers of several tokens cannot be computed
+    runs_eagerly: bool = False  # no step is replayed from a CUDA graph, while the start compares and measures paths

@@ -1,6 +1,4 @@
-"""SGLang's model runner as the start sees it (`startup.loaded_model`): forward passes without clients, through SGLang's own
-request, allocation and model runner.
-"""
+"""`startup.loaded_model` over SGLang's model runner: synthetic batches run through SGLang's own requests and allocation."""
 
 from __future__ import annotations
 
@@ -40,13 +38,13 @@ logger = logging.getLogger(__name__)
 
 
 def weights_bytes(model: torch.nn.Module) -> int:
-    """Counts the bytes of parameters and buffers, each once."""
+    """Bytes of parameters and buffers; shared ones count once."""
     tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
     return sum(tensors.values())
 
 
 class SglangModel:
-    """A `LoadedModel` over SGLang's model runner."""
+    """Implements `LoadedModel`."""
 
     def __init__(self, state: RunnerState, runner: ModelRunner) -> None:
         self.runner = runner
@@ -191,8 +189,8 @@ class SglangModel:
         return make_stable(self._state, self.runner)
 
     def _pytorch_layers(self) -> list[int]:
-        """Lists the layers whose attention PyTorch computes, one request after the other, in spite of native kernels."""
-        find = getattr(prefill_backend(self.runner.attn_backend), "pytorch_layers", None)  # of our CPU backend
+        """Returns the layers whose attention PyTorch computes request by request, since native kernels cannot."""
+        find = getattr(prefill_backend(self.runner.attn_backend), "pytorch_layers", None)  # of `cpu.attention_backend`
         layers: list[int] = [] if find is None else find(self.runner.model, self.dtype)
         if layers:
             logger.warning(
@@ -201,14 +199,13 @@ class SglangModel:
         return layers
 
     def apply(self, plan: MemoryPlan) -> None:
-        """Give the KV pool the plan's durable slots, and scratch for its longest input."""
         from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 
         runner = self.runner
         allocator = runner.token_to_kv_pool_allocator
         if isinstance(allocator, SuffixKVAllocator):
             pool = runner.token_to_kv_pool
-            # What the profile run has left, in the pool and with torch, is not for the driver to give away.
+            # Returns the memory of the profile run to the driver, which commits it to the pool below.
             self.forget_slots()
             self.device.release_unused()
             pool.commit_scratch(min(ceil_to(plan.max_input_tokens, self.page_size), pool.scratch_tokens))
@@ -216,15 +213,15 @@ class SglangModel:
             allocator.resize_scratch(pool.backed_scratch_tokens)
             allocator.resize_durable(plan.durable_tokens)
         elif type(allocator) in (PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator):
-            # Its own `resize` leaves the number of pages alone where a page is one token.
+            # SGLang's `resize` does not change the number of pages where a page is one token.
             allocator.size, allocator.num_pages = plan.durable_tokens, plan.durable_tokens // allocator.page_size
             allocator.clear()
         else:
-            return  # a pool of several parts: SGLang has divided it, and the plan only limits the input
+            return  # a pool of several parts keeps SGLang's sizes: the plan only limits the input
         runner.max_total_num_tokens = plan.durable_tokens
 
     def close(self) -> None:
-        """Gives the KV pool's memory back where the start has failed; nothing runs after it."""
+        """Frees the KV pool after a failed start."""
         if self.is_evicting:
             self.runner.token_to_kv_pool.close()
 
@@ -248,7 +245,7 @@ class SglangModel:
 
 
 class MadeUpStep:
-    """Requests that run in one forward pass; `release` gives their slots back."""
+    """Implements `startup.loaded_model.MadeUpStep`."""
 
     def __init__(
         self, runner: ModelRunner, prompts: Sequence[Sequence[int]], cached_slots: torch.Tensor | None = None
@@ -289,7 +286,7 @@ class MadeUpStep:
     def release(self) -> None:
         allocator = self._runner.token_to_kv_pool_allocator
         for req in self._reqs:
-            if req.req_pool_idx is None:  # memory ran out before it had slots
+            if req.req_pool_idx is None:  # memory ran out before the allocation
                 continue
             plan = request_state.of(req).kv_plan
             n_durable = len(req.origin_input_ids) if plan is None else plan.n_durable
@@ -322,9 +319,9 @@ def _request(rid: str, token_ids: Sequence[int], prefix: torch.Tensor) -> Req:
 
 
 class _NoPrefixCache:
-    """What SGLang's allocation asks of a prefix cache, which does not exist yet at this point of the start."""
+    """Null object for the prefix cache, which does not exist yet: the attributes that SGLang's allocation reads."""
 
-    advisor = of_background = None  # nobody waits
+    advisor = of_background = None
 
     def __init__(self, runner: Any) -> None:
         self.page_size = runner.page_size
@@ -335,19 +332,15 @@ class _NoPrefixCache:
         return 0
 
     def evict(self, params: Any) -> None:
-        """Does nothing: there is nothing to evict."""
+        pass
 
     def evict_tokens(self, n_tokens: int, *, for_background: bool = False) -> None:
-        """Does nothing either."""
-
-    def is_chunk_cache(self) -> bool:
-        return False
+        pass
 
     def is_tree_cache(self) -> bool:
         return True
 
-    def supports_swa(self) -> bool:
+    def is_chunk_cache(self) -> bool:
         return False
 
-    def supports_mamba(self) -> bool:
-        return False
+    supports_swa = supports_mamba = is_chunk_cache

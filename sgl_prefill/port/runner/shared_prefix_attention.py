@@ -1,6 +1,6 @@
-"""Shared-prefix attention (BatchLLM, section 5) in SGLang's attention backends: each in two calls of its own kernel and a merge.
+"""Shared-prefix attention (BatchLLM, section 5) in SGLang's attention backends: two calls of the backend's kernel and a merge.
 
-A subclass plans a step twice, as SGLang does and in two parts (`gpu.two_parts`), and every layer takes the plan that serves it.
+Each subclass makes SGLang's plan of a step and one in two parts (`gpu.two_parts`); every layer uses the one that serves it.
 """
 
 from __future__ import annotations
@@ -29,27 +29,25 @@ if TYPE_CHECKING:
 
 Switch: TypeAlias = str  # shared_prefix_attention: auto, on or off
 
-# A block of flashinfer's merge has all heads of a token; SGLang goes on with a merge of natural logarithms where they are more
-# than that, and flashinfer's are of base 2.
+# One block of flashinfer's merge kernel has all heads of a token. For more heads SGLang uses a merge of natural logarithms, and
+# flashinfer's log-sum-exp has base 2.
 FLASHINFER_MERGE_THREADS = 1_024
 
 _stock: dict[str, Callable[[ModelRunner], AttentionBackend]] = {}
 
 
 class Planned(NamedTuple):
-    """A step in two parts."""
-
-    plan: Any  # of `gpu.plans`, as the backend has it
-    queries: slice  # those that the shared part computes
-    n_queries: int  # of the step
+    plan: Any  # the backend's plan, of `gpu.plans`
+    queries: slice  # rows that the shared part computes
+    n_queries: int  # all rows of the step
 
     def is_of(self, query: torch.Tensor) -> bool:
-        """Tells whether a layer is given the queries that were planned for. SGLang's own plan serves others."""
+        """Whether a layer's queries are those of the plan."""
         return len(query) == self.n_queries
 
 
 class Sharing:
-    """Which steps run in two parts, and what every backend needs for one."""
+    """Decides which steps run in two parts, and counts them."""
 
     def __init__(self, runner: ModelRunner, switch: Switch) -> None:
         self.page_tokens: int = runner.page_size
@@ -60,7 +58,7 @@ class Sharing:
         self._min_shared_tokens = two_parts.MIN_SHARED_TOKENS if self._is_auto else shared_groups.MIN_SHARED_TOKENS
 
     def plan(self, batch: ForwardBatch, make: Callable[[plans.SlotTable, two_parts.TwoParts], Any]) -> Planned | None:
-        """Plans a step in two parts; None where it is not one for them, or nothing is gained."""
+        """Plans a step in two parts; None where that is impossible or saves nothing."""
         if not _is_plain_extend(batch):
             return None
         cached, new = list(batch.extend_prefix_lens_cpu), list(batch.extend_seq_lens_cpu)
@@ -82,7 +80,7 @@ class Sharing:
 
 
 def layer_bytes(runner: ModelRunner) -> two_parts.LayerBytes:
-    """Returns what a layer moves on this rank, of a pool for which there is no `problem`."""
+    """Bytes that attention of one layer moves on this rank. Needs a pool without `problem`."""
     pool, config = runner.token_to_kv_pool, runner.model_config
     n_heads = config.num_attention_heads // runner.ps.attn_tp_size
     return two_parts.LayerBytes(
@@ -92,7 +90,7 @@ def layer_bytes(runner: ModelRunner) -> two_parts.LayerBytes:
 
 
 def _is_plain_extend(batch: ForwardBatch) -> bool:
-    """Tells whether a batch is prompts behind cached prefixes and nothing else, whose numbers the host knows."""
+    """Whether a batch consists of prompts behind cached prefixes, with their lengths on the host."""
     return (
         batch.forward_mode == ForwardMode.EXTEND
         and batch.extend_prefix_lens_cpu is not None
@@ -101,14 +99,14 @@ def _is_plain_extend(batch: ForwardBatch) -> bool:
         and batch.encoder_lens is None
         and batch.multi_item_delimiter_indices is None
         and batch.cross_attention_custom_mask is None
-        and batch.global_num_tokens_cpu is None  # attention in data parallel pads a batch
+        and batch.global_num_tokens_cpu is None  # data-parallel attention pads the batch
     )
 
 
 def serves_layer(layer: RadixAttention, options: dict[str, Any]) -> bool:
-    """Tells whether the two parts compute this layer: causal attention over everything, K and V as wide as each other.
+    """Whether the two parts compute this layer: causal attention without a window, K and V of the same width.
 
-    options: what else the model hands to its attention (sinks, scales, modified scores).
+    options: further arguments of the model's attention (sinks, scales, modified scores).
     """
     return (
         layer.attn_type == AttentionType.DECODER
@@ -124,11 +122,11 @@ def serves_layer(layer: RadixAttention, options: dict[str, Any]) -> bool:
 
 
 def problem(runner: ModelRunner) -> str | None:
-    """Says what of this model or of SGLang's options keeps the stock path for all layers; None where nothing does."""
+    """Returns why all layers of this model keep SGLang's attention; None where they need not."""
     args, pool = runner.server_args, runner.token_to_kv_pool
     if runner.use_mla_backend:
         return "it has multi-head latent attention"
-    # SGLang's own subclasses have another layout or quantized numbers.
+    # SGLang's own subclasses have another layout or quantized values.
     is_plain = isinstance(pool, MHATokenToKVPool) and (
         type(pool) is MHATokenToKVPool or not type(pool).__module__.startswith("sglang.")
     )
@@ -145,7 +143,7 @@ def problem(runner: ModelRunner) -> str | None:
     if runner.is_draft_worker or not runner.spec_algorithm.is_none():
         return "it decodes speculatively"
     if args.enable_deterministic_inference:
-        return "--enable-deterministic-inference asks for sums whose order does not depend on the step"
+        return "--enable-deterministic-inference needs sums whose order does not depend on the step"
     if args.enable_two_batch_overlap:
         return "its steps are divided in two (--enable-two-batch-overlap)"
     if args.dcp_size > 1 or runner.ps.attn_cp_size > 1:
@@ -154,11 +152,11 @@ def problem(runner: ModelRunner) -> str | None:
 
 
 def register(switch: Switch) -> None:
-    """Puts our backends under SGLang's names in its registry, from which `--attention-backend` picks; `off` puts its own back."""
+    """Registers the subclasses under the names of SGLang's backends, for `--attention-backend`; `off` restores SGLang's."""
     makers: dict[str, Callable[[ModelRunner, Switch], AttentionBackend]] = {
-        "flashinfer": _make_flashinfer,
+        "flashinfer": SharedPrefixFlashInfer,
         "fa3": _make_flash_attention,
-        "triton": _make_triton,
+        "triton": SharedPrefixTriton,
     }
     for name, make in makers.items():
         stock = _stock.setdefault(name, ATTENTION_BACKENDS[name])
@@ -177,35 +175,27 @@ def _make(
     return make(runner, switch)
 
 
-def _make_flashinfer(runner: ModelRunner, switch: Switch) -> AttentionBackend:
-    return SharedPrefixFlashInfer(runner, switch)
-
-
-def _make_triton(runner: ModelRunner, switch: Switch) -> AttentionBackend:
-    return SharedPrefixTriton(runner, switch)
-
-
 def _make_flash_attention(runner: ModelRunner, switch: Switch) -> AttentionBackend:
     from sglang.srt.utils import get_device_capability
 
     major, _ = get_device_capability()
     if major not in (8, 9):
-        return _stock["fa3"](runner)  # which says so
+        return _stock["fa3"](runner)  # which raises SGLang's own error
     from sgl_prefill.port.runner.shared_prefix_fa3 import SharedPrefixFlashAttention
 
     return SharedPrefixFlashAttention(runner, switch)
 
 
 def store(backend: Any, layer: RadixAttention, batch: ForwardBatch, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Writes K and V of the new tokens to the pool, where the own part reads them."""
+    """Writes K and V of the new tokens to the pool, from which the requests' own part reads them."""
     backend.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), key, value)
 
 
 class SharedPrefixFlashInfer(FlashInferAttnBackend):  # type: ignore[misc]
-    """Two paged plans: a row a run of sharers without causality, and a causal row a request from its pages behind that.
+    """Two paged calls: one row per group over its shared prefix, not causal; and one causal row per request over the rest.
 
-    SGLang's own plan has three kinds of rows, of which two fit: its ragged kernel reads new tokens alone, and what a request has
-    cached behind the shared prefix would need a third call. So K and V are written before they are read here.
+    SGLang's ragged kernel would need a third call, for the cached tokens between the shared prefix and the new tokens. So K and V
+    are written to the pool first, and both calls read from it.
     """
 
     def __init__(self, runner: ModelRunner, switch: Switch) -> None:
@@ -223,7 +213,6 @@ class SharedPrefixFlashInfer(FlashInferAttnBackend):  # type: ignore[misc]
 
     @property
     def _problem(self) -> str | None:
-        """Says what keeps all layers from two parts: several plans, several items, or a merge without threads for the heads."""
         if self.num_wrappers > 1:
             return "its layers have windows"
         if self.enable_mis:
@@ -289,7 +278,7 @@ class SharedPrefixFlashInfer(FlashInferAttnBackend):  # type: ignore[misc]
 
 
 class SharedPrefixTriton(TritonAttnBackend):  # type: ignore[misc]
-    """Two calls of SGLang's kernel: over each group's prefix alone, and over the rest of the prefix with the new tokens."""
+    """Two calls of SGLang's kernel: over each group's shared prefix, and over the rest of the prefix with the new tokens."""
 
     def __init__(self, runner: ModelRunner, switch: Switch) -> None:
         from sglang.kernels.ops.attention.merge_state import merge_state_triton
@@ -346,7 +335,7 @@ class SharedPrefixTriton(TritonAttnBackend):  # type: ignore[misc]
         *,
         skip_extend: bool = False,
     ) -> torch.Tensor:
-        """Returns the log-sum-exp, natural, [tokens, heads]."""
+        """Writes `output` and returns the natural log-sum-exp, [tokens, heads]."""
         lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
         self.extend_attention_fwd(
             queries,
@@ -363,7 +352,7 @@ class SharedPrefixTriton(TritonAttnBackend):  # type: ignore[misc]
             None,
             rows.most_queries,
             1.0,  # scale of K
-            1.0,  # and of V
+            1.0,  # scale of V
             layer.scaling,
             logit_cap=layer.logit_cap,
             lse_extend=lse,

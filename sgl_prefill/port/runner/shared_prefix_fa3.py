@@ -1,4 +1,4 @@
-"""Shared-prefix attention with FlashAttention 3. Apart from the others: what it imports needs a CUDA device."""
+"""Shared-prefix attention with FlashAttention 3. A module of its own, since its imports need a CUDA device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SharedPrefixFlashAttention(FlashAttentionBackend):  # type: ignore[misc]
-    """Two paged calls: a row a run of sharers without causality, and a causal row a request from its pages behind that."""
+    """Two paged calls: one row per group over its shared prefix, not causal; and one causal row per request over the rest."""
 
     def __init__(self, runner: ModelRunner, switch: Switch) -> None:
         super().__init__(runner)
@@ -31,7 +31,7 @@ class SharedPrefixFlashAttention(FlashAttentionBackend):  # type: ignore[misc]
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
-        # Where prompts are embedded and nothing is cached, it does not write K and V.
+        # For embeddings without a prefix cache SGLang writes no K and V.
         self._planned = None if self.fa_skip_kv_cache else self.sharing.plan(forward_batch, self._plan)
 
     def _plan(self, table: plans.SlotTable, parts: two_parts.TwoParts) -> plans.FlashAttentionPlan:
@@ -51,7 +51,7 @@ class SharedPrefixFlashAttention(FlashAttentionBackend):  # type: ignore[misc]
         if planned is None or not planned.is_of(q) or not serves_layer(layer, options):
             found: torch.Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **options)
             return found
-        # A hybrid pass has written K and V, and hands none over.
+        # A hybrid pass has written K and V already.
         if save_kv_cache and k is not None:
             store(self, layer, forward_batch, k, v)
         queries = q.contiguous().view(-1, layer.tp_q_head_num, layer.head_dim)
@@ -72,7 +72,7 @@ class SharedPrefixFlashAttention(FlashAttentionBackend):  # type: ignore[misc]
         causal: bool,
         into: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the output, and the log-sum-exp, natural, [tokens, heads]."""
+        """Returns the output, and the natural log-sum-exp, [tokens, heads]."""
         key, value = (
             pool.view(-1, self.page_size, layer.tp_k_head_num, layer.head_dim)
             for pool in self.token_to_kv_pool.get_kv_buffer(layer.layer_id)

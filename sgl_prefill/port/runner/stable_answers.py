@@ -1,4 +1,6 @@
-"""Which parts of a loaded model keep `--stable-answers` from holding, by name, and what makes the others stable."""
+"""`--stable-answers`: refuses models with a part whose results depend on the other requests of a step; fixes the row counts of
+the matrix products of the rest.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def _problems(state: RunnerState, runner: ModelRunner) -> list[str]:
         return ["its layers do not run in the native kernels (the log says why)"]
     problems = []
     if (kernel := stable.kernel_problem(kernels, runner.dtype)) is not None:
-        problems.append(f"the kernel {kernel} of build {kernels.build} rounds a row by its company, please report it")
+        problems.append(
+            f"the kernel {kernel} of build {kernels.build} rounds a row differently beside other rows, please report it"
+        )
     if state.record.cpu_kernel is not None and (layers := state.record.cpu_kernel["pytorch_layers"]):
         problems.append(f"PyTorch computes the attention of layers {', '.join(map(str, layers))}")
     if state.record.packed_weights is not None and (packing := state.record.packed_weights["problem"]) is not None:
@@ -45,12 +49,12 @@ def _problems(state: RunnerState, runner: ModelRunner) -> list[str]:
 
 
 def _lm_head_problems(kernels: Any, runner: ModelRunner) -> list[str]:
-    """Says why the kernel for label logits does not serve this model's LM head; nothing of a model that has none."""
+    """Returns why the kernel for label logits cannot serve this model's LM head; empty for a model without one."""
     from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
 
     if not runner.is_generation:
         return []
-    # Some families hand their embedding over in its place.
+    # Some model families use their embedding as LM head.
     lm_head: Any = getattr(runner.model, "lm_head", None) or getattr(body_of(runner), "embed_tokens", None)
     weight = getattr(lm_head, "weight", None)
     if not isinstance(weight, torch.Tensor) or should_apply_lm_head_quant_method(

@@ -1,7 +1,7 @@
-"""Who asks: by a header, by the body's `user` or by an API key, and from there in SGLang's `custom_params`.
+"""The client of a request, named by a header, the body's `user` or an API key, and sent to the scheduler in `custom_params`.
 
-`http.middleware` makes a `Caller` of each HTTP request, before SGLang's code, so that no route can lose it. User names are
-believed: a server that strangers reach needs a proxy that checks them.
+`http.middleware` makes a `Caller` of each HTTP request before SGLang's code runs. User names are not verified: a public server
+needs a proxy that checks them.
 """
 
 from __future__ import annotations
@@ -23,44 +23,45 @@ if TYPE_CHECKING:
 
 HEADER = "x-user-id"
 PARAMETER = f"{custom_params.OURS}client"
-NOBODY = ""
-SALTS = ("cache_salt", "extra_key")  # of a body, in SGLang's order
+UNNAMED = ""
+SALTS = ("cache_salt", "extra_key")  # fields of a body, in the order in which SGLang joins them
 
 
 @dataclasses.dataclass
 class Caller:
-    """Who sent one HTTP request, and what its answer shall say of it."""
+    """The sender of one HTTP request, and what the middleware adds to the reply."""
 
-    key: str = NOBODY  # a hash of the API key
-    user: str = NOBODY
-    salt: str = ""  # what the body says of the prefixes that it shares
-    refused_for: str | None = None  # in a word, for metrics
+    key: str = UNNAMED  # SHA-256 of the API key
+    user: str = UNNAMED
+    salt: str = ""  # requests share prefixes only where their salts are equal
+    refused_for: str | None = None  # label of the refusal metric
     retry_after_s: int | None = None
-    is_background: bool = False  # the request is of a job that takes what others leave
+    is_background: bool = False  # a background job: runs on capacity that other requests leave
 
     @classmethod
     def of_headers(cls, headers: Mapping[bytes, bytes]) -> Caller:
-        """Reads what HTTP tells; headers: by lower-case name."""
+        """headers: by lower-case name."""
         user = headers.get(HEADER.encode(), b"").decode("latin-1")
         is_background = headers.get(custom_params.BACKGROUND_HEADER.encode()) == b"1"
         return cls(key_of(headers.get(b"authorization", b"").decode("latin-1")), user, is_background=is_background)
 
     def name(self, by: str) -> str:
-        """Returns the client, NOBODY where none is named. by: "user", "key" or "none"."""
-        return {"user": self.user, "key": self.key, "none": NOBODY}[by]
+        """by: "user", "key" or "none"."""
+        return {"user": self.user, "key": self.key, "none": UNNAMED}[by]
 
     async def read_body(self, request: fastapi.Request | None) -> None:
-        """Adds what the body says: the header comes first. Its JSON has been parsed for the route. Raises BadRequestError."""
+        """Adds user, salt and background mark of a JSON body; headers take precedence. Raises BadRequestError."""
         try:
             body = None if request is None else await request.json()
-        except (RuntimeError, json.JSONDecodeError, UnicodeDecodeError):  # a form, or nothing
+        except (RuntimeError, json.JSONDecodeError, UnicodeDecodeError):  # a form, or an empty body
             return
         if not isinstance(body, dict):
             return
         self.user = self.user or _text(body, "user")
-        if (said := body.get(custom_params.BACKGROUND_FIELD)) is not None and not isinstance(said, bool):
-            raise BadRequestError(f"{custom_params.BACKGROUND_FIELD} is {said!r}: it must be true or false")
-        self.is_background = self.is_background or said is True
+        background = body.get(custom_params.BACKGROUND_FIELD)
+        if background is not None and not isinstance(background, bool):
+            raise BadRequestError(f"{custom_params.BACKGROUND_FIELD} is {background!r}: it must be true or false")
+        self.is_background = self.is_background or background is True
         self.salt = "".join(_text(body, name) for name in SALTS if not isinstance(body.get(name), list))
 
 
@@ -69,13 +70,12 @@ _caller: ContextVar[Caller | None] = ContextVar("caller", default=None)
 
 
 def current() -> Caller | None:
-    """Returns who sent the HTTP request that is being answered; None outside of one."""
+    """Returns the sender of the HTTP request that the current task answers; None outside of one."""
     return _caller.get()
 
 
 @contextmanager
 def calling(caller: CallerOrNone) -> Iterator[CallerOrNone]:
-    """Within this, `current` is this one."""
     token = _caller.set(caller)
     try:
         yield caller
@@ -84,10 +84,10 @@ def calling(caller: CallerOrNone) -> Iterator[CallerOrNone]:
 
 
 def key_of(authorization: str) -> str:
-    """Returns a hash of the key in an Authorization header, NOBODY where there is none."""
+    """Returns the SHA-256 of the key in an Authorization header, UNNAMED without a key."""
     scheme, _, key = authorization.partition(" ")
     key = key if scheme.lower() == "bearer" else authorization
-    return hashlib.sha256(key.encode()).hexdigest() if key else NOBODY
+    return hashlib.sha256(key.encode()).hexdigest() if key else UNNAMED
 
 
 def _text(holder: Mapping[str, Any], name: str) -> str:
@@ -98,4 +98,4 @@ def _text(holder: Mapping[str, Any], name: str) -> str:
 
 
 def of(req: Req) -> str:
-    return custom_params.of(req, PARAMETER) or NOBODY
+    return custom_params.of(req, PARAMETER) or UNNAMED

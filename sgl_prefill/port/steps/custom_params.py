@@ -13,14 +13,10 @@ if TYPE_CHECKING:
 
 OURS = "sgl_prefill_"  # prefix of the names that only the server may write
 DEADLINE = "deadline_ms"  # counted from the arrival
-REFUSAL_STATUSES = (
-    HTTPStatus.TOO_MANY_REQUESTS,
-    HTTPStatus.GATEWAY_TIMEOUT,
-)  # those SGLang's tokenizer manager does not know
+REFUSAL_STATUSES = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.GATEWAY_TIMEOUT)  # unknown to SGLang's tokenizer manager
 BACKGROUND = "background"
-BACKGROUND_HEADER = (
-    "x-prefill-background"  # servers without background jobs ignore a header; gateways pass fields of the body
-)
+# Servers without background jobs ignore a header; gateways pass fields of the body.
+BACKGROUND_HEADER = "x-prefill-background"
 BACKGROUND_FIELD = "prefill_background"
 
 

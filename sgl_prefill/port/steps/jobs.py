@@ -1,4 +1,4 @@
-"""SGLang's waiting requests as jobs of the policy, which is built here. `port.loop` asks it in each step."""
+"""SGLang's waiting requests as jobs of the policy, which is built here and called by `port.loop` in each step."""
 
 from __future__ import annotations
 
@@ -32,10 +32,8 @@ if TYPE_CHECKING:
 
 
 class Followed(NamedTuple):
-    """SGLang's list after `SchedulerPort.follow`."""
-
     waiting: WaitingList[Req]
-    refused: dict[Req, Refusal]  # taken out of it: the waiting limits leave no room for them
+    refused: dict[Req, Refusal]  # removed from it: beyond the waiting limits
 
 
 class SchedulerPort:
@@ -47,18 +45,18 @@ class SchedulerPort:
         self._priority_sign = priority_sign  # 1: low values first, -1: high values first, 0: priorities are off
         self._reqs: dict[Job, Req] = {}
         self._jobs: dict[str, Job] = {}  # by request id
-        self.planned: dict[str, PlannedRow] = {}  # by request id: what arrives next, where it is known ahead
+        self.planned: dict[str, PlannedRow] = {}  # by request id: what the plan of a whole job knows of later requests
         self._messages: list[Any] = []
         self.recent = Recent()
         self.listeners: list[StepListener] = [Traces(), self.recent]
 
     @property
     def is_first_rank(self) -> bool:
-        """Says whether this rank decides; the others follow."""
+        """Rank 0 decides, the other ranks follow."""
         return self._ranks.index == 0
 
     def follow(self, waiting: list[Req]) -> Followed:
-        """Brings the policy up to date with SGLang's list, whatever SGLang did to it."""
+        """Updates the policy from SGLang's list, which SGLang may have changed or replaced."""
         appended = waiting.take_changes() if isinstance(waiting, WaitingList) else None
         if appended is None:
             present = set(waiting)
@@ -85,16 +83,14 @@ class SchedulerPort:
         return Followed(waiting, refused)
 
     def keep_messages(self, messages: list[Any]) -> None:
-        """Keeps messages that came during a step for SGLang's own turn (`loop.take_in`)."""
+        """Keeps messages that arrived during a step for SGLang's next `recv_requests` (`loop.take_in`)."""
         self._messages = messages
 
     def take_messages(self) -> list[Any]:
-        """Returns the kept messages, once."""
         messages, self._messages = self._messages, []
         return messages
 
     def named(self, rid: str) -> Req | None:
-        """Returns the waiting request of exactly this id."""
         job = self._jobs.get(rid)
         return None if job is None else self._reqs[job]
 
@@ -126,14 +122,12 @@ class SchedulerPort:
         return [self._reqs[job] for job in jobs]
 
     def forget(self, jobs: Iterable[Job]) -> None:
-        """Removes requests that no longer wait."""
         for job in jobs:
             req = self._reqs.pop(job)
             self._jobs.pop(req.rid, None)
             request_state.of(req).job = None
 
     def started(self, job: Job) -> None:
-        """Removes a request that runs now."""
         req = self._reqs[job]
         self.forget([job])
         if job.most_output_tokens > 1:
@@ -145,7 +139,7 @@ class SchedulerPort:
         return [Writing(job, len(req.output_ids)) for job, req in found if job is not None]
 
     def ended(self, reqs: Iterable[Req]) -> None:
-        """Reports to the policy those of these requests that have finished generating."""
+        """Reports to the policy which of these requests have finished generating."""
         for req in reqs:
             state = request_state.of(req)
             if state.writing is not None and req.finished():
@@ -159,7 +153,7 @@ class SchedulerPort:
         return Job(
             tokens,
             time_stats.arrival_s(req),
-            # SGLang always computes the last token, and more where log-probabilities are asked for.
+            # SGLang always computes the last token, and more where the request wants log-probabilities of its input.
             most_cached_tokens=req._compute_max_prefix_len(len(tokens)),
             namespace=req.extra_key,
             rank=BACKGROUND if custom_params.is_background(req) else self._rank_of(req),
@@ -218,7 +212,7 @@ def of(state: StepState) -> SchedulerPort:
 
 
 def follow(state: StepState, scheduler: Scheduler) -> WaitingList[Req]:
-    """Brings the policy up to date with the waiting requests, and refuses those beyond the waiting limits."""
+    """Updates the policy from the waiting requests, and refuses those beyond the waiting limits."""
     port = of(state)
     with port.live.cost:
         waiting, refused = port.follow(scheduler.waiting_queue)
@@ -229,7 +223,7 @@ def follow(state: StepState, scheduler: Scheduler) -> WaitingList[Req]:
 
 
 def refuse(scheduler: Scheduler, req: Req, refusal: Refusal) -> None:
-    """Answers a request as SGLang does where its queue is full. The caller takes it from the queue."""
+    """Answers a request as SGLang does where its queue is full. The caller removes it from the queue."""
     from sglang.srt.managers.io_struct import AbortReq
 
     facts = {"reason": refusal.reason, "retry_after_s": refusal.retry_after_s}
@@ -248,7 +242,7 @@ def _step_size(state: StepState, scheduler: Scheduler) -> StepSize:
     if pack_tokens is None:
         assert state.record.jct_ms is not None
         pack_tokens = state.record.jct_ms.full_price_tokens()
-    # SGLang's own limit of a step of several requests is the memory that has been set aside for it.
+    # SGLang's limit of a step of several requests is the memory that the plan has reserved.
     most = scheduler.max_prefill_tokens
     max_requests = get_schedule().prefill_max_requests or scheduler.max_running_requests
     return StepSize(most if pack_tokens is None else min(pack_tokens, most), max_requests, page_size)

@@ -1,4 +1,4 @@
-"""A policy in a live engine: jobs come and go, steps are predicted, observed and counted."""
+"""The policy with its prefix-cache calibration, JCT predictor and metrics, in a running engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sgl_prefill.port.steps.metrics import Facts, PolicyMetrics
 
 
 class CostMeter:
-    """Time that the policy takes from the engine; a context manager around each of its parts, which do not nest."""
+    """Sums the time of the policy: a context manager around each of its parts, which must not nest."""
 
     def __init__(self) -> None:
         self._spent_s = self._entered_s = 0.0
@@ -28,7 +28,7 @@ class CostMeter:
         self._spent_s += time.perf_counter() - self._entered_s
 
     def take_s(self) -> float:
-        """Returns the seconds since the last call."""
+        """Returns the seconds that were measured since the last call."""
         spent_s, self._spent_s = self._spent_s, 0.0
         return spent_s
 
@@ -42,22 +42,21 @@ class LiveScheduling:
         self.calibration = Calibration(tree, policy, self.cost)
         self.predictor = policy.settings.predictor
         self.n_steps = 0  # decided so far
-        self.last_step_s = 0.0  # time that the policy took of the last step
+        self.last_step_s = 0.0  # time of the policy in the last step
         self.last_predicted_ms: float | None = None  # of the last step, before it ran; None without a predictor
         self.last_score: ScoreParts | None = None  # of the first job of the last step
         self.n_pending_tokens = 0  # input tokens of all waiting requests
         self._metrics = metrics
-        self._running: Work | None = None  # the step as the model sees it
-        self._shows_waiting = False  # the metrics do
+        self._running: Work | None = None  # of the running step, for the JCT model
+        self._shows_waiting = False  # the gauges say that requests wait
 
     @property
     def listener(self) -> TreeListener:
-        """Returns what the prefix cache reports to."""
+        """For the prefix cache, which reports its changes to it."""
         return _Metered(self.calibration, self.cost)
 
     @property
     def advisor(self) -> KVAdvisor:
-        """Returns what the KV side asks."""
         return self.calibration.advisor
 
     def arrive(self, job: Job) -> None:
@@ -65,12 +64,12 @@ class LiveScheduling:
         self.n_pending_tokens += job.n_input_tokens
 
     def leave(self, job: Job) -> None:
-        """Takes out a job that runs, was cancelled or refused."""
+        """Removes a job that runs, was cancelled or refused."""
         self.calibration.remove(job)
         self.n_pending_tokens -= job.n_input_tokens
 
     def decide(self, now_s: float, writing: Sequence[Writing] = ()) -> Decision:
-        """Chooses the next step and removes refused jobs. writing: jobs that decode meanwhile."""
+        """Chooses the next step and removes refused jobs. writing: jobs that are decoding."""
         self.policy.writing = writing
         decision = self.policy.decide(now_s)
         for job in decision.refuse:
@@ -86,8 +85,7 @@ class LiveScheduling:
         return decision
 
     def start(self, jobs: Sequence[Job], now_s: float) -> float | None:
-        """Takes out these, which are about to run together. Returns the milliseconds that the step is predicted to take;
-        None where nobody knows."""
+        """Removes the jobs of a step that is about to run. Returns the predicted milliseconds; None without a predictor."""
         predicted_ms = None
         if self.predictor is not None and jobs:
             self._running = self.predictor.model.of_step([(job.n_input_tokens, job.n_cached_tokens) for job in jobs])
@@ -102,14 +100,16 @@ class LiveScheduling:
         return predicted_ms
 
     def show_queue(self, now_s: float) -> None:
-        """Brings the gauges of the queue up to date; nobody runs while all that is left is refused or cancelled."""
+        """Updates the queue's gauges: after steps, and where the queue empties by refusals or cancellations alone."""
         if self._metrics is not None:
             self._metrics.set_queue(self.policy, now_s)
             self._shows_waiting = bool(self.policy.waiting)
 
     def observe(self, actual_ms: float | None, facts: Sequence[Facts]) -> None:
-        """Learns from a step that has ended. actual_ms: of its forward pass, None where it failed; facts: of the requests
-        that it answered."""
+        """Corrects the predictor and counts the requests of a step that has ended.
+
+        actual_ms: of its forward pass, None where it failed. facts: of the answered requests.
+        """
         work, self._running = self._running, None
         if self.predictor is not None and work is not None and actual_ms is not None:
             if self._metrics is not None:
@@ -126,7 +126,7 @@ class LiveScheduling:
 
 
 class _Metered:
-    """A tree's listener whose time counts as the policy's."""
+    """Counts a tree listener's time as the policy's."""
 
     def __init__(self, listener: TreeListener, cost: CostMeter) -> None:
         self._listener, self._cost = listener, cost

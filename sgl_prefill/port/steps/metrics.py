@@ -1,4 +1,4 @@
-"""What the policy does, in SGLang's Prometheus endpoint (`/metrics`), beside and with the labels of SGLang's own metrics."""
+"""The policy's Prometheus metrics, in SGLang's `/metrics` with the labels of SGLang's own metrics."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sgl_prefill.core.policy import Policy
 class Facts(NamedTuple):
     """Input tokens of a finished request."""
 
-    n_cached: int  # found in the prefix cache
-    n_kept: int | None  # whose KV stays there; None if all of it is kept
-    n_evicted: int | None  # whose KV lived for one layer
+    n_cached: int  # prefix hit
+    n_kept: int | None  # KV stays in the prefix cache; None if that of all tokens does
+    n_evicted: int | None  # KV was in scratch, for one layer at a time
 
 
 def starvation_s(policy: Policy, taken: Collection[Job], now_s: float) -> float:
-    """Returns how long the oldest job has waited when later ones are taken; 0 where none is passed over."""
+    """Returns the wait of the oldest job where later ones are taken before it; else 0."""
     oldest = policy.oldest()
     if oldest is None or oldest in taken or oldest.arrival_s >= max(job.arrival_s for job in taken):
         return 0.0
@@ -29,7 +29,7 @@ def starvation_s(policy: Policy, taken: Collection[Job], now_s: float) -> float:
 
 
 class PolicyMetrics:
-    """One instance a scheduler process. SGLang has set `PROMETHEUS_MULTIPROC_DIR` by then: import no earlier."""
+    """One instance per scheduler process. Make it once SGLang has set `PROMETHEUS_MULTIPROC_DIR`."""
 
     def __init__(self, labels: dict[str, str]) -> None:
         def made(name: str) -> Any:
@@ -48,7 +48,7 @@ class PolicyMetrics:
         self._evicted = made("evicted_tokens")
 
     def set_queue(self, policy: Policy, now_s: float) -> None:
-        """Shows what waits after a step; the 99th percentile is looked up once a second, since it costs O(waiting requests)."""
+        """Sets the queue's gauges after a step. The 99th percentile, which costs O(waiting requests), once a second."""
         self._waiting.set(len(policy.waiting))
         oldest = policy.oldest()
         self._oldest.set(0.0 if oldest is None else max(now_s - oldest.arrival_s, 0.0))
@@ -59,25 +59,20 @@ class PolicyMetrics:
             self._p99.set(max(ages_s[-1], 0.0) if ages_s else 0.0)
 
     def set_starvation(self, policy: Policy, taken: Collection[Job], now_s: float) -> None:
-        """Shows who is passed over as a step begins that takes these."""
         self._starvation.set(starvation_s(policy, taken, now_s))
 
     def observe_policy_time(self, seconds: float) -> None:
-        """Counts the policy's time in the step that has ended."""
         self._overhead.observe(seconds)
 
     def observe_wait(self, wait_s: float) -> None:
-        """Counts the wait of a request that is about to run."""
         self._wait.observe(max(wait_s, 0.0))
 
     def count_request(self, facts: Facts) -> None:
-        """Counts the tokens of a request that has run."""
         self._cached.inc(facts.n_cached)
         if facts.n_kept is not None and facts.n_evicted is not None:
             self._kept.inc(facts.n_kept)
             self._evicted.inc(facts.n_evicted)
 
     def observe_prediction(self, predicted_ms: float, actual_ms: float) -> None:
-        """Counts the error of the prediction for the step that has just run."""
         if actual_ms > 0:
             self._error.observe(abs(predicted_ms - actual_ms) / actual_ms)

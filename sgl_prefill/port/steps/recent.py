@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from sgl_prefill.core.policy import ScoreParts
-from sgl_prefill.port.steps.step_state import Answered, EndedStep, StartedStep
+from sgl_prefill.port.steps.step_state import Answered, EndedStep, StepListener
 from sgl_prefill.port.steps.time_stats import facts_of
 
 N_STEPS = 1000
@@ -15,16 +15,14 @@ N_REQUESTS = 2000
 
 
 def text(name: str) -> str:
-    """A client's text as JSON can hold it: at most 200 characters, lone surrogates escaped."""
+    """Makes a client's text safe for JSON: at most 200 characters, lone surrogates escaped."""
     return name[:200].encode("utf-8", "backslashreplace").decode()
 
 
 class Step(NamedTuple):
-    """One forward pass that has ended."""
-
     number: int  # of the decision
-    end_s: float  # on the scheduler's clock, as are all times here
-    predicted_ms: float | None  # before it ran; None without a predictor
+    end_s: float  # `time.perf_counter` of the scheduler, as all times here
+    predicted_ms: float | None  # before the step ran; None without a predictor
     forward_ms: float
     policy_ms: float  # time of the policy, before and after the pass
     between_ms: float  # since the end of the step before; 0 if no request waited then
@@ -36,7 +34,7 @@ class Step(NamedTuple):
         return sum(one.n_input_tokens - one.n_cached_tokens for one in self.requests)
 
     def shown(self, unix_minus_clock_s: float) -> dict[str, Any]:
-        """The line of `GET /scheduler/decisions`."""
+        """Returns a line of `GET /scheduler/decisions`."""
         line: dict[str, Any] = {
             "step": self.number,
             "ended_unix_s": round(self.end_s + unix_minus_clock_s, 3),
@@ -60,7 +58,7 @@ class Step(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Since the start, as SGLang's `/metrics` count it."""
+    """Counts since the start, as in SGLang's `/metrics`."""
 
     steps: int = 0
     requests: int = 0
@@ -70,17 +68,14 @@ class Totals(NamedTuple):
     evicted_tokens: int = 0
 
 
-class Recent:
-    """One per scheduler process; adding takes some microseconds a request."""
+class Recent(StepListener):
+    """One per scheduler process. A request costs a few microseconds."""
 
     def __init__(self) -> None:
         self.steps: collections.deque[Step] = collections.deque(maxlen=N_STEPS)
         self.requests: collections.deque[Answered] = collections.deque(maxlen=N_REQUESTS)
         self.totals = Totals()
         self._was_waited_for = False
-
-    def on_step_start(self, step: StartedStep) -> None:
-        pass
 
     def on_step_end(self, step: EndedStep) -> None:
         before_s = self.steps[-1].end_s if self.steps else step.begin_s

@@ -1,6 +1,6 @@
 """`--request-log FILE`: one JSON line per finished request, which `python -m sgl_prefill.plan --trace FILE` replays.
 
-A line holds no tokens of a prompt, only a hash of the prompt up to the end of each page: requests with equal hashes share it.
+A line holds no tokens, only a hash of the prompt up to the end of each page. Requests with equal hashes share the prefix.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any
 import orjson
 
 from sgl_prefill.errors import ConfigurationError
-from sgl_prefill.port.steps.step_state import EndedStep, StartedStep
+from sgl_prefill.port.steps.step_state import EndedStep, StepListener
 
 logger = logging.getLogger(__name__)
 
 PAGE_TOKENS = 64
 
-# One key per process: a reader of the file cannot test guesses of a prompt, and hashes of two starts are not comparable.
+# One key per process: readers of the file cannot test a guessed prompt. Hashes of two starts are not comparable.
 _KEY = secrets.token_bytes(16)
 
 
 def prefix_hashes(tokens: array[int], namespace: str | None) -> list[int]:
-    """Hashes the prompt up to the end of each whole page, without the last token, which is always computed. 48 bits each."""
+    """Returns a 48-bit hash of the prompt up to each page's end, without the last token, which is always computed."""
     digest = hashlib.blake2b((namespace or "").encode("utf-8", "surrogatepass"), key=_KEY, digest_size=16).digest()
     found = []
     for end in range(PAGE_TOKENS, len(tokens), PAGE_TOKENS):
@@ -38,10 +38,10 @@ def prefix_hashes(tokens: array[int], namespace: str | None) -> list[int]:
     return found
 
 
-class RequestLog:
-    """Appends to a file that no other server may write. Raises ConfigurationError where that is impossible.
+class RequestLog(StepListener):
+    """Appends to a file, locked against other servers. Raises ConfigurationError where it cannot be opened and locked.
 
-    A line that cannot be written (a full disk) is counted and reported once; requests are served as before.
+    Lines that cannot be written later (a full disk) are counted, and logged once; requests are served nevertheless.
     """
 
     def __init__(self, path: str) -> None:
@@ -58,9 +58,6 @@ class RequestLog:
             raise ConfigurationError(
                 f"--request-log {path} cannot be written ({error.strerror}): give a file in a folder where you may write"
             ) from error
-
-    def on_step_start(self, step: StartedStep) -> None:
-        pass
 
     def on_step_end(self, step: EndedStep) -> None:
         offset_s = time.time() - time.perf_counter()
@@ -85,7 +82,7 @@ class RequestLog:
         try:
             n_written = os.write(self._file, content)
             if n_written < len(content):
-                os.ftruncate(self._file, size)  # no torn line
+                os.ftruncate(self._file, size)  # leaves no partial line
                 raise OSError(0, f"{n_written} of {len(content)} bytes were written")
         except OSError as error:
             if self.n_lost_lines == 0:

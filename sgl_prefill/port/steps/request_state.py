@@ -1,4 +1,4 @@
-"""What hangs on a request of SGLang's, which owns its life: one attribute with one type."""
+"""This package's state of a request in the scheduler, as one attribute of SGLang's `Req`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ ATTRIBUTE = "sgl_prefill"
 
 @dataclasses.dataclass(slots=True)
 class RequestState:
-    """What we know of one request in the scheduler process."""
-
-    job: Job | None = None  # while it waits under a policy of ours
-    writing: Job | None = None  # while it runs on after its prefill under such a policy
-    kv_plan: KVPlan | None = None  # the plan that it runs under: None before its forward pass and after it
+    job: Job | None = None  # while the request waits under this package's policy
+    writing: Job | None = None  # while it generates after its prefill under such a policy
+    kv_plan: KVPlan | None = None  # None before and after the forward pass
 
 
 def of(req: Req) -> RequestState:
-    """Returns a request's state, made where it is asked for first."""
+    """Returns the state, which the first call makes."""
     state: RequestState | None = getattr(req, ATTRIBUTE, None)
     if state is None:
         state = RequestState()

@@ -1,4 +1,6 @@
-"""SGLang's metrics where nobody asks for them: its times of each request are needed, and switched on together with them."""
+"""Metrics collectors without metrics, for an engine without HTTP. `--enable-metrics` also switches on SGLang's request times,
+which this package needs.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ from sglang.srt.observability import metrics_collector as stock
 
 
 class Silent:
-    """In the place of any Prometheus metric, and of whatever it returns."""
+    """Null object for a Prometheus metric and its return values."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Registers nothing."""
+        pass
 
     def __call__(self, *_: Any, **__: Any) -> Silent:
         return self
@@ -32,7 +34,7 @@ def _silent(collector: type) -> type:
     return type(f"Silent{collector.__name__}", (collector,), dict.fromkeys(classes, Silent))
 
 
-# As `ServerArgs.stat_loggers` takes them, which is SGLang's own way to replace its collectors.
+# For `ServerArgs.stat_loggers`.
 COLLECTORS: dict[str, type] = {
     stock.STAT_LOGGER_ROLE_SCHEDULER: _silent(stock.SchedulerMetricsCollector),
     stock.STAT_LOGGER_ROLE_TOKENIZER: _silent(stock.TokenizerMetricsCollector),

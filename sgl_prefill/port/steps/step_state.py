@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from sgl_prefill.core.job import Job
 from sgl_prefill.core.policy import ScoreParts
@@ -52,12 +52,14 @@ class EndedStep(NamedTuple):
     answered: Sequence[Answered]  # the same requests
 
 
-class StepListener(Protocol):
-    """A feature that follows each step, in `SchedulerPort.listeners`."""
+class StepListener:
+    """Base of the features in `SchedulerPort.listeners`, which are called in each step."""
 
-    def on_step_start(self, step: StartedStep) -> None: ...
+    def on_step_start(self, step: StartedStep) -> None:
+        return
 
-    def on_step_end(self, step: EndedStep) -> None: ...
+    def on_step_end(self, step: EndedStep) -> None:
+        return
 
 
 @dataclasses.dataclass

@@ -1,11 +1,10 @@
 """Facts that travel between the processes with SGLang's time stats of a request.
 
-To the scheduler: the time at which the HTTP process hands the request over. SGLang's scheduler stamps a request when it takes it
-off its socket, between two steps; what arrives during a step of 6 s would look new, and its wait would count neither for
-fairness nor in `queue_ms`. SGLang's message has an unused field for the true time, on one clock for all ranks.
+To the scheduler: the time at which the HTTP process dispatches the request. SGLang's scheduler stamps a request when it reads it
+from its socket, between two steps: the wait of a request that arrives during a step of 6 s would count neither for fairness nor
+in `queue_ms`. SGLang's message has an unused field for this time, on one clock for all ranks.
 
-From the scheduler: `kept_tokens`, `evicted_tokens`, `predicted_jct_ms` and others for the reply's `meta_info`. SGLang has no
-field for such facts in the reply of a prefill-only request, but puts into `meta_info` what the time stats say of themselves.
+From the scheduler: `kept_tokens`, `evicted_tokens`, `predicted_jct_ms` and others, for the reply's `meta_info`.
 """
 
 from __future__ import annotations

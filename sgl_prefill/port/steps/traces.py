@@ -1,6 +1,5 @@
 """The policy's decisions in SGLang's traces (`--enable-trace`): an event in a request's prefill span, facts on its root span.
-
-SGLang opens, ends and exports the spans. Without tracing, a request costs one look at a flag.
+SGLang opens, ends and exports the spans.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from sgl_prefill.core.job import Job
-from sgl_prefill.port.steps.step_state import EndedStep, StartedStep
+from sgl_prefill.port.steps.step_state import StartedStep, StepListener
 from sgl_prefill.port.steps.time_stats import facts_of
 
 if TYPE_CHECKING:
@@ -17,25 +16,22 @@ if TYPE_CHECKING:
 
 EVENT = "sgl_prefill.picked"
 FACTS = ("kept_tokens", "evicted_tokens", "predicted_jct_ms")  # of the reply's meta_info
-LEVEL = 1  # of SGLANG_TRACE_LEVEL, as the span that the event is in
+LEVEL = 1  # SGLANG_TRACE_LEVEL of the prefill span
 
 
-class Traces:
-    """Adds to the prefill span of each request that starts why and with which others it runs."""
+class Traces(StepListener):
+    """Adds an event to the prefill span of each request that starts: its step, prediction and wait."""
 
     def on_step_start(self, step: StartedStep) -> None:
         for job, req in step.started:
             if req.time_stats.trace_ctx.tracing_enable:
                 _add_event(req, _attributes(job, step))
 
-    def on_step_end(self, step: EndedStep) -> None:
-        pass
-
 
 def _add_event(req: Req, attributes: dict[str, Any]) -> None:
     from sglang.srt.observability.req_time_stats import convert_time_to_realtime_ns
 
-    # On the clock of the span, outside of which SGLang would put no event into it.
+    # SGLang drops events that are outside their span on the span's clock.
     req.time_stats.trace_ctx.trace_event(EVENT, LEVEL, convert_time_to_realtime_ns(time.perf_counter()), attributes)
 
 
@@ -53,6 +49,6 @@ def _attributes(job: Job, step: StartedStep) -> dict[str, Any]:
 
 
 def of_answered(time_stats: Any) -> dict[str, Any]:
-    """Attributes of an answered request's root span, in the HTTP process."""
+    """Returns attributes of an answered request's root span, in the HTTP process."""
     facts = facts_of(time_stats)
     return {f"sgl_prefill.{name}": facts[name] for name in FACTS if name in facts}

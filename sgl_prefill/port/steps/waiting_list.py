@@ -1,7 +1,7 @@
-"""SGLang's `scheduler.waiting_queue` as a list that knows what was added and whether anything else was changed.
+"""SGLang's `scheduler.waiting_queue` as a list that records appended items and whether anything else was changed.
 
-SGLang appends arrivals, removes cancelled requests, and sometimes assigns a new list. The policy must hear of all this without
-looking at ten thousand requests in each step.
+SGLang appends arrivals, removes cancelled requests, and sometimes assigns a new list. So the policy follows the changes without
+comparing ten thousand requests in each step.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ Item = TypeVar("Item")
 
 
 class WaitingList(list[Item]):
-    """A list in order of arrival. `take_changes` says what happened since the last call."""
-
     def __init__(self, items: Any = ()) -> None:
         super().__init__(items)
         self._appended: list[Item] = list(self)
@@ -30,7 +28,7 @@ class WaitingList(list[Item]):
         self._next_number += 1
 
     def take_changes(self) -> list[Item] | None:
-        """Returns the items appended since the last call; None where something else was done, so that all must be compared."""
+        """Returns the items appended since the last call; None after any other change: the caller must compare all items."""
         appended = None if self._is_changed else self._appended
         if self._is_changed:
             self._number_all()
@@ -38,7 +36,7 @@ class WaitingList(list[Item]):
         return appended
 
     def take_out(self, items: Collection[Item]) -> None:
-        """Remove items that the caller knows of: no change to report. Right after `take_changes`, costs O(log n) each."""
+        """Removes items without recording a change. Costs O(log n) each right after `take_changes`."""
         for item in items:
             place = bisect.bisect_left(self, self._numbers[item], key=self._numbers.__getitem__)
             assert self[place] is item
@@ -51,7 +49,7 @@ class WaitingList(list[Item]):
 
 
 class Counted(Collection[Any]):
-    """Stands for requests where SGLang counts them and sums their lengths: one that has the tokens of all."""
+    """Stands in for the waiting requests where SGLang only counts them and sums their lengths: one item has all tokens."""
 
     def __init__(self, n_requests: int, n_tokens: int) -> None:
         self._n_requests = n_requests

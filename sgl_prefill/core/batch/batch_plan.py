@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sgl_prefill.core.batch import prefix_order, prefix_tree
+from sgl_prefill.core.batch import prefix_order, row_tree
 from sgl_prefill.core.batch.token_rows import IntArray, TokenRows
 from sgl_prefill.core.job import PlannedRow
 
@@ -69,8 +69,8 @@ def decode_first(plan: JobPlan, lengths: IntArray, output_tokens: IntArray, page
         # A row that is the prefix itself could reuse less of it than the others.
         return most_reused[first] >= n_above, -float(written[end] - written[first]) / max(float(n_here), 1.0)
 
-    nodes = prefix_tree.build(plan.reused_tokens.tolist())
-    placed = list(prefix_tree.with_siblings_sorted(nodes, len(plan), key))
+    nodes = row_tree.build(plan.reused_tokens.tolist())
+    placed = list(row_tree.with_siblings_sorted(nodes, len(plan), key))
     places = np.array([one.row for one in placed], np.int64)
     reused = np.array([one.n_shared_tokens for one in placed], np.int64)
     return planned(plan.rows[places], np.minimum(reused, most_reused[places]))

@@ -19,7 +19,7 @@ from sgl_prefill.batch.progress import Progress
 from sgl_prefill.batch.prompts import BadRow, Prompts, prepare
 from sgl_prefill.batch.rows import RequestFile, id_hash
 from sgl_prefill.batch.tables import write_answers, write_requests
-from sgl_prefill.core.batch import plan
+from sgl_prefill.core.batch import batch_plan
 from sgl_prefill.core.batch.token_rows import IntArray
 from sgl_prefill.errors import BatchJobError
 
@@ -160,8 +160,8 @@ class Job:
         rows = np.unique(prompts.row)
         if of == 1:
             return rows
-        order = plan.depth_first(prompts.tokens)
-        begin, end = plan.shard(order, prompts.tokens.lengths, which, of)
+        order = batch_plan.depth_first(prompts.tokens)
+        begin, end = batch_plan.shard(order, prompts.tokens.lengths, which, of)
         place_of_row = order.places()[np.searchsorted(prompts.row, rows)]
         mine: IntArray = rows[(place_of_row >= begin) & (place_of_row < end)]
         return mine
