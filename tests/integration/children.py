@@ -28,14 +28,14 @@ from unittest import mock
 
 import pytest
 import setproctitle
-import torch
 
+from sgl_prefill.entry import prefork
 from sgl_prefill.entry.local_server import LocalServer, free_port
 
 _FORKED = multiprocessing.get_context("forkserver")
 _FORKED.set_forkserver_preload(["tests.support.quiet_imports", "sglang.srt.models.registry", "torch._dynamo"])
-# By module the names of scenarios, which are also names of the fixtures that return their results.
-SCENARIOS: defaultdict[str, list[str]] = defaultdict(list)
+# By module and process the names of scenarios, which are also names of the fixtures that return their results.
+SCENARIOS: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
 
 
 def start_fork_server() -> None:
@@ -44,9 +44,12 @@ def start_fork_server() -> None:
         forkserver.ensure_running()
 
 
-def result_of(module: str, scenario: str) -> Any:
-    """A fixture: what `SCENARIOS[scenario]` of `tests.integration.MODULE` returns. See `conftest.scenarios`."""
-    SCENARIOS[module].append(scenario)
+def result_of(module: str, scenario: str, *, process: str = "") -> Any:
+    """A fixture: what `SCENARIOS[scenario]` of `tests.integration.MODULE` returns. See `conftest.scenarios`.
+
+    process: where it is given, the scenarios of a module that have the same run in one process, apart from others.
+    """
+    SCENARIOS[module, process].append(scenario)
 
     @pytest.fixture(scope="session", name=scenario)
     def result(scenarios: Mapping[str, Any]) -> Any:
@@ -71,6 +74,8 @@ def run_scenarios(module: str, results: Mapping[str, Future[Any]], folder: Path)
 
 
 def _run(module: str, names: list[str], folder: Path, log: Path, sender: Connection) -> None:
+    import torch
+
     _redirect(log)
     torch.set_num_threads(1)  # two such processes run at a time
     try:
@@ -92,6 +97,7 @@ def forked_main(module: str, argv: list[str], log: Path) -> Any:
 
 def _run_main(module: str, argv: list[str], log: Path) -> None:
     _redirect(log)
+    prefork.begin()
     sys.exit(importlib.import_module(module).main(argv))
 
 

@@ -203,17 +203,16 @@ def spans() -> Iterator[Collector]:
 def scenarios(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, begun: dict[str, LocalServer]
 ) -> Iterator[dict[str, Future[Any]]]:
-    """Results of the scenarios that tests of this run use (`children.result_of`). Two processes at a time run them, one of a
-    module, beside other tests."""
+    """Results of the scenarios that tests of this run use (`children.result_of`). Two processes at a time run them, beside other
+    tests."""
     used = used_fixtures(request.session.items)
-    by_module = {
-        module: {name: Future[Any]() for name in names if name in used} for module, names in children.SCENARIOS.items()
-    }
+    all_results: dict[str, Future[Any]] = {}
     with ThreadPoolExecutor(2) as threads:
-        for module, results in by_module.items():
-            if results:
+        for (module, _), names in children.SCENARIOS.items():
+            if results := {name: Future[Any]() for name in names if name in used}:
                 threads.submit(children.run_scenarios, module, results, tmp_path_factory.mktemp(module))
-        yield {name: result for results in by_module.values() for name, result in results.items()}
+                all_results |= results
+        yield all_results
         threads.shutdown(cancel_futures=True)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from sgl_prefill import Engine
 from sgl_prefill.core.label_calibration import Calibration
 from sgl_prefill.core.labels import LabelError
+from sgl_prefill.entry import prefork
 from sgl_prefill.errors import BadRequestError, SglPrefillError
 from sgl_prefill.examples import demo_model
 from sgl_prefill.startup.calibrations import ModelName, StoredCalibration
@@ -22,6 +23,7 @@ SHORT: dict[str, Any] = {"memory_budget_gb": 3, "max_input_length": 1000, "skip_
 
 def float32(_: Path) -> dict[str, Any]:
     """Label scores of all prompts, cold and cached, and what the engine refuses."""
+    prefork.begin()
     folder = str(demo_model.ensure("float32"))
     result: dict[str, Any] = {"refused": {}}
     try:
@@ -69,6 +71,7 @@ def _calibrated(engine: Engine) -> dict[str, Any]:
 
 def features_off(_: Path) -> dict[str, Any]:
     """SGLang's own scheduler and logits inside our engine: its answers to the prompts, one at a time."""
+    prefork.begin()
     folder = str(demo_model.ensure())
     off: dict[str, Any] = {"scheduling": "stock", "logits_dtype": "model", "hybrid_prefill": "off", "suffix_kv": "keep"}
     with Engine(model_path=folder, **off, **SHORT) as engine:

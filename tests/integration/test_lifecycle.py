@@ -219,9 +219,9 @@ def metric(server: Server, name: str) -> float:
     return 0.0 if found is None else float(found.group(1))
 
 
-def ask(server: Server, number: int) -> requests.Response:
-    """Asks with a long prompt of its own."""
-    prompt = [(7 * number + place) % 40_000 for place in range(3000)]
+def ask(server: Server, number: int, n_tokens: int = 3000) -> requests.Response:
+    """Asks with a prompt of its own."""
+    prompt = [(7 * number + place) % 40_000 for place in range(n_tokens)]
     return server.post("/v1/completions", {"model": "tiny", "prompt": prompt, "allowed_token_ids": [5, 6]})
 
 
@@ -232,7 +232,7 @@ def test_where_the_detokenizer_dies_every_client_hears_of_it(servers: dict[str, 
         (detokenizer,) = [child for child in children if "detokenizer" in " ".join(child.cmdline())]
         detokenizer.suspend()
         n_before = metric(server, "wait_seconds_count")
-        waiting = [clients.submit(ask, server, number) for number in range(40)]
+        waiting = [clients.submit(ask, server, number, n_tokens=100) for number in range(40)]
         while metric(server, "wait_seconds_count") < n_before + 40:
             assert server.process.poll() is None
         detokenizer.kill()
