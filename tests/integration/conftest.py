@@ -6,7 +6,7 @@ import json
 import subprocess
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from sgl_prefill import calibrate
 from sgl_prefill.core.label_calibration import Calibration
 from sgl_prefill.entry import local_server
 from sgl_prefill.entry.local_server import LocalServer
+from sgl_prefill.errors import ServerStartError
 from sgl_prefill.examples import demo_model
 from sgl_prefill.examples.label_reviews import NEGATIVE, POSITIVE
 from sgl_prefill.startup import examine
@@ -204,13 +205,20 @@ def scenarios(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, begun: dict[str, LocalServer]
 ) -> Iterator[dict[str, Future[Any]]]:
     """Results of the scenarios that tests of this run use (`children.result_of`). Two processes at a time run them, beside other
-    tests."""
+    tests, once the session's servers have started."""
     used = used_fixtures(request.session.items)
     all_results: dict[str, Future[Any]] = {}
+
+    def run(*arguments: Any) -> None:
+        for one in begun.values():
+            with suppress(ServerStartError):
+                local_server.await_health(one)
+        children.run_scenarios(*arguments)
+
     with ThreadPoolExecutor(2) as threads:
         for (module, _), names in children.SCENARIOS.items():
             if results := {name: Future[Any]() for name in names if name in used}:
-                threads.submit(children.run_scenarios, module, results, tmp_path_factory.mktemp(module))
+                threads.submit(run, module, results, tmp_path_factory.mktemp(module))
                 all_results |= results
         yield all_results
         threads.shutdown(cancel_futures=True)
