@@ -148,7 +148,7 @@ def begun(
 ) -> Iterator[dict[str, LocalServer]]:
     """The session's servers that tests of this run use. They start together, while tests run that do not use them."""
     stock_flags = [*shapes.demo_flags(), "--max-total-tokens", "40000", "--sleep-on-idle"]
-    paper_flags = ["--paper", "--model-path", str(demo_folder), "--memory-budget-gb", "2"]
+    paper_flags = ["--paper", "--model-path", str(demo_folder), "--memory-budget-gb", "2", *NO_GATE]
     begin = {
         "server": lambda folder: begin_ours(folder, demo_folder),
         "bank": lambda folder: begin_bank(folder, demo_folder, spans.url),
