@@ -6,5 +6,5 @@ cd "$(dirname "$0")/.."
 scripts/install.sh
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
 if [[ $# -gt 0 && "$*" != --all ]]; then exec .venv/bin/python -m pytest "$@"; fi
-.venv/bin/python -m pytest "$@" -n 2 --dist loadfile tests/core tests/cpu
+OMP_NUM_THREADS=1 .venv/bin/python -m pytest "$@" -n 2 --dist loadfile tests/core tests/cpu
 .venv/bin/python -m pytest "$@" tests/integration tests/gpu

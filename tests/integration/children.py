@@ -1,4 +1,7 @@
-"""Processes of their own for engines and schedulers, which leave sockets, handlers and globals behind."""
+"""Child processes for engines, schedulers and servers, which leave sockets, handlers and globals behind.
+
+SGLang takes 20 seconds to import. This process imports it once; a fork server is forked from it, and all children from that.
+"""
 
 from __future__ import annotations
 
@@ -13,42 +16,71 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import util
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import setproctitle
 
+from sgl_prefill.entry import prefork
 from sgl_prefill.entry.local_server import LocalServer, free_port
 
-# SGLang takes 20 seconds to import: children are forked from one process that has done so.
 _FORKED = multiprocessing.get_context("forkserver")
 _FORKED.set_forkserver_preload(["tests.support.quiet_imports", "sglang.srt.models.registry", "torch._dynamo"])
-os.environ.setdefault("OMP_NUM_THREADS", "2")  # read when torch is imported there
+# By module and process the names of scenarios, which are also names of the fixtures that return their results.
+SCENARIOS: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
 
 
-def run_scenario(module: str, scenario: str, folder: Path) -> dict[str, Any]:
-    """What `SCENARIOS[scenario](folder)` of `tests.integration.MODULE` returns, in a process of its own."""
-    receiver, sender = _FORKED.Pipe(duplex=False)
-    log = folder / f"{scenario}.log"
-    child = _FORKED.Process(target=_run, args=(module, scenario, folder, log, sender))
-    child.start()
-    sender.close()
-    try:
-        result: dict[str, Any] = json.loads(receiver.recv())
-    except EOFError:
-        raise AssertionError(f"{module}, {scenario}: {log.read_text()[-4000:]}") from None
-    finally:
-        child.join()
+def start_fork_server() -> None:
+    """Forks it from this process, which has imported SGLang."""
+    with _forks_instead_of_imports():
+        forkserver.ensure_running()
+
+
+def result_of(module: str, scenario: str, *, process: str = "") -> Any:
+    """A fixture: what `SCENARIOS[scenario]` of `tests.integration.MODULE` returns. See `conftest.scenarios`.
+
+    process: where it is given, the scenarios of a module that have the same run in one process, apart from others.
+    """
+    SCENARIOS[module, process].append(scenario)
+
+    @pytest.fixture(scope="session", name=scenario)
+    def result(scenarios: Mapping[str, Any]) -> Any:
+        return scenarios[scenario].result()
+
     return result
 
 
-def _run(module: str, scenario: str, folder: Path, log: Path, sender: Connection) -> None:
+def run_scenarios(module: str, results: Mapping[str, Future[Any]], folder: Path) -> None:
+    """Runs `SCENARIOS[name](folder)` of `tests.integration.MODULE` for each name in `results`, all in one process."""
+    receiver, sender = _FORKED.Pipe(duplex=False)
+    log = folder / "log"
+    child = _FORKED.Process(target=_run, args=(module, list(results), folder, log, sender))
+    child.start()
+    sender.close()
+    for result in results.values():
+        try:
+            result.set_result(json.loads(receiver.recv()))
+        except EOFError:
+            result.set_exception(AssertionError(f"{module}: {log.read_text()[-4000:]}"))
+    child.join()
+
+
+def _run(module: str, names: list[str], folder: Path, log: Path, sender: Connection) -> None:
+    import torch
+
     _redirect(log)
+    torch.set_num_threads(1)  # two such processes run at a time
     try:
-        sender.send(json.dumps(importlib.import_module(f"tests.integration.{module}").SCENARIOS[scenario](folder)))
+        for name in names:
+            sender.send(json.dumps(importlib.import_module(f"tests.integration.{module}").SCENARIOS[name](folder)))
     except BaseException:
         traceback.print_exc()
         raise
@@ -65,6 +97,7 @@ def forked_main(module: str, argv: list[str], log: Path) -> Any:
 
 def _run_main(module: str, argv: list[str], log: Path) -> None:
     _redirect(log)
+    prefork.begin()
     sys.exit(importlib.import_module(module).main(argv))
 
 
@@ -122,31 +155,46 @@ def _run_program(argv: list[str], log: Path, variables: dict[str, str]) -> None:
     )  # before the environment changes: its room is found only once
     os.environ.clear()
     os.environ.update(variables)
+    sys.path[:0] = [path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.argv = argv
     runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
 
 
-def _fork_the_fork_server(spawn: Callable[..., int], path: bytes, args: list[str], passed: list[int]) -> int:
-    """In the place of a new interpreter, which would import SGLang again."""
-    if "multiprocessing.forkserver" not in args[-1]:
+@contextlib.contextmanager
+def _forks_instead_of_imports() -> Iterator[None]:
+    """Within it, processes that multiprocessing would start with a new interpreter are forked from this one."""
+    with mock.patch.object(util, "spawnv_passfds", functools.partial(_fork_or_spawn, util.spawnv_passfds)):
+        yield
+
+
+def _fork_or_spawn(spawn: Callable[..., int], path: bytes, args: list[str], passed: list[int]) -> int:
+    program, *arguments = args[args.index("-c") + 1 :]
+    if "multiprocessing.forkserver" not in program and "multiprocessing.spawn" not in program:
         return spawn(path, args, passed)
     if pid := os.fork():
         return pid
+    status: Any = 1
     try:
         for fd in map(int, os.listdir("/proc/self/fd")):
             if fd > 2 and fd not in passed:
                 with contextlib.suppress(OSError):
                     os.close(fd)
-        exec(args[-1], {})
+        forkserver._forkserver.__init__()  # type: ignore[attr-defined]  # this process holds its lock
+        sys.argv, sys.stdout, sys.stderr = ["-c", *arguments], sys.__stdout__, sys.__stderr__
+        warnings.simplefilter("ignore")  # pytest makes errors of them
+        exec(program, {})
+        status = 0
+    except SystemExit as end:
+        status = end.code
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(0)
+        os._exit(status or 0)
 
 
 def _redirect(log: Path) -> None:
-    """Prints to the log. Processes that SGLang forks from a fork server are forked from one that is forked from this process."""
-    vars(util)["spawnv_passfds"] = functools.partial(_fork_the_fork_server, util.spawnv_passfds)
+    """Prints to the log. What SGLang would start with a new interpreter is forked from this process."""
+    vars(util)["spawnv_passfds"] = functools.partial(_fork_or_spawn, util.spawnv_passfds)
     with log.open("w") as file:
-        os.dup2(file.fileno(), sys.stdout.fileno())
-        os.dup2(file.fileno(), sys.stderr.fileno())
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from multiprocessing import forkserver
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,14 +18,17 @@ from sgl_prefill import calibrate
 from sgl_prefill.core.label_calibration import Calibration
 from sgl_prefill.entry import local_server
 from sgl_prefill.entry.local_server import LocalServer
+from sgl_prefill.errors import ServerStartError
 from sgl_prefill.examples import demo_model
 from sgl_prefill.examples.label_reviews import NEGATIVE, POSITIVE
+from sgl_prefill.startup import examine
 from sgl_prefill.startup.calibrations import ModelName, StoredCalibration, fingerprint_of
+from tests.integration import children
 from tests.integration.children import begin_server
+from tests.support import quiet_imports  # noqa: F401  (before all else that imports SGLang)
 from tests.support.otlp_collector import Collector, collector
 
-forkserver.ensure_running()  # imports SGLang while this process does
-from tests.support import quiet_imports  # noqa: E402, F401  (before all else that imports SGLang)
+children.start_fork_server()
 
 # By name: the labels, and the scale and bias of each.
 CALIBRATIONS = {
@@ -69,30 +72,22 @@ class Server(NamedTuple):
 
 
 @contextmanager
-def running(module: str, log: Path, *flags: str, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
-    """A healthy server of `python -m module`, forked from a process that has imported SGLang, and stopped at the end."""
-    with healthy(begin_server(module, flags, log, environment)) as server:
-        yield server
-
-
-@contextmanager
 def healthy(begun: LocalServer) -> Iterator[Server]:
     """Waits until a server is healthy, and stops it at the end."""
+    try:
+        yield await_health(begun)
+    finally:
+        begun.stop()
+
+
+def await_health(begun: LocalServer) -> Server:
+    """Waits until a server is healthy."""
     try:
         local_server.await_health(begun)
     except BaseException:
         local_server.kill(begun.process)
         raise
-    try:
-        yield Server(begun.url, begun.process, begun.log)
-    finally:
-        begun.stop()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the child processes of a module keep their models."""
-    return tmp_path_factory.mktemp("tiny")
+    return Server(begun.url, begun.process, begun.log)
 
 
 @pytest.fixture(scope="session")
@@ -118,55 +113,84 @@ def write_calibrations(folder: Path, demo_folder: Path) -> None:
         (folder / f"{one.name}.json").write_text(json.dumps(one.to_json()))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def begun(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, demo_folder: Path
-) -> Iterator[dict[str, LocalServer]]:
-    """The session's servers that tests of this run use. They start while tests run that use none of them."""
-    ours, stock = (tmp_path_factory.mktemp(name) / "log.txt" for name in ("ours", "stock"))
-    modules: dict[str, tuple[str, list[str], Path]] = {
-        "server": ("sgl_prefill.launch_server", ["--model-path", str(demo_folder), "--memory-budget-gb", "3"], ours),
-        "stock_server": (
-            "sglang.launch_server",
-            [*shapes.demo_flags(), "--max-total-tokens", "40000", "--sleep-on-idle"],
-            stock,
-        ),
-    }
-    write_calibrations(ours.parent / "calibrations", demo_folder)
-    modules["server"][1].extend(["--calibrations", str(ours.parent / "calibrations")])
-    modules["server"][1].extend(["--request-log", str(ours.parent / "requests.jsonl")])
-    used = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
-    environment = {"OMP_NUM_THREADS": "2"}
-    servers = {name: local_server.begin(*modules[name], environment=environment) for name in modules if name in used}
-    yield servers
-    for one in servers.values():
-        if one.process.poll() is None:  # of tests that did not come to run
-            local_server.kill(one.process)
-
-
-@pytest.fixture(scope="session")
-def server(begun: dict[str, LocalServer]) -> Iterator[Server]:
-    """Our server with the demo model, all features on, started by its command line."""
-    with healthy(begun["server"]) as ours:
-        yield ours
-
-
-@pytest.fixture(scope="session")
-def stock_server(begun: dict[str, LocalServer]) -> Iterator[Server]:
-    """Stock SGLang on the same machine with our package installed, in the dtype of ours, which its default need not be."""
-    with healthy(begun["stock_server"]) as stock:
-        yield stock
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that use no server of the session come first; the servers start meanwhile."""
-    used = {item.path for item in items if {"server", "stock_server"} & {*getattr(item, "fixturenames", ())}}
-    items.sort(key=lambda item: item.path in used)
-
-
 SYSTEM = "You are a careful analyst of a bank. Look at the profile of a client and say whether it gets a credit.\n"
 KEY = {"Authorization": "Bearer user"}
 MOST_WAITING = 200
+LAUNCHER = "sgl_prefill.launch_server"
+# Of starts whose checks and measurements no test reads.
+NO_GATE = ["--set", "skip_parity_gate=true"]
+QUICK_START = [*NO_GATE, "--set", "jct_model=cache-miss"]
+
+
+def begin_ours(folder: Path, demo_folder: Path) -> LocalServer:
+    """By its command line, in a process that imports SGLang itself."""
+    write_calibrations(folder / "calibrations", demo_folder)
+    flags = ["--model-path", str(demo_folder), "--memory-budget-gb", "3"]
+    flags += ["--calibrations", str(folder / "calibrations"), "--request-log", str(folder / "requests.jsonl")]
+    return local_server.begin(LAUNCHER, flags, folder / "log.txt", environment={"OMP_NUM_THREADS": "2"})
+
+
+def begin_bank(folder: Path, demo_folder: Path, traces_url: str) -> LocalServer:
+    (folder / "system.txt").write_text(SYSTEM)
+    flags = ["--model-path", str(demo_folder), "--served-model-name", "demo", "--memory-budget-gb", "2"]
+    flags += ["--max-input-length", "1000", *NO_GATE, "--api-key", "user", "--isolate-by", "user"]
+    flags += ["--shared-prefix", str(folder / "system.txt"), "--max-client-waiting", str(MOST_WAITING)]
+    flags += ["--log-requests", "--log-requests-level", "0", "--log-requests-format", "json"]
+    if not examine.trace_problems():
+        flags += ["--enable-trace", "--otlp-traces-endpoint", traces_url]
+    environment = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
+    return begin_server(LAUNCHER, flags, folder / "log.txt", environment)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def begun(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, demo_folder: Path, spans: Collector
+) -> Iterator[dict[str, LocalServer]]:
+    """The session's servers that tests of this run use. They start together, while tests run that do not use them."""
+    stock_flags = [*shapes.demo_flags(), "--max-total-tokens", "40000", "--sleep-on-idle"]
+    paper_flags = ["--paper", "--model-path", str(demo_folder), "--memory-budget-gb", "2", *NO_GATE]
+    begin = {
+        "server": lambda folder: begin_ours(folder, demo_folder),
+        "bank": lambda folder: begin_bank(folder, demo_folder, spans.url),
+        "paper_server": lambda folder: begin_server(LAUNCHER, paper_flags, folder / "log.txt"),
+        "stock_server": lambda folder: begin_server("sglang.launch_server", stock_flags, folder / "log.txt"),
+    }
+    used = used_fixtures(request.session.items)
+    servers = {name: one(tmp_path_factory.mktemp(name)) for name, one in begin.items() if name in used}
+    yield servers
+    alive = [one for one in servers.values() if one.process.poll() is None]
+    for one in alive:
+        one.process.terminate()
+    for one in alive:
+        one.process.wait(timeout=120)
+
+
+def used_fixtures(items: list[pytest.Item]) -> set[str]:
+    return {name for item in items for name in getattr(item, "fixturenames", ())}
+
+
+@pytest.fixture(scope="session")
+def server(begun: dict[str, LocalServer]) -> Server:
+    """Our server with the demo model, all features on."""
+    return await_health(begun["server"])
+
+
+@pytest.fixture(scope="session")
+def stock_server(begun: dict[str, LocalServer]) -> Server:
+    """Stock SGLang on the same machine with our package installed, in the dtype of ours, which its default need not be."""
+    return await_health(begun["stock_server"])
+
+
+@pytest.fixture(scope="session")
+def paper_server(begun: dict[str, LocalServer]) -> Server:
+    """The paper's engine."""
+    return await_health(begun["paper_server"])
+
+
+@pytest.fixture(scope="session")
+def bank(begun: dict[str, LocalServer]) -> Server:
+    """A server with an API key, tenants, traces and a log of requests."""
+    return await_health(begun["bank"])._replace(headers=KEY)
 
 
 @pytest.fixture(scope="session")
@@ -176,22 +200,35 @@ def spans() -> Iterator[Collector]:
         yield found
 
 
-@pytest.fixture(scope="session")
-def bank(tmp_path_factory: pytest.TempPathFactory, demo_folder: Path, spans: Collector) -> Iterator[Server]:
-    """A server with an API key, tenants, traces and a request log."""
-    from sgl_prefill.startup import examine
+@pytest.fixture(scope="session", autouse=True)
+def scenarios(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, begun: dict[str, LocalServer]
+) -> Iterator[dict[str, Future[Any]]]:
+    """Results of the scenarios that tests of this run use (`children.result_of`). Two processes at a time run them, beside other
+    tests, once the session's servers have started."""
+    used = used_fixtures(request.session.items)
+    all_results: dict[str, Future[Any]] = {}
 
-    folder = tmp_path_factory.mktemp("tenants")
-    (folder / "system.txt").write_text(SYSTEM)
-    flags = ["--model-path", str(demo_folder), "--served-model-name", "demo", "--memory-budget-gb", "2"]
-    flags += ["--api-key", "user", "--isolate-by", "user"]
-    flags += ["--shared-prefix", str(folder / "system.txt"), "--max-client-waiting", str(MOST_WAITING)]
-    flags += ["--log-requests", "--log-requests-level", "0", "--log-requests-format", "json"]
-    if not examine.trace_problems():
-        flags += ["--enable-trace", "--otlp-traces-endpoint", spans.url]
-    environment = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
-    with running("sgl_prefill.launch_server", folder / "log.txt", *flags, environment=environment) as server:
-        yield server._replace(headers=KEY)
+    def run(*arguments: Any) -> None:
+        for one in begun.values():
+            with suppress(ServerStartError):
+                local_server.await_health(one)
+        children.run_scenarios(*arguments)
+
+    with ThreadPoolExecutor(2) as threads:
+        for (module, _), names in children.SCENARIOS.items():
+            if results := {name: Future[Any]() for name in names if name in used}:
+                threads.submit(run, module, results, tmp_path_factory.mktemp(module))
+                all_results |= results
+        yield all_results
+        threads.shutdown(cancel_futures=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that read results of scenarios come last; the scenarios run meanwhile."""
+    scenarios = {name for names in children.SCENARIOS.values() for name in names}
+    reading = {item.path for item in items if scenarios & used_fixtures([item])}
+    items.sort(key=lambda item: item.path in reading)
 
 
 @pytest.fixture(scope="session")

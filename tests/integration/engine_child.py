@@ -12,21 +12,25 @@ from typing import Any
 from sgl_prefill import Engine
 from sgl_prefill.core.label_calibration import Calibration
 from sgl_prefill.core.labels import LabelError
+from sgl_prefill.entry import prefork
 from sgl_prefill.errors import BadRequestError, SglPrefillError
 from sgl_prefill.examples import demo_model
 from sgl_prefill.startup.calibrations import ModelName, StoredCalibration
 from tests.integration.prompts import CANDIDATES, LONG_LABELS, LONG_PROMPTS, PROMPTS
 
+SHORT: dict[str, Any] = {"memory_budget_gb": 3, "max_input_length": 1000, "skip_parity_gate": True}
+
 
 def float32(_: Path) -> dict[str, Any]:
     """Label scores of all prompts, cold and cached, and what the engine refuses."""
+    prefork.begin()
     folder = str(demo_model.ensure("float32"))
     result: dict[str, Any] = {"refused": {}}
     try:
         Engine(model_path=folder, chunked_prefill_size=512, schedule_policy="lpm")
     except SglPrefillError as error:
         result["refused"]["contradiction"] = str(error)
-    with Engine(model_path=folder, dtype="float32", memory_budget_gb=3) as engine:
+    with Engine(model_path=folder, dtype="float32", jct_model="cache-miss", **SHORT) as engine:
         ids = _candidate_ids(engine)
         for name in ("cold", "cached"):
             scored = engine.score_labels(PROMPTS, allowed_token_ids=ids)
@@ -67,9 +71,10 @@ def _calibrated(engine: Engine) -> dict[str, Any]:
 
 def features_off(_: Path) -> dict[str, Any]:
     """SGLang's own scheduler and logits inside our engine: its answers to the prompts, one at a time."""
+    prefork.begin()
     folder = str(demo_model.ensure())
     off: dict[str, Any] = {"scheduling": "stock", "logits_dtype": "model", "hybrid_prefill": "off", "suffix_kv": "keep"}
-    with Engine(model_path=folder, **off, memory_budget_gb=3) as engine:
+    with Engine(model_path=folder, **off, **SHORT) as engine:
         options = {"return_logprob": True, "token_ids_logprob": _candidate_ids(engine), "top_logprobs_num": 3}
         params = {"max_new_tokens": 1, "temperature": 0}
         return {"outputs": [engine.generate(prompt, params, **options) for prompt in PROMPTS]}

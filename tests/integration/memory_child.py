@@ -401,6 +401,7 @@ def unusual(folder: Path) -> dict[str, Any]:
 
 def stable(folder: Path) -> dict[str, Any]:
     """Answers with --stable-answers in random company, cache states (evicting too) and chunk sizes, against each alone."""
+    torch.set_num_threads(2)
     engine = start(folder, "qwen3", config={"stable_answers": True, "pack_step_tokens": 400})
     rng = random.Random(6)
     shared = [prompt(rng, n) for n in (90, 310)]

@@ -12,6 +12,8 @@ FOLDER = "RANKS_CHILD_FOLDER"  # a variable: where they write
 
 def run_scheduler_process(*arguments: Any, **options: Any) -> None:
     """Runs one rank. Its file gets the ids of the requests in the order in which they run."""
+    from sglang.srt.layers import vocab_parallel_embedding as embedding
+
     from sgl_prefill.core.job import Job
     from sgl_prefill.entry import processes
     from sgl_prefill.port.steps.jobs import SchedulerPort
@@ -19,6 +21,8 @@ def run_scheduler_process(*arguments: Any, **options: Any) -> None:
     _, environment, _, _, _, rank, *_ = arguments  # (config, environment, server_args, port_args, gpu_id, tp_rank, ...)
     file = Path(environment._variables[FOLDER], f"rank-{rank}").open("w", buffering=1)  # noqa: SIM115
     started = SchedulerPort.started
+    # SGLang compiles this function of two lines, which takes a C++ compiler half a minute.
+    embedding.get_masked_input_and_mask = embedding.get_masked_input_and_mask._torchdynamo_orig_callable
 
     def write_down(port: SchedulerPort, job: Job) -> None:
         file.write(f"{port.reqs_of([job])[0].rid}\n")

@@ -17,7 +17,7 @@ import pytest
 from sgl_prefill.examples import review_table
 from sgl_prefill.examples.label_reviews import NEGATIVE, POSITIVE
 from tests.integration.children import forked_main
-from tests.integration.conftest import Server
+from tests.integration.conftest import NO_GATE, Server
 
 LABELS = [" yes", " no"]
 WORDS = ["red", "river", "stone", "cloud", "seven", "music", "paper", "green", "north", "table"]
@@ -128,7 +128,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 def engine_flags(demo_folder: Path) -> list[str]:
-    return ["--model-path", str(demo_folder), "--memory-budget-gb", "2", "--max-input-length", "2000"]
+    return ["--model-path", str(demo_folder), "--memory-budget-gb", "2", "--max-input-length", "2000", *NO_GATE]
 
 
 def test_a_job_that_is_killed_goes_on_and_is_answered_as_by_a_server(

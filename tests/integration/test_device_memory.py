@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.children import run_scenario
+from tests.integration.children import result_of
 
 CLOSE = 1e-4  # as in test_memory.py
 
 
-@pytest.fixture(scope="module")
-def device(folder: Path) -> dict[str, Any]:
-    return run_scenario("device_child", "device", folder)
+device = result_of("device_child", "device")
 
 
 @pytest.mark.parametrize("name", ["roomy", "tight"])

@@ -6,8 +6,9 @@ import contextlib
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from sgl_prefill.entry.local_server import LocalServer
 from sgl_prefill.entry.processes import NICENESS
 from sgl_prefill.startup.secret import MASK
 from tests.integration.children import begin_server
-from tests.integration.conftest import Server, healthy
+from tests.integration.conftest import QUICK_START, Server, healthy
 from tests.integration.rights import KEYS, assert_rights
 
 
@@ -55,23 +56,16 @@ FAILS = {
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory, demo_folder: Path) -> Iterator[dict[str, LocalServer]]:
-    """All servers of this file, started side by side. A plugin must be installed before Python starts."""
+    """All servers of this file, started side by side."""
     folder = tmp_path_factory.mktemp("lifecycle")
     model = write_tiny_model(folder / "tiny", demo_folder)
     flags = ["--model-path", str(model)]
-    plugin = {
-        "PYTHONPATH": os.pathsep.join([str(write_intruder(folder)), *filter(None, [os.environ.get("PYTHONPATH")])])
-    }
-    launcher = "sgl_prefill.launch_server"
-    servers = {
-        "intruder": local_server.begin(launcher, [*flags, *FAILS["intruder"]], folder / "intruder", environment=plugin)
-    }
-    served = ["--load-format", "dummy", "--memory-budget-gb", "1"]
+    served = ["--load-format", "dummy", "--memory-budget-gb", "1", "--max-input-length", "4000", *QUICK_START]
+    environments = {"intruder": {"PYTHONPATH": os.pathsep.join([str(write_intruder(folder)), *sys.path])}}
     all_flags = {name: [*served, *own] for name, own in SERVES.items()} | FAILS
-    servers |= {
-        name: begin_server(launcher, [*flags, *own], folder / name)
+    servers = {
+        name: begin_server("sgl_prefill.launch_server", [*flags, *own], folder / name, environments.get(name))
         for name, own in all_flags.items()
-        if name != "intruder"
     }
     yield servers
     for server in servers.values():
@@ -200,7 +194,14 @@ def test_a_hook_that_does_not_take_ends_the_start_with_its_message(servers: dict
 
 def test_a_server_that_is_asked_to_end_answers_who_waits_and_takes_no_more(servers: dict[str, LocalServer]) -> None:
     """It had taken new requests for as long as there were old ones, and ended by SIGKILL."""
-    with forty_waiting(servers["drains"]) as (server, children, waiting):
+    with healthy(servers["drains"]) as server, ThreadPoolExecutor(40) as clients:
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        waiting = [clients.submit(ask, server, number) for number in range(40)]
+        # One runs; all others have been answered, or wait in the scheduler: one that is still on the way would be refused.
+        while (n_done := sum(answer.done() for answer in waiting)) == 0 or (
+            n_done + metric(server, "waiting_requests") < len(waiting) - 1
+        ):
+            assert server.process.poll() is None
         server.process.terminate()
         while (late := ask(server, 99)).status_code == 200:
             pass  # the signal is on its way
@@ -212,49 +213,32 @@ def test_a_server_that_is_asked_to_end_answers_who_waits_and_takes_no_more(serve
         assert not list(filter(holds_memory, psutil.wait_procs(children, timeout=2)[1]))
 
 
-class Forty(NamedTuple):
-    """A server, its processes, and requests of which one at least is answered."""
-
-    server: Server
-    children: list[psutil.Process]
-    waiting: list[Future[requests.Response]]
-
-
-@contextlib.contextmanager
-def forty_waiting(begun: LocalServer) -> Iterator[Forty]:
-    with healthy(begun) as server, ThreadPoolExecutor(60) as clients:
-        children = psutil.Process(server.process.pid).children(recursive=True)
-        waiting = [clients.submit(ask, server, number) for number in range(40)]
-        # One runs; all others have been answered, or wait in the scheduler: who is still on the way would be refused.
-        while (n_done := sum(answer.done() for answer in waiting)) == 0 or n_done + n_waiting(server) < len(
-            waiting
-        ) - 1:
-            assert server.process.poll() is None
-        yield Forty(server, children, waiting)
-
-
-def n_waiting(server: Server) -> float:
+def metric(server: Server, name: str) -> float:
     metrics = requests.get(f"{server.url}/metrics", timeout=60).text
-    found = re.search(r"^sglang:prefill_waiting_requests{.*} (\S+)", metrics, re.MULTILINE)
+    found = re.search(rf"^sglang:prefill_{name}{{.*}} (\S+)", metrics, re.MULTILINE)
     return 0.0 if found is None else float(found.group(1))
 
 
-def ask(server: Server, number: int) -> requests.Response:
-    """Asks with a long prompt of its own."""
-    prompt = [(7 * number + place) % 40_000 for place in range(3000)]
+def ask(server: Server, number: int, n_tokens: int = 3000) -> requests.Response:
+    """Asks with a prompt of its own."""
+    prompt = [(7 * number + place) % 40_000 for place in range(n_tokens)]
     return server.post("/v1/completions", {"model": "tiny", "prompt": prompt, "allowed_token_ids": [5, 6]})
 
 
 def test_where_the_detokenizer_dies_every_client_hears_of_it(servers: dict[str, LocalServer]) -> None:
-    """Most had waited for their own time-out."""
-    with forty_waiting(servers["detokenizer dies"]) as (server, children, waiting):
+    """Most had waited for their own time-out. It stands still until all forty answers are computed, so that none has left."""
+    with healthy(servers["detokenizer dies"]) as server, ThreadPoolExecutor(40) as clients:
+        children = psutil.Process(server.process.pid).children(recursive=True)
         (detokenizer,) = [child for child in children if "detokenizer" in " ".join(child.cmdline())]
+        detokenizer.suspend()
+        n_before = metric(server, "wait_seconds_count")
+        waiting = [clients.submit(ask, server, number, n_tokens=100) for number in range(40)]
+        while metric(server, "wait_seconds_count") < n_before + 40:
+            assert server.process.poll() is None
         detokenizer.kill()
         answers = [answer.result() for answer in waiting]
-        assert {answer.status_code for answer in answers} <= {200, 503}
-        refused = [answer for answer in answers if answer.status_code == 503]
-        assert refused
-        assert all("has ended" in answer.json()["error"]["message"] for answer in refused)
+        assert {answer.status_code for answer in answers} == {503}
+        assert all("has ended" in answer.json()["error"]["message"] for answer in answers)
         assert server.process.wait(timeout=60) == 1
         assert not list(filter(holds_memory, psutil.wait_procs(children, timeout=2)[1]))
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sgl_prefill.startup.device import Host
-from tests.integration.children import run_scenario
+from tests.integration.children import result_of
 from tests.support.tiny_models import FAMILIES
 
 # float32: chunks change the order in which matrix products are summed, and tiles that of attention: 2^-23 each, over a few
@@ -16,14 +15,11 @@ from tests.support.tiny_models import FAMILIES
 CLOSE = 1e-4
 
 
-@pytest.fixture(scope="module")
-def families(folder: Path) -> dict[str, Any]:
-    return run_scenario("memory_child", "families", folder)
-
-
-@pytest.fixture(scope="module")
-def faults(folder: Path) -> dict[str, Any]:
-    return run_scenario("memory_child", "faults", folder)
+profile = result_of("memory_child", "profile")  # first: it measures memory, and later ones find what others have freed
+families = result_of("memory_child", "families")
+faults = result_of("memory_child", "faults")
+storm = result_of("memory_child", "storm")
+unusual = result_of("memory_child", "unusual")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -54,9 +50,9 @@ def test_durable_space_smaller_than_the_prompt_keeps_a_prefix_and_says_so(
     assert families[family]["hybrid"]["cached_tokens"] == 760
 
 
-def test_a_storm_of_500_requests_is_answered_as_if_each_ran_alone(folder: Path) -> None:
+def test_a_storm_of_500_requests_is_answered_as_if_each_ran_alone(storm: dict[str, Any]) -> None:
     """512 durable slots, prompts of up to 3 times that; SGLang's slot count and ours are checked after every step."""
-    result = run_scenario("memory_child", "storm", folder)
+    result = storm
     assert result["finished"] + result["cancelled"] == 500
     assert result["worst"] <= CLOSE
     assert min(result["with_tail"], result["evicting"], result["cached"], result["cancelled"]) >= 20, result
@@ -135,11 +131,6 @@ def test_what_waiting_requests_will_use_is_evicted_last_where_all_kv_is_kept_too
     assert faults["kept"] == {"ran_first": True, "sharer": 150, "other": 0, "answers_left_nothing": True}
 
 
-@pytest.fixture(scope="module")
-def unusual(folder: Path) -> dict[str, Any]:
-    return run_scenario("memory_child", "unusual", folder)
-
-
 def test_a_prefix_that_more_requests_wait_for_goes_first_also_in_pages(unusual: dict[str, Any]) -> None:
     """200 tokens for one request, 240 for four: together they cost less a request. Cached are whole pages of 16."""
     assert unusual["order_count"] == "many many many many few"
@@ -180,12 +171,12 @@ def test_stable_answers_are_the_same_bits_in_any_company_cache_state_and_chunk_s
     assert "softmax" in unusual["unstable"]
 
 
-def test_the_short_memory_pass_takes_the_memory_of_a_whole_one(folder: Path) -> None:
+def test_the_short_memory_pass_takes_the_memory_of_a_whole_one(profile: dict[str, Any]) -> None:
     """A token retains what the buffers and its four indices hold; how the last tile of keys falls makes the rest.
 
     Resident memory spreads from run to run, so its bound is wide.
     """
-    result = run_scenario("memory_child", "profile", folder)
+    result = profile
     assert result["whole"] == pytest.approx(result["decides"], rel=0.02)
     assert result["measured_bytes_per_token"] == pytest.approx(result["retained_bytes_per_token"] + 28, rel=0.1)
     assert 0.3 < result["resident"] / result["planned"] < 1.2

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +11,7 @@ import requests
 import torch
 
 from sgl_prefill.examples import demo_model
-from tests.integration.children import run_scenario
+from tests.integration.children import result_of
 from tests.integration.conftest import Server
 from tests.integration.prompts import CANDIDATES, LONG_LABELS, PROMPTS, make_reference, read_reference
 
@@ -29,16 +26,8 @@ def reference() -> list[list[float]]:
     return read_reference().candidates
 
 
-@pytest.fixture(scope="module")
-def engine_children(folder: Path) -> Iterator[dict[str, Future[dict[str, Any]]]]:
-    """What `tests.integration.engine_child` returns; both at once, since most of it is starting."""
-    with ThreadPoolExecutor() as threads:
-        yield {kind: threads.submit(run_scenario, "engine_child", kind, folder) for kind in ("float32", "features_off")}
-
-
-@pytest.fixture(scope="module")
-def float32_engine(engine_children: dict[str, Future[dict[str, Any]]]) -> dict[str, Any]:
-    return engine_children["float32"].result()
+float32 = result_of("engine_child", "float32")
+features_off = result_of("engine_child", "features_off", process="without our hooks")
 
 
 def largest_difference(left: list[list[float]], right: list[list[float]]) -> float:
@@ -56,20 +45,20 @@ def test_the_reference_is_what_transformers_says() -> None:
         assert (torch.tensor(ours) - torch.tensor(theirs)).abs().max() <= 1e-4
 
 
-def test_float32_weights_agree_with_transformers(float32_engine: dict[str, Any], reference: list[list[float]]) -> None:
+def test_float32_weights_agree_with_transformers(float32: dict[str, Any], reference: list[list[float]]) -> None:
     """32 prompts, 10 candidates each, over the whole vocabulary: |difference| <= 1e-3, cold and from the cache."""
-    assert largest_difference(float32_engine["cold"], reference) <= 1e-3
-    assert largest_difference(float32_engine["cached"], reference) <= 1e-3
-    assert set(float32_engine["reused"]) == {-1}, "all but the last token of each prompt is reused"
+    assert largest_difference(float32["cold"], reference) <= 1e-3
+    assert largest_difference(float32["cached"], reference) <= 1e-3
+    assert set(float32["reused"]) == {-1}, "all but the last token of each prompt is reused"
 
 
-def test_labels_of_several_tokens_agree_with_transformers(float32_engine: dict[str, Any], tokenizer: Any) -> None:
+def test_labels_of_several_tokens_agree_with_transformers(float32: dict[str, Any], tokenizer: Any) -> None:
     """8 prompts, 6 labels of up to 5 tokens: log P(label) differs by at most 1e-4, cold and behind a cached prompt."""
     expected = read_reference().long_labels
-    assert {len(answer) for of_prompt in float32_engine["long_tokens"] for answer in of_prompt} >= {1, 2, 3, 4}
-    assert all(tokens == [tokenizer.encode(label) for label in LONG_LABELS] for tokens in float32_engine["long_tokens"])
+    assert {len(answer) for of_prompt in float32["long_tokens"] for answer in of_prompt} >= {1, 2, 3, 4}
+    assert all(tokens == [tokenizer.encode(label) for label in LONG_LABELS] for tokens in float32["long_tokens"])
     for name in ("long_cold", "long_cached"):
-        pairs = zip(expected, float32_engine[name], strict=True)
+        pairs = zip(expected, float32[name], strict=True)
         assert max(abs(a - b) for row, other in pairs for a, b in zip(row, other, strict=True)) <= 1e-4, name
 
 
@@ -89,30 +78,30 @@ def test_bfloat16_weights_agree_with_transformers_in_float32(
     assert differences[-1] <= 0.05
 
 
-def test_the_engine_has_the_labels_hooks_and_errors_of_the_server(float32_engine: dict[str, Any]) -> None:
+def test_the_engine_has_the_labels_hooks_and_errors_of_the_server(float32: dict[str, Any]) -> None:
     """The offline counterpart is the same engine; a contradiction is refused before anything starts."""
-    assert float32_engine["best"] == " Paris"
-    calibrated = float32_engine["calibrated"]
+    assert float32["best"] == " Paris"
+    calibrated = float32["calibrated"]
     raw = calibrated["raw"]
     assert calibrated["calibrated"] == pytest.approx([p**2 / sum(q**2 for q in raw) for p in raw])
     (_, text, logprob, is_label), second = calibrated["alternatives"]
     assert (text, is_label) == (" Paris", True)
     assert second[2] <= logprob
-    refused = float32_engine["refused"]
+    refused = float32["refused"]
     assert "--allow-generation" in refused["generation"]
     assert "more than once" in refused["duplicate"]
     n_kept = {"kept_tokens": 15, "cut_tokens": 185}
-    assert float32_engine["best_of_cut"] == [" Paris", 20, [n_kept, {"kept_tokens": 5, "cut_tokens": 0}]]
+    assert float32["best_of_cut"] == [" Paris", 20, [n_kept, {"kept_tokens": 5, "cut_tokens": 0}]]
     assert "--chunked-prefill-size" in refused["contradiction"]
     assert "--schedule-policy" in refused["contradiction"]
-    assert "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill" in float32_engine["hooks"]
+    assert "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill" in float32["hooks"]
 
 
 def test_with_our_features_off_the_answers_are_those_of_stock_bit_for_bit(
-    stock_server: Server, token_ids: list[int], engine_children: dict[str, Future[dict[str, Any]]]
+    stock_server: Server, token_ids: list[int], features_off: dict[str, Any]
 ) -> None:
     """*identical*: the same prompts in the same order from an empty cache give the same ids and log-probabilities."""
-    ours = engine_children["features_off"].result()["outputs"]
+    ours = features_off["outputs"]
     requests.post(stock_server.url + "/flush_cache", timeout=60)
     params = {"max_new_tokens": 1, "temperature": 0}
     options = {"return_logprob": True, "token_ids_logprob": token_ids, "top_logprobs_num": 3}

@@ -9,15 +9,13 @@ import math
 import re
 import select
 import socket
-from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import requests
 
-from tests.integration.conftest import Server, running
+from tests.integration.conftest import Server
 
 FAIRNESS_LAMBDA = 500.0
 LABELS = {"allowed_token_ids": [5, 6]}
@@ -43,15 +41,6 @@ def run_burst(server: Server, prompts: list[list[int]]) -> list[Run]:
     """All prompts in one call: SGLang hands them over together."""
     outputs = server.post("/generate", {"input_ids": prompts, **LABELS}).json()
     return [run_of(len(prompt), output) for prompt, output in zip(prompts, outputs, strict=True)]
-
-
-@pytest.fixture(scope="module")
-def paper_server(tmp_path_factory: pytest.TempPathFactory, demo_folder: Path) -> Iterator[Server]:
-    """The paper's engine with the demo model."""
-    log = tmp_path_factory.mktemp("paper") / "log.txt"
-    flags = ["--paper", "--model-path", str(demo_folder), "--memory-budget-gb", "2"]
-    with running("sgl_prefill.launch_server", log, *flags) as paper:
-        yield paper
 
 
 def prompt_of(n_tokens: int, salt: int) -> list[int]:

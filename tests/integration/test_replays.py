@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.children import run_scenario
+from tests.integration.children import result_of
 
 CLOSE = 1e-4
 
 
-@pytest.fixture(scope="module")
-def found(folder: Path) -> dict[str, Any]:
-    """What the child has found."""
-    return run_scenario("replays_child", "replays", folder)
+replays = result_of("replays_child", "replays")
 
 
 @pytest.mark.parametrize(
@@ -29,27 +25,27 @@ def found(folder: Path) -> dict[str, Any]:
         pytest.param("in scratch", [128], id="a hit whose new tokens lie in scratch"),
     ],
 )
-def test_a_replayed_step_answers_as_an_eager_one(found: dict[str, Any], step: str, sizes: list[int]) -> None:
+def test_a_replayed_step_answers_as_an_eager_one(replays: dict[str, Any], step: str, sizes: list[int]) -> None:
     """Labels' log-probabilities, padded to the sizes that were recorded."""
-    assert found[step]["sizes"][-len(sizes) :] == sizes
-    assert found[step]["difference"] <= CLOSE
-    assert found["wrong replay"] > 100 * CLOSE  # a replay that hands on the wrong rows shows
+    assert replays[step]["sizes"][-len(sizes) :] == sizes
+    assert replays[step]["difference"] <= CLOSE
+    assert replays["wrong replay"] > 100 * CLOSE  # a replay that hands on the wrong rows shows
 
 
-def test_answers_of_several_tokens_are_not_replayed(found: dict[str, Any]) -> None:
+def test_answers_of_several_tokens_are_not_replayed(replays: dict[str, Any]) -> None:
     """A replay's batch does not name its requests: the answers' rows would be taken for requests of a client's, and the scheduler
     would end."""
-    assert found["answers"] == {"difference": 0, "sizes": []}
-    assert found["answers replayed"] == "the model's logits did not come by SGLang's logits processor"
+    assert replays["answers"] == {"difference": 0, "sizes": []}
+    assert replays["answers replayed"] == "the model computes logits without SGLang's logits processor"
 
 
-def test_the_gate_compares_replays_and_reaches_the_hybrid_pass_in_spite_of_them(found: dict[str, Any]) -> None:
+def test_the_gate_compares_replays_and_reaches_the_hybrid_pass_in_spite_of_them(replays: dict[str, Any]) -> None:
     """Its prompt of 60 tokens would be replayed in all pairs; one of them is there for that."""
-    assert set(found["gate"]) == {
+    assert set(replays["gate"]) == {
         "hybrid and plain",
         "cache hit and miss",
         "scratch and durable slots",
         "replay and plain",
     }
-    assert max(found["gate"].values()) <= CLOSE
-    assert found["gate replays"] == [64] * 3
+    assert max(replays["gate"].values()) <= CLOSE
+    assert replays["gate replays"] == [64] * 3

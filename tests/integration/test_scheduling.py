@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.children import run_scenario
+from tests.integration.children import result_of
 from tests.integration.scheduling_child import PACKED_FAMILIES
 
 # float32: the rows of other requests change the order in which matrix products are summed (see test_memory.py).
 CLOSE = 1e-4
 
 
-@pytest.fixture(scope="module")
-def order(folder: Path) -> dict[str, Any]:
-    return run_scenario("scheduling_child", "order", folder)
+order = result_of("scheduling_child", "order")
+packing = result_of("scheduling_child", "packing")
 
 
 def test_figure_5_runs_in_the_papers_order_with_its_two_hits(order: dict[str, Any]) -> None:
@@ -91,11 +89,6 @@ def test_a_prediction_counts_a_prefix_that_several_wait_for_once(order: dict[str
     assert found["n_before"] == 4
     assert found["burst_ms"] == pytest.approx(found["shared_ms"], rel=1e-3)
     assert found["burst_ms"] < 0.999 * found["apart_ms"]
-
-
-@pytest.fixture(scope="module")
-def packing(folder: Path) -> dict[str, Any]:
-    return run_scenario("scheduling_child", "packing", folder)
 
 
 @pytest.mark.parametrize("family", PACKED_FAMILIES)

@@ -6,6 +6,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import psutil
 import pytest
 import requests
 
@@ -13,6 +14,7 @@ from tests.integration.conftest import KEY, MOST_WAITING, SYSTEM, Server
 from tests.integration.rights import assert_rights
 
 LABELS = {"allowed_token_ids": [5, 6]}
+RECEIVED = '"event": "request.received"'  # in the log, of one request
 A_FEW_TOKENS = 8  # that a chat begins with, whoever it is of
 
 BODIES: dict[str, Any] = {
@@ -110,23 +112,40 @@ def test_nobody_ends_anothers_requests(bank: Server) -> None:
 def test_a_client_with_much_that_waits_is_refused_more(bank: Server) -> None:
     """Two batches of 150 where 200 may wait: the second is refused whole, another client is not, and a batch that could never
     wait is a bad request."""
-    with ThreadPoolExecutor(1) as clients:
-        many = clients.submit(ask, bank, "ann", "/generate", batch("first", n=150))
-        while waiting_requests(bank) < MOST_WAITING / 2:
-            assert not many.done()
-        more = ask(bank, "ann", "/generate", batch("second", n=150))
+    n_received = bank.log.read_text().count(RECEIVED)
+    with ThreadPoolExecutor(2) as clients:
+        scheduler = scheduler_of(bank)
+        scheduler.suspend()  # until both have come: the first must not run before the second waits
+        try:
+            both = [clients.submit(ask, bank, "ann", "/generate", tokens_of(150, salt)) for salt in (2000, 3000)]
+            while bank.log.read_text().count(RECEIVED) < n_received + 2:
+                assert bank.process.poll() is None
+        finally:
+            scheduler.resume()
         other = ask(bank, "bob", "/v1/completions", BODIES["/v1/completions"]("x"))
+        assert other.status_code == 200
+        served, more = sorted((one.result() for one in both), key=lambda reply: reply.status_code)
+        assert served.status_code == 200
         assert more.status_code == 429, more.text
         assert int(more.headers["retry-after"]) >= 1
         message = more.json()["error"]["message"]
         assert f"{MOST_WAITING} requests of this client wait and --max-client-waiting is {MOST_WAITING}" in message
-        assert other.status_code == 200
-        assert many.result().status_code == 200
     too_many = ask(bank, "ann", "/generate", batch("third", n=MOST_WAITING + 1))
     assert too_many.status_code == 400
     assert "201 prompts" in too_many.json()["error"]["message"]
     metrics = requests.get(f"{bank.url}/metrics", timeout=60).text
     assert 'sglang:prefill_refused_requests_total{reason="client_queue_full"} 1.0' in metrics
+
+
+def tokens_of(n: int, salt: int) -> dict[str, Any]:
+    """Prompts as tokens, which the scheduler gets in one message."""
+    return {"input_ids": [[salt + number, *range(1000, 1090)] for number in range(n)], **LABELS}
+
+
+def scheduler_of(server: Server) -> psutil.Process:
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    (scheduler,) = [one for one in processes if "sglang::scheduler" in " ".join(one.cmdline())]
+    return scheduler
 
 
 def batch(name: str, n: int = MOST_WAITING, **fields: Any) -> dict[str, Any]:

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from benchmarks import shapes
-from sgl_prefill.entry import local_server
 from tests.integration import ranks_child
-from tests.integration.conftest import Server
+from tests.integration.children import begin_server
+from tests.integration.conftest import Server, healthy
 from tests.support import tiny_models
 
 LABELS = list(range(3, 40))
@@ -54,9 +54,8 @@ def orders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two_ranks(orders: Path, model: Path) -> Iterator[Server]:
     """`--max-total-tokens` makes the prefix cache so small that a long input is kept in part."""
     flags = [*flags_of(model), "--max-total-tokens", "600", "--max-input-length", "3000"]
-    environment = {"OMP_NUM_THREADS": "2", ranks_child.FOLDER: str(orders)}
-    with local_server.running(CHILD, flags, orders / "log", environment=environment) as server:
-        yield Server(server.url, server.process, server.log)
+    with healthy(begin_server(CHILD, flags, orders / "log", {ranks_child.FOLDER: str(orders)})) as server:
+        yield server
 
 
 def prompt(rng: random.Random, n_tokens: int) -> list[int]:

@@ -237,7 +237,9 @@ class InProcessScheduler:
 
 def _forget_earlier_scheduler() -> None:
     from sglang.srt.distributed import parallel_state
+    from sglang.srt.eplb import expert_location
 
+    expert_location.set_global_expert_location_metadata(None, allow_overwrite=True)
     for collector in list(prometheus_client.REGISTRY._collector_to_names):
         prometheus_client.REGISTRY.unregister(collector)
     parallel_state.destroy_model_parallel()
