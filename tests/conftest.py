@@ -13,6 +13,9 @@ import pytest
 
 from tests import selection
 
+# Read when torch is imported. Processes run side by side: a thread that waits for others by spinning keeps them from a core.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 _seconds: defaultdict[str, float] = defaultdict(float)
 _too_long: list[str] = []
 
