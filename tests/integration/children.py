@@ -179,7 +179,8 @@ def _fork_or_spawn(spawn: Callable[..., int], path: bytes, args: list[str], pass
             if fd > 2 and fd not in passed:
                 with contextlib.suppress(OSError):
                     os.close(fd)
-        forkserver._forkserver.__init__()  # type: ignore[attr-defined]  # this process holds its lock
+        fork_server: Any = vars(forkserver)["_forkserver"]
+        fork_server.__init__()  # this process holds its lock
         sys.argv, sys.stdout, sys.stderr = ["-c", *arguments], sys.__stdout__, sys.__stderr__
         warnings.simplefilter("ignore")  # pytest makes errors of them
         exec(program, {})

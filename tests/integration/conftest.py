@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -149,7 +149,7 @@ def begun(
     """The session's servers that tests of this run use. They start together, while tests run that do not use them."""
     stock_flags = [*shapes.demo_flags(), "--max-total-tokens", "40000", "--sleep-on-idle"]
     paper_flags = ["--paper", "--model-path", str(demo_folder), "--memory-budget-gb", "2", *NO_GATE]
-    begin = {
+    begin: dict[str, Callable[[Path], LocalServer]] = {
         "server": lambda folder: begin_ours(folder, demo_folder),
         "bank": lambda folder: begin_bank(folder, demo_folder, spans.url),
         "paper_server": lambda folder: begin_server(LAUNCHER, paper_flags, folder / "log.txt"),
