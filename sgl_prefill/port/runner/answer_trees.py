@@ -152,7 +152,7 @@ def around_forward_batch_generation(
     rows.trees, rows.slots = trees, slots
     try:
         result = original(worker, batch, *rest, **options)
-        assert len(rows.values) == n_nodes, "the model's logits did not come by SGLang's logits processor"
+        assert len(rows.values) == n_nodes, "the model computes logits without SGLang's logits processor"
         values = iter(rows.values)
         for place, nodes in trees:
             rows.unread.append((batch.reqs[place].time_stats, [next(values) for _ in nodes]))
