@@ -123,7 +123,7 @@ def capacity(
     `times`: what is held at one load is taken as held at all lower ones.
 
     Args:
-        at_once: the figures of ours and of the rival with all requests submitted at once.
+        at_once: the figures of this engine and of the rival, all requests submitted at once.
         turns_s: least seconds that the rival's runs at one load take together.
     """
     ours_per_s, rival_per_s = (figures.requests_per_s for figures in at_once)

@@ -274,7 +274,7 @@ class Fuzzer:
                 )
 
     def each_value(self) -> Iterator[Fuzzed]:
-        """Yields every value of NASTY in the place of each field of each route.
+        """Yields a body per route, field and value of NASTY, which replaces the field's value.
 
         Fields are those of the first valid body for one prompt and for several, of the schema, and the sampling options.
         """

@@ -65,7 +65,7 @@ def row_counts(most_rows: int) -> list[int]:
 
 
 def fix_row_counts(products: Sequence[Linear], most_rows: int) -> int:
-    """Sets `row_counts` of each product to those that give the same bits. Returns the smallest number of counts of a product.
+    """Sets `row_counts` of each product to the counts that give a row the same bits. Returns the length of the shortest list.
 
     Raises UnsupportedModelError if a row's bits depend on its place in a product.
     """

@@ -306,7 +306,7 @@ class Begun(NamedTuple):
 
 
 class Register:
-    """An actor of its own, so that this survives the death of those that answer: their servers, and rows that kill engines."""
+    """Each scorer's server, and the rows that kill engines; an actor of its own, which survives the death of a scorer."""
 
     def __init__(self, urls: Sequence[str] = ()) -> None:
         self._urls = urls

@@ -26,7 +26,7 @@ def put(params: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
 
 
 def put_ours(params: dict[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns sampling parameters with the server's parameters; those that a client has forged are dropped."""
+    """Returns sampling parameters with the server's parameters `ours`, without a client's parameters under such names."""
     given = params.get("custom_params") or {}
     kept = {name: value for name, value in given.items() if not name.startswith(OURS)}
     if not ours and len(kept) == len(given):

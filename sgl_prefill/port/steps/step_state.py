@@ -48,7 +48,7 @@ class EndedStep(NamedTuple):
     policy_s: float  # time of the policy, before and after the pass
     score: ScoreParts | None  # of the first request; None for policies without scores
     is_waited_for: bool  # requests wait as it ends
-    reqs: Sequence[Req]  # those that succeeded
+    reqs: Sequence[Req]  # requests that succeeded
     answered: Sequence[Answered]  # the same requests
 
 
