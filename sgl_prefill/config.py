@@ -205,7 +205,7 @@ class PrefillConfig:
         self._fill_in(given)
         problems = self._contradictions(given)
         problems += [
-            f"{flag_of(field.name)} is {value!r}: it must be {_one_of(choices)}"
+            f"{flag_of(field.name)} is {value!r}: it must be {_listed(choices, 'or')}"
             for field in dataclasses.fields(self)
             if (choices := choices_of(field)) is not None and (value := getattr(self, field.name)) not in choices
         ]
@@ -330,10 +330,6 @@ class PrefillConfig:
         return self.fair_by != "none"
 
     @property
-    def isolates(self) -> bool:
-        return self.isolate_by != "none"
-
-    @property
     def quotas(self) -> Quotas:
         of_all, of_client = (
             Limit.parse(text) if text is not None else None for text in (self.max_waiting, self.max_client_waiting)
@@ -412,7 +408,7 @@ def _parsed_settings(assignments: Sequence[str], config: type[PrefillConfig]) ->
         name, _, text = assignment.partition("=")
         if name not in settings:
             problems.append(
-                f"--set {assignment}: there is no setting {name!r}; the settings are {_and(sorted(settings))}"
+                f"--set {assignment}: there is no setting {name!r}; the settings are {_listed(sorted(settings), 'and')}"
             )
             continue
         try:
@@ -441,12 +437,9 @@ def choices_of(field: dataclasses.Field[Any]) -> Sequence[str] | None:
     return found
 
 
-def _one_of(choices: Sequence[str]) -> str:
-    return ", ".join(choices[:-1]) + f" or {choices[-1]}"
-
-
-def _and(names: Sequence[str]) -> str:
-    return ", ".join(names[:-1]) + f" and {names[-1]}"
+def _listed(names: Sequence[str], word: str) -> str:
+    """Joins at least two names by commas and a word."""
+    return ", ".join(names[:-1]) + f" {word} {names[-1]}"
 
 
 def _papers_options() -> str:

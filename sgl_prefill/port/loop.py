@@ -79,9 +79,8 @@ def around_get_new_batch_prefill(
         scheduler.waiting_queue = waiting
     if plan.batch_to_run is None:
         _release_memory(state, scheduler)
-    stats: Any = plan.batch_to_run.prefill_stats if plan.batch_to_run is not None else None
-    if stats is not None:
-        stats.num_pending_tokens = live.n_pending_tokens
+    elif plan.batch_to_run.prefill_stats is not None:
+        plan.batch_to_run.prefill_stats.num_pending_tokens = live.n_pending_tokens
     return plan
 
 
