@@ -1,0 +1,129 @@
+"""Is this checkout as fast as another one? Single steps, the policy's cost, guard and WL1, in turns.
+
+    BEFORE=FOLDER python benchmarks/two_commits/run.py [--quick] [--json PATH]
+
+FOLDER is a checkout of another commit with its kernels built. See the README beside this file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks import report
+from benchmarks.harness import client, engines
+from benchmarks.step_profile import run as step_profile
+
+TURNS = 3
+WORKS = ("guard", "WL1")
+MOST = 1.05  # time now over time before; medians of turns
+
+
+class Tree(NamedTuple):
+    name: str
+    folder: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"PYTHONPATH": str(self.folder)}
+
+
+def main() -> int:
+    arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
+    trees = (Tree("before", Path(os.environ["BEFORE"]).resolve()), Tree("now", report.REPOSITORY))
+    commit = subprocess.run(
+        ["git", "-C", str(trees[0].folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+    )
+    conditions = {**report.conditions(), "before": commit.stdout.strip()}
+    n_turns = 1 if arguments.quick else TURNS
+    rows = [*in_processes(trees, n_turns, arguments.quick), *on_servers(trees, n_turns, arguments.quick)]
+    medians = medians_of(rows)
+    report.finish({"conditions": conditions, "medians": medians, "rows": rows}, targets_of(medians), arguments.json)
+    return 0
+
+
+def in_processes(trees: tuple[Tree, ...], n_turns: int, is_quick: bool) -> Iterable[dict[str, Any]]:
+    """Yields rows of single steps and of the policy's cost, by each tree's own scripts."""
+    quick = ["--quick"] if is_quick else []
+    for turn in range(1, n_turns + 1):
+        for tree in trees:
+            steps = lines_of(tree, tree.folder / "benchmarks/step_profile/steps.py", quick)[-1]
+            for row in json.loads(steps)["rows"]:
+                yield shown({"what": f"step, {row['step']}", "tree": tree.name, "turn": turn, "ms": row["ms"]})
+            for line in lines_of(tree, Path(__file__).with_name("policy.py"), quick):
+                if line.startswith("{"):
+                    yield shown({**json.loads(line), "tree": tree.name, "turn": turn})
+
+
+def lines_of(tree: Tree, script: Path, words: list[str]) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, str(script), *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tree.folder,
+        env={**os.environ, **engines.QUIET, **tree.environment},
+    )
+    if done.returncode != 0:
+        raise report.InvalidRunError(f"{tree.name}, {script.name}: {done.stderr[-2000:]}")
+    return done.stdout.splitlines()
+
+
+def on_servers(trees: tuple[Tree, ...], n_turns: int, is_quick: bool) -> Iterable[dict[str, Any]]:
+    """Yields rows of work that is sent at once to a server of each tree; both stay up, and take turns."""
+    for work in step_profile.works(is_quick):
+        if work.name not in WORKS:
+            continue
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            servers = []
+            for tree in trees:
+                (folder / tree.name).mkdir()
+                flags = [*work.served.model_flags(folder / tree.name), *work.served.flags(engines.OURS)]
+                running = engines.running(engines.OURS, flags, folder / f"{tree.name}.log", tree.environment)
+                servers.append((tree, stack.enter_context(running)))
+            for turn in range(n_turns + 1):  # the first warms up
+                for tree, server in servers:
+                    client.run(server.url, [client.Due(0.0, [1000] * 500)], "warm-up")
+                    server.flush_cache()
+                    started = time.perf_counter()
+                    work.send(server.url)
+                    ms = 1000 * (time.perf_counter() - started) / work.n_requests
+                    if turn:
+                        yield shown({"what": f"{work.name}, a request", "tree": tree.name, "turn": turn, "ms": ms})
+
+
+def shown(row: dict[str, Any]) -> dict[str, Any]:
+    print(row, file=sys.stderr)
+    return row
+
+
+def medians_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = []
+    for what in dict.fromkeys(row["what"] for row in rows):
+        of = {
+            name: statistics.median(row["ms"] for row in rows if (row["what"], row["tree"]) == (what, name))
+            for name in ("before", "now")
+        }
+        found.append({"what": what, "before_ms": of["before"], "now_ms": of["now"], "ratio": of["now"] / of["before"]})
+    return found
+
+
+def targets_of(medians: list[dict[str, Any]]) -> list[report.Target]:
+    return [report.Target.at_most(f"{one['what']}: ms, now / before", one["ratio"], MOST) for one in medians]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
