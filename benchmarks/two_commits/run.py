@@ -42,7 +42,9 @@ class Tree(NamedTuple):
 
 def main() -> int:
     arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
-    trees = (Tree("before", Path(os.environ["BEFORE"]).resolve()), Tree("now", report.REPOSITORY))
+    if (before := os.environ.get("BEFORE")) is None:
+        raise report.InvalidRunError("BEFORE names no checkout to compare with: set it to the folder of one")
+    trees = (Tree("before", Path(before).resolve()), Tree("now", report.REPOSITORY))
     commit = subprocess.run(
         ["git", "-C", str(trees[0].folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
     )
