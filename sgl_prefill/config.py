@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import enum
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from sgl_prefill.core.policies import POLICIES, can_be_fair
@@ -14,6 +14,9 @@ from sgl_prefill.core.quotas import Limit, Quotas
 from sgl_prefill.errors import ConfigurationError
 
 STOCK = "stock"  # of --scheduling: SGLang's own scheduler
+AUTO = "auto"
+# Values of options that are not given, or auto, until `startup.techniques` steps back from one.
+WANTED = {"scheduling": "calibrated-srjf", "suffix_kv": "evict"}
 
 
 class _NotGiven(enum.Enum):
@@ -65,10 +68,11 @@ class PrefillConfig:
         "the paper's engine: {paper}; another value of one of these is refused",
     )
     scheduling: str = _option(
-        "calibrated-srjf",
+        AUTO,
         "which request runs next. calibrated-srjf: shortest predicted job first, with the prefix cache as it is now; srjf:"
-        " without a look at the cache; fifo: first in, first out; stock: SGLang's own scheduler",
-        choices=lambda: (*POLICIES, STOCK),  # those registered by then
+        " without a look at the cache; fifo: first in, first out; stock: SGLang's own scheduler; auto: calibrated-srjf where the"
+        " model and SGLang's flags allow it, else stock",
+        choices=lambda: (AUTO, *POLICIES, STOCK),  # policies registered by then
         paper="calibrated-srjf",
     )
     fairness_lambda: float = _option(
@@ -110,13 +114,13 @@ class PrefillConfig:
         "auto",
         "compute everything but attention chunk by chunk, in one forward pass. auto: where the model can be traced; on: or refuse"
         " the start; off: SGLang's layers",
-        choices=("auto", "on", "off"),
+        choices=(AUTO, "on", "off"),
     )
     suffix_kv: str = _option(
-        "evict",
+        AUTO,
         "evict: keep only as much of a long prompt's KV as fits, and compute the rest with one layer's KV of scratch memory;"
-        " keep: as stock",
-        choices=("evict", "keep"),
+        " keep: as stock; auto: evict where the model's KV pool and SGLang's flags allow it",
+        choices=(AUTO, "evict", "keep"),
     )
     max_input_length: int | None = _option(
         None,
@@ -201,7 +205,8 @@ class PrefillConfig:
     )
 
     def __post_init__(self) -> None:
-        given = {field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not NOT_GIVEN}
+        given = {field.name for field in dataclasses.fields(self) if getattr(self, field.name) not in (NOT_GIVEN, AUTO)}
+        self.__dict__["_given"] = frozenset(given)
         self._fill_in(given)
         problems = self._contradictions(given)
         problems += [
@@ -240,7 +245,7 @@ class PrefillConfig:
         for field in dataclasses.fields(self):
             if field.name in given:
                 continue
-            value = field.metadata["default"]
+            value = WANTED.get(field.name, field.metadata["default"])
             if self.paper and "paper" in field.metadata:
                 value = field.metadata["paper"]
             elif field.name == "pack_step_tokens" and self.scheduling == STOCK:
@@ -319,6 +324,28 @@ class PrefillConfig:
                 " leave it out"
             ]
         return []
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Names of the options that were given."""
+        return self.__dict__["_given"]  # type: ignore[no-any-return]
+
+    def with_default(self, values: Mapping[str, Any], reasons: Mapping[str, str] | None = None) -> PrefillConfig:
+        """Returns the configuration with other values of options that were not given. Raises ConfigurationError.
+
+        reasons: why a technique is off, by its name.
+        """
+        values = {**self.__dict__.get("_defaults", {}), **values}
+        found = PrefillConfig(**{**values, **{name: getattr(self, name) for name in self.given}})
+        found.__dict__.update(
+            _given=self.given, _defaults=values, _stepped_back={**self.stepped_back, **(reasons or {})}
+        )
+        return found
+
+    @property
+    def stepped_back(self) -> Mapping[str, str]:
+        """Techniques that are off although they were not asked to be, by name, and why."""
+        return self.__dict__.get("_stepped_back", {})  # type: ignore[no-any-return]
 
     @property
     def has_policy(self) -> bool:

@@ -28,6 +28,10 @@ def main(argv: list[str] | None = None, *, is_program: bool = False) -> int:
     if is_program:
         quiet_start.end_at_interrupt()
     try:
+        if stocks_flags := _flags_of_stock(argv):
+            from sgl_prefill.entry import launch
+
+            return launch.serve_stock(stocks_flags)
         config, server_args = parse(argv, is_quiet=is_program)
         from sgl_prefill.entry import launch
 
@@ -37,21 +41,36 @@ def main(argv: list[str] | None = None, *, is_program: bool = False) -> int:
         return 2
 
 
-def parse(argv: list[str], *, listens: bool = True, is_quiet: bool = False) -> tuple[PrefillConfig, Any]:
-    """Returns this package's options and SGLang's resolved arguments (ServerArgs). Raises SglPrefillError.
+def _flags_of_stock(argv: list[str]) -> list[str]:
+    """Returns SGLang's command line where one of its flags leaves everything to SGLang's own server; else none."""
+    namespace, for_sglang = _our_parser().parse_known_args(argv)
+    from sgl_prefill.startup import arguments, techniques
+
+    reasons = techniques.stock_only(PrefillConfig.from_namespace(namespace), arguments.given_in(for_sglang))
+    for reason in reasons:
+        print(f"sgl_prefill: SGLang's own server serves, without this package: {reason}", file=sys.stderr)
+    return [*_model_flags(for_sglang), *for_sglang] if reasons else []
+
+
+def parse(
+    argv: list[str], *, listens: bool = True, is_quiet: bool = False, defaults: dict[str, Any] | None = None
+) -> tuple[PrefillConfig, Any]:
+    """Returns this package's options, less the techniques that model and flags do not allow, and SGLang's resolved arguments.
+    Raises SglPrefillError.
 
     Checks that need no SGLang come first: its import takes 20 seconds on two cores.
 
     Args:
         listens: the server's port must be free.
         is_quiet: log as `quiet_start` does.
+        defaults: of options that are not given.
     """
     namespace, for_sglang = _our_parser().parse_known_args(argv)
-    config = PrefillConfig.from_namespace(namespace)
+    config = PrefillConfig.from_namespace(namespace).with_default(defaults or {})
     if is_quiet:
         quiet_start.begin(for_sglang)
     from sgl_prefill.entry import fingerprints, prefork
-    from sgl_prefill.startup import arguments, examine
+    from sgl_prefill.startup import arguments, examine, techniques
     from sgl_prefill.startup.device import this_device
 
     if problem := fingerprints.version_problem():
@@ -68,9 +87,14 @@ def parse(argv: list[str], *, listens: bool = True, is_quiet: bool = False) -> t
         prefork.begin()
     from sgl_prefill.entry import launch
 
-    defaults = arguments.default_flags(config, for_sglang)
-    flags = [*arguments.required_flags(config), *defaults, *_model_flags(for_sglang), *for_sglang]
-    server_args = launch.server_args_of(flags)
+    for_sglang = launch.with_config_file([*_model_flags(for_sglang), *for_sglang])
+    config = techniques.step_back(config, techniques.of_flags(arguments.given_in(for_sglang)))
+
+    def build(config: PrefillConfig) -> Any:
+        defaults = arguments.default_flags(config, for_sglang)
+        return launch.server_args_of([*arguments.required_flags(config), *defaults, *for_sglang])
+
+    config, server_args = launch.settle(config, build)
     arguments.check_server_args(config, server_args, listens=listens)
     return config, server_args
 

@@ -53,6 +53,13 @@ RARE: dict[str, tuple[str, ...]] = {
     "tests/integration/test_benchmarks.py": ("benchmarks/harness", "benchmarks/storm"),
     "tests/integration/test_cluster.py": (CLUSTER,),
     "tests/integration/test_dashboard.py": ("sgl_prefill/dashboard", "tests/support/dashboard_server.py"),
+    "tests/integration/test_families.py::test_every_other_family_is_right": (
+        "benchmarks/families",
+        "sgl_prefill/port/runner/model_faults.py",
+        "sgl_prefill/startup/techniques.py",
+        "tests/integration/families_child.py",
+        "tests/support/families.py",
+    ),
     "tests/integration/test_numerics.py::test_the_reference_is_what_transformers_says": (
         "tests/integration/prompts.py",
         "tests/integration/transformers_reference.json",
@@ -74,6 +81,7 @@ BUDGETS_S: dict[str, float] = {
     "tests/integration/test_benchmarks.py": 180,
     "tests/integration/test_cluster.py": 180,
     "tests/integration/test_dashboard.py": 90,
+    "tests/integration/test_families.py": 120,
     "tests/integration/test_lifecycle.py": 60,
     "tests/integration/test_order.py": 60,
     "tests/integration/test_ray.py": 120,

@@ -103,8 +103,8 @@ def own_engine(engine_flags: list[str]) -> tuple[OwnEngine, dict[str, Any]]:
     """Returns an engine in this process, not started yet, and its identity."""
     from sgl_prefill import launch_server
 
-    # The last of two flags counts.
-    config, server_args = launch_server.parse(["--scheduling", SCHEDULING, *QUIET, *engine_flags], listens=False)
+    flags = [*QUIET, *engine_flags]
+    config, server_args = launch_server.parse(flags, listens=False, defaults={"scheduling": SCHEDULING})
     from sgl_prefill.entry.in_process import InProcessEngine
 
     return OwnEngine(InProcessEngine(config, server_args)), identity_of(config, server_args)

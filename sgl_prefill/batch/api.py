@@ -48,7 +48,7 @@ class Engine:
     def __init__(self, **options: Any) -> None:
         from sgl_prefill.entry import engine as port
 
-        config, server_args = port.arguments_of({"scheduling": SCHEDULING, "log_level": "error", **options})
+        config, server_args = port.arguments_of({"log_level": "error", **options}, {"scheduling": SCHEDULING})
         from sgl_prefill.entry.in_process import InProcessEngine
 
         self.backend = OwnEngine(InProcessEngine(config, server_args))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sgl_prefill.core.shared_groups import groups_of_one, shared_groups
@@ -43,6 +43,15 @@ class LazyZeroKVPool(MHATokenToKVPool):  # type: ignore[misc]
         self.v_buffer = [zeros(v_shape) for _ in range(self.layer_num)]
 
 
+class LatentKVPool(MLATokenToKVPool):  # type: ignore[misc]
+    """SGLang's pool of latent rows (MLA), without the index of sparse attention."""
+
+    def __init__(self, *arguments: Any, index_head_dim: int | None = None, **options: Any) -> None:
+        if index_head_dim is not None:
+            raise UnsupportedModelError("this model's sparse attention (DSA) needs an accelerator")
+        super().__init__(*arguments, **options)
+
+
 class RequestRows(NamedTuple):
     """One request of a batch; fixed for the whole forward."""
 
@@ -55,7 +64,8 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
     """Computes the attention of a whole step in one native call, which reads K and V from the pool by slot.
 
     Without native kernels (`cpu.native.library`), or in layers that they do not support, PyTorch's CPU flash kernel computes
-    one request after another. Supports grouped query heads, sliding windows, soft caps, encoder-only layers, and decode.
+    one request after another. Supports grouped query heads, sliding windows, soft caps, encoder-only layers, decode, and
+    multi-head latent attention (MLA) in its absorbed form: all query heads read one latent row a token, whose first part is V.
     """
 
     only_last_block = False  # set by memory profiles: see `attend`
@@ -74,11 +84,6 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
             raise UnsupportedModelError(
                 "the cpu_flash attention backend keeps sliding-window layers in the full KV pool, and SGLang built a"
                 " separate sliding-window pool: start with --disable-hybrid-swa-memory"
-            )
-        if model_runner.use_mla_backend:
-            raise UnsupportedModelError(
-                "the cpu_flash attention backend has no multi-head latent attention (MLA):"
-                " start with --attention-backend torch_native"
             )
 
     def support_triton(self) -> bool:
@@ -115,7 +120,9 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         output = torch.empty(q.shape, dtype=q.dtype)
         self.attend_into(output, q, layer)
-        return output.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+        if layer.v_head_dim < layer.qk_head_dim:  # MLA: V is the beginning of K
+            output = output.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[..., : layer.v_head_dim]
+        return output.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
     def attend_into(
         self, output: torch.Tensor, q: torch.Tensor, layer: RadixAttention, *, only_last_rows: bool = False
@@ -125,7 +132,8 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
         q, output: [tokens, query heads * head_dim]. only_last_rows: one row per request, its last position.
         """
         key_pool = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
-        value_pool = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+        is_latent = isinstance(self.token_to_kv_pool, MLATokenToKVPool)
+        value_pool = key_pool if is_latent else self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         query, into = (x.view(-1, layer.tp_q_head_num, layer.qk_head_dim) for x in (q, output))
         causal = layer.attn_type != AttentionType.ENCODER_ONLY
         options: dict[str, Any] = {
@@ -187,7 +195,7 @@ def _refuse_unsupported(layer: RadixAttention, extra: dict[str, Any]) -> None:
     unknown = sorted(name for name, value in extra.items() if value is not None)
     if layer.is_cross_attention:
         unknown.append("cross attention")
-    if layer.qk_head_dim != layer.v_head_dim:
+    if layer.qk_head_dim != layer.v_head_dim and layer.tp_k_head_num > 1:
         unknown.append(f"K heads of {layer.qk_head_dim} and V heads of {layer.v_head_dim} dimensions")
     if unknown:
         raise UnsupportedModelError(

@@ -36,6 +36,8 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
             # SGLang's default allocates pinned memory, which ends the scheduler without a driver. With "none", a request
             # for structured output gets a 400.
             server_args.grammar_backend = "none"
+        # SGLang gives platforms of this kind a pool for all layers, and would then miss its pool for sliding windows.
+        server_args.disable_hybrid_swa_memory = True
         if server_args.attention_backend in (None, "intel_amx", ATTENTION_BACKEND_NAME):
             server_args.attention_backend = NAME_WITHOUT_TRITON
             server_args.prefill_attention_backend = server_args.prefill_attention_backend or ATTENTION_BACKEND_NAME
@@ -49,6 +51,10 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
         from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
         from sglang.srt.layers.utils.multi_platform import MultiPlatformOp
+        from sglang.srt.models.deepseek_common.attention_backend_handler import (
+            AttentionBackendRegistry,
+            AttnForwardMethod,
+        )
 
         from sgl_prefill.cpu.attention_backend import CpuFlashAttentionBackend
         from sgl_prefill.cpu.experts import forward_unquantized_experts, register_traced_experts
@@ -56,6 +62,8 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
         register_attention_backend(ATTENTION_BACKEND_NAME)(CpuFlashAttentionBackend)
         register_attention_backend(DECODE_BACKEND_NAME)(CpuFlashAttentionBackend)
+        for name in (ATTENTION_BACKEND_NAME, DECODE_BACKEND_NAME):
+            AttentionBackendRegistry.register(name, lambda attention, batch: AttnForwardMethod.MLA)
         MultiPlatformOp.register_oot_forward(
             UnquantizedFusedMoEMethod, forward_unquantized_experts, self.get_dispatch_key_name()
         )
@@ -78,6 +86,11 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         from sgl_prefill.cpu.attention_backend import LazyZeroKVPool
 
         return LazyZeroKVPool
+
+    def get_mla_kv_pool_cls(self) -> type:
+        from sgl_prefill.cpu.attention_backend import LatentKVPool
+
+        return LatentKVPool
 
     def get_paged_allocator_cls(self) -> type:
         from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator

@@ -67,7 +67,7 @@ def activate(config: PrefillConfig, process: str) -> Parts:
     problems = [problem for hook in hooks for problem in _problems_of(hook)]
     if problems:
         raise SeamError("hooks are not in place:\n  " + "\n  ".join(problems))
-    record = StartRecord(config, [hook.target for hook in hooks])
+    record = StartRecord(config, [hook.target for hook in hooks], stepped_back=dict(config.stepped_back))
     _parts = Parts(record, ProcessState(), RunnerState(record), StepState(record))
     return _parts
 

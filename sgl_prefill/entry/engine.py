@@ -11,7 +11,7 @@ from sglang.srt.entrypoints.engine import Engine as StockEngine
 from sglang.srt.plugins import load_plugins
 
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.entry import activation, fingerprints, prefork, processes
+from sgl_prefill.entry import activation, fingerprints, launch, prefork, processes
 from sgl_prefill.errors import BadRequestError, ConfigurationError, SeamError
 from sgl_prefill.http.cut_requests import CutRequests
 from sgl_prefill.http.label_scoring import AllowedAnswers, LabelScorer
@@ -19,7 +19,7 @@ from sgl_prefill.http.parted_requests import attach_parts
 from sgl_prefill.http.protocol import LabelGenerateReqInput
 from sgl_prefill.http.protocol import allowed_answers as answers_of
 from sgl_prefill.http.scored_prompt import ReplyOptions, ScoredPrompt, check_alternatives
-from sgl_prefill.startup import arguments, calibrations, examine
+from sgl_prefill.startup import arguments, calibrations, examine, techniques
 from sgl_prefill.startup.device import this_device
 
 
@@ -100,20 +100,30 @@ class Engine(StockEngine):  # type: ignore[misc]
         return LabelScorer(self.tokenizer_manager)
 
 
-def arguments_of(options: dict[str, Any]) -> tuple[PrefillConfig, Any]:
-    """Divides options by name into this package's and SGLang's (ServerArgs). Raises ConfigurationError or SeamError."""
+def arguments_of(options: dict[str, Any], defaults: dict[str, Any] | None = None) -> tuple[PrefillConfig, Any]:
+    """Divides options by name into this package's, less the techniques that model and arguments do not allow, and SGLang's
+    (ServerArgs). Raises ConfigurationError or SeamError.
+
+    defaults: of options that are not given.
+    """
     if problem := fingerprints.version_problem():
         raise SeamError(problem)
     names = {field.name for field in dataclasses.fields(PrefillConfig)}
-    config = PrefillConfig(**{name: value for name, value in options.items() if name in names})
     given = {name: value for name, value in options.items() if name not in names}
+    config = PrefillConfig(**{name: value for name, value in options.items() if name in names})
+    if reasons := techniques.stock_only(config, given):
+        raise ConfigurationError("\n".join(f"{reason}: leave it out, or use sglang.Engine" for reason in reasons))
+    config = techniques.step_back(config.with_default(defaults or {}), techniques.of_flags(given))
     if problems := arguments.early_problems(config, given.get("model_path")):
         raise ConfigurationError("\n".join(problems))
-    for_sglang = {**sglang_defaults(config, given.get("prefill_max_requests")), **given}
     if not this_device().is_host:
         examine.prepare_cuda()
     load_plugins()
-    server_args = StockEngine.server_args_class(**for_sglang)
+
+    def build(config: PrefillConfig) -> Any:
+        return StockEngine.server_args_class(**{**sglang_defaults(config, given.get("prefill_max_requests")), **given})
+
+    config, server_args = launch.settle(config, build)
     arguments.check_server_args(config, server_args, listens=False)
     return config, server_args
 
@@ -121,4 +131,4 @@ def arguments_of(options: dict[str, Any]) -> tuple[PrefillConfig, Any]:
 def sglang_defaults(config: PrefillConfig, max_requests: int | None = None) -> dict[str, Any]:
     """Returns arguments of SGLang's that this configuration requires, and defaults for this machine."""
     needs = {need.field: need.value for need in arguments.required_for(config)}
-    return {**needs, **arguments.default_settings(config, max_requests)}
+    return {"enable_metrics": True, **needs, **arguments.default_settings(config, max_requests)}

@@ -22,7 +22,15 @@ from sgl_prefill.http.routes import ROUTES
 from sgl_prefill.port import loop
 from sgl_prefill.port.dashboard import watch
 from sgl_prefill.port.kv import admission, namespaces
-from sgl_prefill.port.runner import answer_trees, at_start, logits, out_of_memory, rank_group, replays, shared_prefixes
+from sgl_prefill.port.runner import (
+    answer_trees,
+    at_start,
+    logits,
+    out_of_memory,
+    rank_group,
+    replays,
+    shared_prefixes,
+)
 from sgl_prefill.port.runner.runner_state import RunnerState
 from sgl_prefill.port.steps import jobs, time_stats
 from sgl_prefill.port.steps.step_state import StepState
@@ -122,6 +130,7 @@ CONFIGURATOR = f"{MEM_CACHE}.kv_cache_configurator.KVCacheConfigurator"
 RADIX_CACHE = f"{MEM_CACHE}.radix_cache.RadixCache"
 RADIX_KEY = f"{MEM_CACHE}.radix_cache.RadixKey"
 KV_POOL = f"{MEM_CACHE}.memory_pool.MHATokenToKVPool"
+LATENT_POOL = f"{MEM_CACHE}.memory_pool.MLATokenToKVPool"
 ALLOCATOR = f"{MEM_CACHE}.allocator.paged.PagedTokenToKVPoolAllocator"
 EXECUTOR = f"{SRT}.model_executor"
 RUNNER = f"{EXECUTOR}.model_runner.ModelRunner"
@@ -333,7 +342,9 @@ FEATURES: tuple[Feature, ...] = (
             Hook(
                 f"{REQ}.__init__",
                 namespaces.after_req_init,
-                "Embeddings, scores and reranks would find prefixes of other tenants, since these routes know no salts.",
+                "Embeddings, scores and reranks would find prefixes of other tenants, since these routes know no salts; a long"
+                " prompt would reuse KV with rotary factors of short ones.",
+                RunnerState,
             ),
         ),
         overrides=(
@@ -511,6 +522,12 @@ FEATURES: tuple[Feature, ...] = (
                 "All layers share the memory of scratch.",
             ),
             Override(
+                LATENT_POOL,
+                "SuffixLatentPool",
+                ("_create_buffers", "get_kv_size_bytes"),
+                "All layers share the memory of scratch.",
+            ),
+            Override(
                 ALLOCATOR,
                 "SuffixKVAllocator",
                 ("__init__", "available_size", "alloc", "alloc_extend", "clear"),
@@ -562,17 +579,44 @@ FEATURES: tuple[Feature, ...] = (
         ),
     ),
     Feature(
-        "hybrid prefilling",
-        _changes_attention,
+        "model faults",
+        _always,
         hooks=(
             Hook(
                 f"{RUNNER}.init_attention_backends",
-                at_start.after_init_attention_backends,
-                "The model's body would run whole instead of chunk by chunk between attentions, and shared_prefix_attention"
-                " would not reach the attention backend.",
+                at_start.around_init_attention_backends,
+                "Models whose sliding window, activation or rotary factors SGLang ignores would give wrong answers silently; the"
+                " model's body would run whole instead of chunk by chunk between attentions, and shared_prefix_attention would"
+                " not reach the attention backend.",
                 RunnerState,
             ),
         ),
+        patches=(
+            Patch(
+                f"{SRT}.layers.radix_attention.RadixAttention",
+                ("sliding_window_size",),
+                "Layers attend to the window that the model's configuration names.",
+            ),
+            Patch(
+                f"{SRT}.layers.activation.GeluAndMul", ("approximate",), "Gemma's configuration names the activation."
+            ),
+            Patch(
+                f"{SRT}.layers.rotary_embedding.rope_variant.Phi3LongRoPEScaledRotaryEmbedding",
+                ("original_max_position_embeddings",),
+                "Positions choose between long and short factors, sequence by sequence.",
+            ),
+            Patch(RUNNER, ("sliding_window_size",), "Attention backends read the window there."),
+        ),
+        relied=(
+            Relied(
+                (f"{SRT}.layers.rotary_embedding.rope_variant.Phi3LongRoPEScaledRotaryEmbedding.forward",),
+                "It looks positions up in short factors followed by long ones.",
+            ),
+        ),
+    ),
+    Feature(
+        "hybrid prefilling",
+        _changes_attention,
         patches=(
             Patch("torch.nn.Module", ("forward",), "The model's body runs chunk by chunk."),
             Patch(
@@ -819,6 +863,9 @@ FEATURES: tuple[Feature, ...] = (
             ),
         ),
         overrides=(
+            Override(
+                LATENT_POOL, "LatentKVPool", ("__init__",), "SGLang passes platforms of this kind one argument more."
+            ),
             Override(
                 KV_POOL, "LazyZeroKVPool", ("_create_buffers_normal",), "The kernel commits zero pages on first use."
             ),

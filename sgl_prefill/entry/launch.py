@@ -6,12 +6,15 @@ import argparse
 import functools
 import gc
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.cpu import rank_threads
 from sgl_prefill.entry import activation, prefork, processes
 from sgl_prefill.errors import ProcessError
+from sgl_prefill.port.kv import admission
+from sgl_prefill.startup import arguments, techniques
 from sgl_prefill.startup.device import this_device
 from sgl_prefill.startup.secret import FIELDS, Secret
 
@@ -37,6 +40,43 @@ def server_args_of(flags: list[str]) -> ServerArgs:
     if keys:
         found.override("sgl_prefill", **keys)
     return found
+
+
+def with_config_file(flags: list[str]) -> list[str]:
+    """Returns a command line with the contents of SGLang's `--config FILE` in its place."""
+    if "--config" not in flags:
+        return flags
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.server_args_config_parser import ConfigArgumentMerger
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    merged: list[str] = ConfigArgumentMerger(parser).merge_config_with_args(flags)
+    return merged
+
+
+def settle(config: PrefillConfig, build: Callable[[PrefillConfig], ServerArgs]) -> tuple[PrefillConfig, ServerArgs]:
+    """Returns the configuration that the model and SGLang's resolved arguments allow, and these arguments.
+
+    build: makes the arguments of a configuration, the user's flags among them. Raises ConfigurationError.
+    """
+    while True:
+        server_args = build(config)
+        resolved = {need.field: getattr(server_args, need.field) for need in arguments.required_for(config)}
+        found = [*techniques.of_flags(resolved), *techniques.of_kv_dtype(server_args.kv_cache_dtype)]
+        allowed = techniques.step_back(config, [*found, *admission.unsupported(server_args.get_model_config())])
+        if allowed is config:
+            techniques.log_what_is_off(config)
+            return config, server_args
+        config = allowed
+
+
+def serve_stock(flags: list[str]) -> int:
+    """Runs SGLang's own server until it ends."""
+    from sglang.launch_server import run_server
+
+    run_server(server_args_of(flags))
+    return 0
 
 
 def serve(config: PrefillConfig, server_args: ServerArgs) -> int:

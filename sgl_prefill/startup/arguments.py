@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,32 +22,11 @@ from sgl_prefill.cpu import lm_head
 from sgl_prefill.cpu.detect import ATTENTION_BACKEND_NAME, fast_dtype
 from sgl_prefill.cpu.native.library import native
 from sgl_prefill.errors import ConfigurationError
-from sgl_prefill.startup import calibrations, examine
+from sgl_prefill.startup import calibrations, examine, techniques
 from sgl_prefill.startup.device import this_device
-
-# Name of this engine's prefix cache in SGLang's registry (`--radix-cache-backend`).
-PREFIX_CACHE_NAME = "sgl_prefill_suffix_kv"
+from sgl_prefill.startup.techniques import EVICT, POLICY, REQUIRED, STOCK_ONLY, Required, StockOnly
 
 logger = logging.getLogger(__name__)
-
-
-class Feature(NamedTuple):
-    is_on: Callable[[PrefillConfig], bool]
-    without: str  # flags that switch it off
-
-
-POLICY = Feature(lambda config: config.has_policy, "--scheduling stock")
-ONE_A_STEP = Feature(lambda config: config.has_policy and config.pack_step_tokens == 0, "--set pack_step_tokens=auto")
-EVICT = Feature(lambda config: config.evicts_suffix_kv, "--suffix-kv keep")
-
-
-class Required(NamedTuple):
-    field: str  # of ServerArgs
-    value: Any
-    flag: str
-    why: str
-    needed_by: tuple[Feature, ...] = ()  # required if any of these is on; empty: always
-    instead: str = ""  # alternative for users who want another value
 
 
 # Defaults on an accelerator:
@@ -62,67 +41,15 @@ DEVICE_MEMORY_FRACTION = 0.9
 DEVICE_REPLAYED_TOKENS = 2048
 FEWEST_ROWS = 16  # the JCT profile runs steps of up to 16 requests, even if the policy's steps have fewer
 
-REQUIRED: tuple[Required, ...] = (
-    Required("enable_metrics", True, "--enable-metrics", "queue_ms and actual_ms come from SGLang's request timing"),
-    Required("prefill_max_requests", 1, "--prefill-max-requests", "one request per step", (ONE_A_STEP,)),
-    Required("chunked_prefill_size", -1, "--chunked-prefill-size", "a request runs in one forward", (POLICY, EVICT)),
-    Required(
-        "disable_overlap_schedule",
-        True,
-        "--disable-overlap-schedule",
-        "with the overlap loop a request is picked before the last one's prefix is cached, and runs before the last one"
-        " has given its scratch back",
-        (POLICY, EVICT),
-    ),
-    Required(
-        "radix_cache_backend",
-        PREFIX_CACHE_NAME,
-        "--radix-cache-backend",
-        "the policy follows every change of the prefix cache, and scratch slots must not reach it",
-        (POLICY, EVICT),
-    ),
-    Required("schedule_policy", "fcfs", "--schedule-policy", "our policy orders the queue", (POLICY,)),
-    Required("enable_mixed_chunk", False, "--enable-mixed-chunk", "a request runs in one forward", (POLICY, EVICT)),
-    Required(
-        "dp_size",
-        1,
-        "--dp-size",
-        "SGLang sends a request to any of the copies, and its user's prefix is cached in one of them",
-        instead="start `python -m sgl_prefill.cluster --engines N`, which keeps a user's requests at one engine",
-    ),
-    Required(
-        "enable_pdmux", False, "--enable-pdmux", "it runs prefills layer by layer, without our policy and hybrid passes"
-    ),
-    Required("pp_size", 1, "--pp-size", "policy and scratch allow one batch in flight", (POLICY, EVICT)),
-    Required("dcp_size", 1, "--dcp-size", "scratch is not spread over ranks", (EVICT,)),
-    Required(
-        "enable_hierarchical_cache", False, "--enable-hierarchical-cache", "the cache has one tier", (POLICY, EVICT)
-    ),
-    Required("enable_streaming_session", False, "--enable-streaming-session", "a session would keep scratch", (EVICT,)),
-    Required("enable_memory_saver", False, "--enable-memory-saver", "aliased KV buffers cannot be released", (EVICT,)),
-    Required("enable_page_major_kv_layout", False, "--enable-page-major-kv-layout", "layers share scratch", (EVICT,)),
-    Required("enable_unified_memory", False, "--enable-unified-memory", "layers share scratch", (EVICT,)),
-    Required("speculative_algorithm", None, "--speculative-algorithm", "SGLang's prefill-only path is off with it"),
-    Required("disaggregation_mode", "null", "--disaggregation-mode", "a prefill-only engine has no decode server"),
-    Required("tokenizer_worker_num", 1, "--tokenizer-worker-num", "our routes live in the one HTTP process"),
-    Required("allow_auto_truncate", False, "--allow-auto-truncate", "a prompt is never cut silently"),
-    Required("smg_grpc_mode", False, "--smg-grpc-mode", "labels are served over HTTP"),
-    Required("use_ray", False, "--use-ray", "our scheduler process is started by SGLang's own launcher only"),
-    Required("encoder_only", False, "--encoder-only", "there is no language model to score with"),
-)
 
-
-def required_for(config: PrefillConfig) -> tuple[Required, ...]:
-    return tuple(need for need in REQUIRED if not need.needed_by or _features_on(config, need))
-
-
-def _features_on(config: PrefillConfig, need: Required) -> list[Feature]:
-    return [feature for feature in need.needed_by if feature.is_on(config)]
+def required_for(config: PrefillConfig) -> list[Required]:
+    """Returns the arguments of SGLang's that this configuration's techniques need."""
+    return [need for need in REQUIRED if any(technique.is_on(config) for technique in need.needed_by)]
 
 
 def required_flags(config: PrefillConfig) -> list[str]:
     """Returns the required values that are not SGLang's defaults. Put them before the user's flags, which override them."""
-    flags = []
+    flags = ["--enable-metrics"]  # queue_ms and actual_ms come from SGLang's request timing
     for need in required_for(config):
         if need.value is True:
             flags.append(need.flag)
@@ -207,12 +134,7 @@ def memory_fraction(config: PrefillConfig) -> float | None:
 
 def check_argv(config: PrefillConfig, argv: list[str], *, listens: bool = True) -> list[str]:
     """Returns problems of the machine and the command line that can be found before SGLang's import of 20 seconds."""
-    problems = []
-    for need in required_for(config):
-        raw = value_of(argv, need.flag)
-        given = "True" if raw == "" else raw  # a switch
-        if given is not None and given != str(need.value):
-            problems.append(_contradiction(config, need, given))
+    problems = _error_of(lambda: techniques.step_back(config, techniques.of_flags(given_in(argv))))
     problems += early_problems(config, value_of(argv, "--model-path", "--model"))
     if value_of(argv, "--enable-trace") is not None:
         problems += examine.trace_problems()
@@ -220,6 +142,13 @@ def check_argv(config: PrefillConfig, argv: list[str], *, listens: bool = True) 
     if listens and port.isdigit():
         problems += examine.port_problems([("--port", host, int(port))])
     return problems
+
+
+def given_in(argv: list[str]) -> dict[str, str]:
+    """Returns the arguments of SGLang's that `techniques` looks at and a command line gives, by their names in ServerArgs."""
+    known: list[Required | StockOnly] = [*REQUIRED, *STOCK_ONLY]
+    values = {one.field: value_of(argv, one.flag) for one in known}
+    return {field: value or "True" for field, value in values.items() if value is not None}  # "": a switch
 
 
 def early_problems(config: PrefillConfig, model_path: str | None) -> list[str]:
@@ -257,11 +186,7 @@ def value_of(argv: list[str], *flags: str) -> str | None:
 
 def check_server_args(config: PrefillConfig, server_args: Any, *, listens: bool) -> None:
     """Raises ConfigurationError with all problems of SGLang's resolved ServerArgs and of its port."""
-    problems = [
-        _contradiction(config, need, value)
-        for need in required_for(config)
-        if (value := getattr(server_args, need.field)) != need.value
-    ]
+    problems = []
     if config.evicts_suffix_kv and config.allow_generation and server_args.page_size > 1 and this_device().is_host:
         problems.append(
             f"--page-size {server_args.page_size} with --allow-generation needs a Triton kernel for each token:"
@@ -311,16 +236,6 @@ def stable_answer_problems(server_args: Any) -> list[str]:
     if found.kernels is None:
         problems.append(f"--stable-answers needs the native kernels, and there are none: {found.reason}")
     return problems
-
-
-def _contradiction(config: PrefillConfig, need: Required, value: Any) -> str:
-    features = _features_on(config, need)
-    remedy = "leave it out" if not need.instead else f"leave it out, and {need.instead}"
-    if features:
-        remedy += f", or start with {' '.join(feature.without for feature in features)}"
-        if config.paper and {POLICY, ONE_A_STEP} & set(features):
-            remedy += " and without --paper"
-    return f"{need.flag} is {value} and must be {need.value} ({need.why}): {remedy}"
 
 
 def rank_problems(tp_size: int, model_path: str) -> list[str]:

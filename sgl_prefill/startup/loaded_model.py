@@ -54,6 +54,10 @@ class LoadedModel(Protocol):
         """Versions, machine and model: what every measurement depends on."""
 
     @property
+    def alike_tokens(self) -> int | None:
+        """Longest prompt whose KV is that of the beginning of all prompts up to this length; None: there is no limit."""
+
+    @property
     def most_durable_tokens(self) -> int:
         """Upper limit of the pool's KV slots."""
 

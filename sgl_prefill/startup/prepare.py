@@ -32,8 +32,9 @@ def prepare(record: StartRecord, model: LoadedModel) -> None:
         logger.warning(
             "--set skip_parity_gate=true: it was not checked that all paths of this engine give the same answers"
         )
-    else:
-        references = parity_gate.reference(model, _longest_possible(model, config))
+    elif model.hybrid is not None or model.is_evicting:  # else SGLang's layers and KV pool serve: there is one path
+        longest = _longest_possible(model, config)
+        references = parity_gate.reference(model, min(longest, model.alike_tokens or longest))
     record.cpu_kernel, record.packed_weights = model.pack_weights()
     if model.hybrid is not None:
         choose_chunk_tokens(model, config.hybrid_chunk_tokens)

@@ -25,6 +25,8 @@ class StartRecord:
     config: PrefillConfig
     hooks: list[str] = dataclasses.field(default_factory=list)  # targets that were verified to be in place
     memory_beyond_weights_bytes: int | None = None
+    stepped_back: dict[str, str] = dataclasses.field(default_factory=dict)  # techniques that are off, and why
+    model_notes: list[str] = dataclasses.field(default_factory=list)  # what SGLang ignores of the model's configuration
     cpu_kernel: dict[str, Any] | None = None
     packed_weights: dict[str, Any] | None = None
     stable_answers: dict[str, Any] | None = None  # what was checked for them; None without --stable-answers
@@ -51,5 +53,7 @@ class StartRecord:
             "sglang_version": importlib.metadata.version("sglang"),
             "config": dataclasses.asdict(self.config),
             "hooks": self.hooks,
+            "left_to_sglang": self.stepped_back,
+            "model_notes": self.model_notes,
             **{name: fact for name, fact in found.items() if fact is not None},
         }

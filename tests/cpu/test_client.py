@@ -14,8 +14,10 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError, ConfigurationError
 from sgl_prefill.port.kv import namespaces
+from sgl_prefill.port.runner.runner_state import RunnerState
 from sgl_prefill.port.steps import clients, custom_params
 from sgl_prefill.port.steps.clients import Caller
+from sgl_prefill.startup.record import StartRecord
 
 
 def request_of(body: Any) -> fastapi.Request:
@@ -33,7 +35,7 @@ def caller(body: Any = b"", **headers: str) -> Caller:
 
 def seen_by_scheduler(params: dict[str, Any], lora_id: str | None = None, extra_key: str | None = None) -> Any:
     req: Any = SimpleNamespace(sampling_params=SamplingParams(**params), lora_id=lora_id, extra_key=extra_key)
-    namespaces.after_req_init(None, req)
+    namespaces.after_req_init(RunnerState(StartRecord(PrefillConfig())), None, req)
     return req
 
 

@@ -224,21 +224,6 @@ def test_the_help_shows_every_default_and_what_the_paper_means() -> None:
     assert "NOT_GIVEN" not in text
 
 
-def test_contradicting_flags_are_all_named_with_the_remedy() -> None:
-    """Seen in the bare command line, before SGLang's slow import."""
-    argv = ["--chunked-prefill-size", "512", "--schedule-policy=lpm", "--enable-mixed-chunk", "--port", FREE_PORT]
-    problems = arguments.check_argv(PrefillConfig(), argv)
-    assert [problem.split()[0] for problem in problems] == [
-        "--chunked-prefill-size",
-        "--schedule-policy",
-        "--enable-mixed-chunk",
-    ]
-    assert all("--scheduling stock" in problem for problem in problems)
-    assert arguments.check_argv(PrefillConfig(scheduling="stock", suffix_kv="keep"), argv) == []
-    with_scratch = arguments.check_argv(PrefillConfig(scheduling="stock"), argv)
-    assert [problem.split()[0] for problem in with_scratch] == ["--chunked-prefill-size", "--enable-mixed-chunk"]
-
-
 def test_flags_that_agree_are_no_contradiction() -> None:
     """Writing out what the engine sets anyway is fine."""
     argv = [
@@ -251,13 +236,6 @@ def test_flags_that_agree_are_no_contradiction() -> None:
         FREE_PORT,
     ]
     assert arguments.check_argv(PrefillConfig(pack_step_tokens=0), argv) == []
-
-
-def test_data_parallelism_is_refused_and_points_to_the_cluster() -> None:
-    """SGLang's would send a user's requests to every copy in turn."""
-    (problem,) = arguments.check_argv(PrefillConfig(), ["--dp-size", "2", "--port", FREE_PORT])
-    assert problem.startswith("--dp-size is 2 and must be 1")
-    assert "python -m sgl_prefill.cluster --engines N" in problem
 
 
 @pytest.mark.parametrize(
@@ -358,7 +336,7 @@ def test_a_processor_that_is_slow_in_bfloat16_serves_in_float32(
     ("flags", "expected"),
     [
         (["--model-path", "/no/such/model"], "--model-path /no/such/model does not exist"),
-        (["--enable-mixed-chunk"], "--enable-mixed-chunk is True and must be False"),
+        (["--enable-mixed-chunk", "--scheduling", "fifo"], "--enable-mixed-chunk is True and must be False"),
         (["--fairness-lambda", "-1"], "--fairness-lambda is -1.0"),
     ],
 )

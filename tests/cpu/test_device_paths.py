@@ -24,7 +24,6 @@ from sgl_prefill.entry.hooks import hooks_for
 from sgl_prefill.errors import UntraceableModelError
 from sgl_prefill.port.runner import forward
 from sgl_prefill.port.runner import logits as logits_port
-from sgl_prefill.startup import arguments
 from sgl_prefill.startup.arguments import DEVICE_MAX_REQUESTS
 from sgl_prefill.startup.record import StartRecord
 
@@ -150,9 +149,3 @@ def test_the_option_decides_on_a_gpu_too(monkeypatch: pytest.MonkeyPatch, logits
     monkeypatch.setattr("sgl_prefill.startup.device.has_accelerator", lambda: True)
     functions = [hook.function for hook in hooks_for(PrefillConfig(logits_dtype=logits_dtype), "scheduler")]
     assert (logits_port.around_compute_lm_head in functions) is are_ours
-
-
-def test_prefills_that_pass_by_the_policy_are_refused_by_name() -> None:
-    """--enable-pdmux wants what our launcher sets, and starts a loop of its own."""
-    (problem,) = arguments.check_argv(PrefillConfig(), ["--enable-pdmux"], listens=False)
-    assert problem.startswith("--enable-pdmux is True and must be False")

@@ -233,6 +233,7 @@ def test_with_our_features_off_only_what_surrounds_a_forward_pass_is_hooked(monk
     about_tenants = ["__init__"]
     about_labels = ["move_logprobs_to_cpu"]
     about_long_labels = ["_build_req_to_token_pool", "forward_batch_generation", "forward", "forward", "can_run_graph"]
+    about_model_faults = ["init_attention_backends"]
     about_starts = ["_set_envs_and_config", "__init__", "_resolve_dist_init_method"]
     about_conversations = ["_process_messages"]
     about_labels_of_a_device = ["get_token_ids_logprobs_batch_optimized"]
@@ -246,6 +247,7 @@ def test_with_our_features_off_only_what_surrounds_a_forward_pass_is_hooked(monk
         + about_labels_of_a_device
         + about_long_labels
         + about_starts
+        + about_model_faults
         + about_compiling
         + about_conversations
         + about_the_dashboard

@@ -76,7 +76,7 @@ def run_scenarios(module: str, results: Mapping[str, Future[Any]], folder: Path)
 def _run(module: str, names: list[str], folder: Path, log: Path, sender: Connection) -> None:
     import torch
 
-    _redirect(log)
+    redirect(log)
     torch.set_num_threads(1)  # two such processes run at a time
     try:
         for name in names:
@@ -90,15 +90,20 @@ def _run(module: str, names: list[str], folder: Path, log: Path, sender: Connect
 
 def forked_main(module: str, argv: list[str], log: Path) -> Any:
     """A process that runs `MODULE.main(argv)` and ends with its status; what it prints is in the log."""
-    child = _FORKED.Process(target=_run_main, args=(module, argv, log))
-    child.start()
-    return child
+    return forked(_run_main, (module, argv, log))
 
 
 def _run_main(module: str, argv: list[str], log: Path) -> None:
-    _redirect(log)
+    redirect(log)
     prefork.begin()
     sys.exit(importlib.import_module(module).main(argv))
+
+
+def forked(target: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
+    """A process of the fork server, started: `multiprocessing.Process`."""
+    process = _FORKED.Process(target=target, args=arguments)
+    process.start()
+    return process
 
 
 class Forked:
@@ -149,7 +154,7 @@ def begin_server(
 def _run_program(argv: list[str], log: Path, variables: dict[str, str]) -> None:
     """Becomes `python -m MODULE FLAGS`."""
     os.setsid()
-    _redirect(log)
+    redirect(log)
     setproctitle.setproctitle(
         f"python -m {' '.join(argv)}"
     )  # before the environment changes: its room is found only once
@@ -193,7 +198,7 @@ def _fork_or_spawn(spawn: Callable[..., int], path: bytes, args: list[str], pass
         os._exit(status or 0)
 
 
-def _redirect(log: Path) -> None:
+def redirect(log: Path) -> None:
     """Prints to the log. What SGLang would start with a new interpreter is forked from this process."""
     vars(util)["spawnv_passfds"] = functools.partial(_fork_or_spawn, util.spawnv_passfds)
     with log.open("w") as file:

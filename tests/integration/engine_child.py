@@ -27,7 +27,7 @@ def float32(_: Path) -> dict[str, Any]:
     folder = str(demo_model.ensure("float32"))
     result: dict[str, Any] = {"refused": {}}
     try:
-        Engine(model_path=folder, chunked_prefill_size=512, schedule_policy="lpm")
+        Engine(model_path=folder, scheduling="calibrated-srjf", chunked_prefill_size=512, schedule_policy="lpm")
     except SglPrefillError as error:
         result["refused"]["contradiction"] = str(error)
     with Engine(model_path=folder, dtype="float32", jct_model="cache-miss", **SHORT) as engine:

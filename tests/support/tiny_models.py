@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.support.families import MORE_FAMILIES
 
 _COMMON: dict[str, Any] = {
     "torch_dtype": "float32",
@@ -86,6 +89,9 @@ PLAIN_FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+ALL_FAMILIES: dict[str, dict[str, Any]] = {**FAMILIES, **EMBEDDING_FAMILIES, **PLAIN_FAMILIES, **MORE_FAMILIES}
+
+
 def write(folder: Path, family: str, **changes: Any) -> Path:
     """The model's folder; made once."""
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -95,14 +101,38 @@ def write(folder: Path, family: str, **changes: Any) -> Path:
         return folder
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        settings = {**_COMMON, **{**FAMILIES, **EMBEDDING_FAMILIES, **PLAIN_FAMILIES}[family], **changes}
+        settings = {**_COMMON, **ALL_FAMILIES[family], **changes}
         torch.manual_seed(0)
         model = kind.from_config(AutoConfig.for_model(**settings), dtype=torch.float32)  # type: ignore[no-untyped-call]
+        if family in MORE_FAMILIES:
+            _vary(model)
         model.save_pretrained(folder)
     # As real checkpoints have it: SGLang reads names that transformers' own config class may rename or drop.
     written = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**written, **settings}))
     return folder
+
+
+@torch.no_grad()
+def _vary(model: torch.nn.Module) -> None:
+    """Norms, biases and sinks begin as ones and zeros: a model that ignored them would give the same answers."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1 and "norm" in name:
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+        elif parameter.ndim == 1 and ("bias" in name or "sinks" in name):
+            parameter.normal_(0, 0.2)
+
+
+def next_logprobs(folder: Path, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+    """What transformers says in float32 of the token after each prompt: log-probabilities of the vocabulary."""
+    from transformers import AutoModelForCausalLM
+
+    with warnings.catch_warnings(), torch.inference_mode():
+        warnings.simplefilter("ignore")
+        # "eager": other kinds of attention leave soft caps out.
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        model.eval()  # type: ignore[no-untyped-call]
+        return [model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1).tolist() for prompt in prompts]
 
 
 def last_hidden_state(folder: Path, token_ids: list[int]) -> list[float]:

@@ -11,15 +11,17 @@ from sgl_prefill.core.kv_plan import ceil_to, floor_to, plan_kv
 from sgl_prefill.core.ranks import smallest
 from sgl_prefill.errors import UnsupportedModelError
 from sgl_prefill.port.kv.allocator import SuffixKVAllocator
-from sgl_prefill.port.kv.pool import SuffixKVPool
+from sgl_prefill.port.kv.pool import SuffixKVPool, SuffixLatentPool
 from sgl_prefill.port.runner.rank_group import these_ranks
 from sgl_prefill.port.steps import custom_params, request_state, time_stats
 from sgl_prefill.startup.arguments import DEVICE_MEMORY_FRACTION
-from sgl_prefill.startup.device import device_of
+from sgl_prefill.startup.device import device_of, this_device
 from sgl_prefill.startup.record import StartRecord
+from sgl_prefill.startup.techniques import EVICT, POLICY, StepBack
 
 if TYPE_CHECKING:
     import torch
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
@@ -41,61 +43,78 @@ def around_build_pool(
     record: StartRecord,
     original: Callable[..., KVCache],
     configurator: KVCacheConfigurator,
-    *arguments: Any,
-    **options: Any,
+    *,
+    sizes: Any,
+    **_: Any,
 ) -> KVCache:
-    """Hook: builds a SuffixKVPool instead of SGLang's MHA pool. Raises UnsupportedModelError for any other kind of pool."""
+    """Hook: builds a pool with scratch instead of SGLang's. Raises UnsupportedModelError for kinds of pools that have none."""
     from sglang.srt.runtime_context import get_exec, get_parallel
 
     _refuse_other_pools(configurator)
-    model = configurator.model_config
-    return SuffixKVPool(
-        durable_tokens=_most_durable_tokens(configurator, options["sizes"].max_total_num_tokens),
+    model, layers = configurator.model_config, configurator.layer_info
+    rows: dict[str, Any]
+    if configurator.use_mla_backend:
+        pool, rows = SuffixLatentPool, {"kv_lora_rank": model.kv_lora_rank, "qk_rope_head_dim": model.qk_rope_head_dim}
+    else:
+        pool = SuffixKVPool
+        rows = {
+            "head_num": model.get_num_kv_heads(get_parallel().attn_tp_size),
+            "head_dim": model.head_dim,
+            "v_head_dim": model.v_head_dim,
+        }
+    options = {"dtype": configurator.kv_cache_dtype, **rows}
+    per_token = sum(pool.rows_of(options)) * layers.num_effective_layers
+    return pool(
+        durable_tokens=_most_durable_tokens(configurator, sizes.max_total_num_tokens, per_token),
         # An upper limit: memory is committed on use, or by the memory plan.
         scratch_tokens=ceil_to(record.config.max_input_length or model.context_len, configurator.pool_page_size),
         page_size=configurator.pool_page_size,
-        dtype=configurator.kv_cache_dtype,
-        head_num=model.get_num_kv_heads(get_parallel().attn_tp_size),
-        head_dim=model.head_dim,
-        v_head_dim=model.v_head_dim,
-        layer_num=configurator.layer_info.num_effective_layers,
+        layer_num=layers.num_effective_layers,
         device=configurator.device,
         enable_memory_saver=get_exec().features.enable_memory_saver,
-        start_layer=configurator.layer_info.start_layer,
-        end_layer=configurator.layer_info.end_layer,
+        start_layer=layers.start_layer,
+        end_layer=layers.end_layer,
+        **options,
     )
 
 
-def _most_durable_tokens(configurator: KVCacheConfigurator, sglangs_tokens: int) -> int:
+def _most_durable_tokens(configurator: KVCacheConfigurator, sglangs_tokens: int, per_token: int) -> int:
     """Returns SGLang's number on a host, or where the user has limited KV. Else as many as the free device memory holds: the
-    memory plan commits only part of them (see `arguments.DEVICE_MEMORY_FRACTION`).
+    memory plan commits only part of them (see `arguments.DEVICE_MEMORY_FRACTION`). per_token: bytes of all layers.
     """
-    from sglang.srt.runtime_context import get_parallel, get_schedule
+    from sglang.srt.runtime_context import get_schedule
 
     device, schedule = device_of(configurator.device), get_schedule()
     is_set = schedule.max_total_tokens is not None or schedule.mem_fraction_static < DEVICE_MEMORY_FRACTION
     if device.backs_on_use or is_set:
         return sglangs_tokens
-    model = configurator.model_config
-    row_bytes = model.get_num_kv_heads(get_parallel().attn_tp_size) * (model.head_dim + model.v_head_dim)
-    per_token = row_bytes * configurator.kv_cache_dtype.itemsize * configurator.layer_info.num_effective_layers
     (free_bytes,) = smallest(these_ranks(), [device.free_bytes()])
     return max(floor_to(free_bytes // per_token, configurator.pool_page_size), sglangs_tokens)
 
 
-def _refuse_other_pools(configurator: KVCacheConfigurator) -> None:
-    unsupported = {
-        "multi-head latent attention (MLA)": configurator.use_mla_backend,
-        "a separate sliding-window pool": configurator.is_hybrid_swa,
-        "linear-attention or Mamba state": configurator.mambaish_config is not None,
-        "a quantized KV cache": configurator.kv_cache_dtype_str not in ("auto", "bfloat16", "bf16"),
+def unsupported(model: ModelConfig) -> list[StepBack]:
+    """Returns the techniques that the model does not allow."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa, is_minimax_sparse
+
+    is_mla = model.attention_arch == AttentionArch.MLA
+    kinds = {
+        # The pool for it is not tested on an accelerator.
+        "multi-head latent attention (MLA)": (is_mla and not this_device().is_host, (EVICT,)),
+        "an index for sparse attention (DSA)": (is_deepseek_dsa(model.hf_config), (EVICT,)),
+        "a separate sliding-window pool": (model.is_hybrid_swa, (POLICY, EVICT)),
+        "linear-attention or Mamba state": (mambaish_config(model) is not None, (POLICY, EVICT)),
+        "sparse attention with an index": (is_minimax_sparse(model.hf_config), (EVICT,)),
+        "an encoder whose output every layer reads": (model.is_encoder_decoder, (POLICY, EVICT)),
     }
-    if found := [kind for kind, is_there in unsupported.items() if is_there]:
-        hint = " (--disable-hybrid-swa-memory may help)" if configurator.is_hybrid_swa else ""
-        raise UnsupportedModelError(
-            f"--suffix-kv evict keeps plain K and V heads only, and this model has {', '.join(found)}{hint}:"
-            " start with --suffix-kv keep"
-        )
+    return [StepBack(without, f"this model has {kind}") for kind, (has_it, without) in kinds.items() if has_it]
+
+
+def _refuse_other_pools(configurator: KVCacheConfigurator) -> None:
+    """For a kind of pool that `startup.techniques` did not see before the start."""
+    found = [one.reason for one in unsupported(configurator.model_config) if EVICT in one.techniques]
+    if found:
+        raise UnsupportedModelError(f"--suffix-kv evict: {', '.join(found)}: start with --suffix-kv keep")
 
 
 def around_build_allocator(

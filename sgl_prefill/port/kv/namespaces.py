@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
+from sgl_prefill.port.runner.runner_state import RunnerState
 from sgl_prefill.port.steps import custom_params
 
 if TYPE_CHECKING:
@@ -32,13 +33,15 @@ def of_caller(caller: Caller, by: str) -> str:
     return hashlib.sha256(caller.name(by).encode()).hexdigest()[:32] + "/"
 
 
-def after_req_init(result: None, req: Req, *_: Any, **__: Any) -> None:
+def after_req_init(state: RunnerState, result: None, req: Req, *_: Any, **__: Any) -> None:
     """Hook: sets the namespace before SGLang looks up the request's prefix."""
     namespace = custom_params.of(req, PARAMETER)
     if namespace is not None:
         key = f"{namespace}{req.extra_key or ''}"
         # KV that was computed with an adapter is never public.
         req.extra_key = key if req.lora_id is not None else Namespace(key)
+    if state.long_rope_tokens is not None and len(req.origin_input_ids) > state.long_rope_tokens:
+        req.extra_key = f"long/{req.extra_key or ''}"  # its KV differs from a short prompt's: see `model_faults`
 
 
 def is_public(req: Req) -> bool:

@@ -1,4 +1,5 @@
-"""SGLang's KV pool with suffix scratch: every layer's K and V buffer is one tensor whose tail all layers share.
+"""SGLang's KV pools with suffix scratch: every layer's buffer of K, of V, or of latent rows (MLA) is one tensor whose tail all
+layers share.
 
     slot:      0 .. page | page ........... first_scratch_slot | ............... n_slots
     layer 0:   padding   | durable slots, this layer's own     | scratch, the same memory in every layer
@@ -18,33 +19,40 @@ import math
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
 from sgl_prefill.core.kv_plan import ceil_to
 from sgl_prefill.errors import AliasedMemoryError
 from sgl_prefill.startup.device import AliasedMemory, device_of
 
 
-class SuffixKVPool(MHATokenToKVPool):  # type: ignore[misc]
-    """`size` of the base class counts durable and scratch tokens. Buffers are freed at exit.
+class _SuffixPool:
+    """`size` of SGLang's class counts durable and scratch tokens. Buffers are freed at exit.
 
-    Raises AliasedMemoryError where memory cannot be mapped, or for another KV layout than "nhd".
+    Raises AliasedMemoryError where memory cannot be mapped.
     """
+
+    layer_num: int
+    page_size: int
+    device: str
+    dtype: torch.dtype
+    store_dtype: torch.dtype
 
     def __init__(self, durable_tokens: int, scratch_tokens: int, **options: Any) -> None:
         """Reserves addresses for both numbers, rounded up to the mapping granularity. On a device `commit` and `commit_scratch`
         back them with memory.
         """
         page_size: int = options["page_size"]
-        unit = _slots_per_granule(options)
+        unit = _slots_per_granule(options["device"], page_size, self.rows_of(options))
         self.most_durable_tokens = durable_tokens
         self.durable_tokens = ceil_to(durable_tokens + page_size, unit) - page_size
         self.scratch_tokens = ceil_to(scratch_tokens, unit)
         self.first_scratch_slot = page_size + self.durable_tokens
         self.backed_scratch_tokens = self.scratch_tokens if device_of(options["device"]).backs_on_use else 0
+        self._row_bytes = self.rows_of(options)
         self._memory: list[AliasedMemory] = []
         try:
-            super().__init__(self.durable_tokens + self.scratch_tokens, enable_alt_stream=False, **options)
+            super().__init__(self.durable_tokens + self.scratch_tokens, **options)  # type: ignore[call-arg]
             self._commit_own(0)  # the padding page, which SGLang uses before the memory plan is made
         except BaseException:
             self.close()
@@ -61,7 +69,7 @@ class SuffixKVPool(MHATokenToKVPool):  # type: ignore[misc]
         """Upper limit of the device memory that all slots take beyond their own bytes; 0 on a host."""
         if device_of(self.device).backs_on_use:
             return 0
-        padding: int = self.layer_num * self.page_size * sum(self._row_bytes())
+        padding: int = self.layer_num * self.page_size * sum(self.row_bytes())
         return padding + sum(memory.rounding_bytes for memory in self._memory)
 
     def commit(self, durable_tokens: int) -> None:
@@ -75,7 +83,7 @@ class SuffixKVPool(MHATokenToKVPool):  # type: ignore[misc]
         assert n_tokens <= self.scratch_tokens, (n_tokens, self.scratch_tokens)
         if n_tokens <= self.backed_scratch_tokens:
             return
-        for memory, row_bytes in zip(self._memory, self._row_bytes(), strict=True):
+        for memory, row_bytes in zip(self._memory, self.row_bytes(), strict=True):
             memory.commit_shared(n_tokens * row_bytes)
         self.backed_scratch_tokens = n_tokens
 
@@ -91,11 +99,13 @@ class SuffixKVPool(MHATokenToKVPool):  # type: ignore[misc]
         """Fills scratch, so that a check notices a read of a slot that was not written. n_tokens: None: all backed slots."""
         first = self.first_scratch_slot
         last = first + (self.backed_scratch_tokens if n_tokens is None else n_tokens)
-        for buffer in (self.k_buffer[0], self.v_buffer[0]):
-            buffer[first:last] = value
+        for memory, row_bytes in zip(self._memory, self.row_bytes(), strict=True):
+            itemsize = self.dtype.itemsize
+            flat = memory.tensors[0].view(self.dtype)
+            flat[first * row_bytes // itemsize : last * row_bytes // itemsize] = value
 
     def _commit_own(self, durable_tokens: int) -> None:
-        for memory, row_bytes in zip(self._memory, self._row_bytes(), strict=True):
+        for memory, row_bytes in zip(self._memory, self.row_bytes(), strict=True):
             memory.commit_own((self.page_size + durable_tokens) * row_bytes)
 
     def close(self) -> None:
@@ -103,17 +113,45 @@ class SuffixKVPool(MHATokenToKVPool):  # type: ignore[misc]
         for memory in self._memory:
             memory.close()
 
-    def get_kv_size_bytes(self) -> tuple[int, int]:
-        """Returns (K, V) bytes of physical memory: scratch is counted once."""
+    def _bytes_of_buffers(self) -> list[int]:
+        """Returns bytes of physical memory, scratch counted once."""
         slots = self.page_size + self.durable_tokens
-        key, value = (
-            (self.layer_num * slots + self.backed_scratch_tokens) * row_bytes for row_bytes in self._row_bytes()
-        )
-        return key, value
+        return [(self.layer_num * slots + self.backed_scratch_tokens) * row_bytes for row_bytes in self.row_bytes()]
 
-    def _row_bytes(self) -> tuple[int, int]:
-        itemsize = self.store_dtype.itemsize
-        return self.head_num * self.head_dim * itemsize, self.head_num * self.v_head_dim * itemsize
+    @staticmethod
+    def rows_of(options: dict[str, Any]) -> tuple[int, ...]:
+        """Returns bytes of a token's row in each of a layer's buffers. options: of the constructor."""
+        raise NotImplementedError
+
+    def row_bytes(self) -> tuple[int, ...]:
+        """Returns bytes of a token in one layer: of K and of V, or of the latent row."""
+        return self._row_bytes
+
+    def _aliased(self, buffer: int) -> list[torch.Tensor]:
+        """Returns one of the buffers of each layer, [slots, elements]."""
+        row_bytes = self.row_bytes()[buffer]
+        own, shared = self.first_scratch_slot * row_bytes, self.scratch_tokens * row_bytes
+        memory = device_of(self.device).aliased_memory(self.layer_num, own, shared)
+        self._memory.append(memory)
+        elements = row_bytes // self.store_dtype.itemsize
+        return [flat.view(self.store_dtype).view(-1, elements) for flat in memory.tensors]
+
+
+class SuffixKVPool(_SuffixPool, MHATokenToKVPool):  # type: ignore[misc]
+    """Raises AliasedMemoryError for another KV layout than "nhd"."""
+
+    def __init__(self, durable_tokens: int, scratch_tokens: int, **options: Any) -> None:
+        super().__init__(durable_tokens, scratch_tokens, enable_alt_stream=False, **options)
+
+    @staticmethod
+    def rows_of(options: dict[str, Any]) -> tuple[int, ...]:
+        head_bytes = options["head_num"] * options["dtype"].itemsize
+        return options["head_dim"] * head_bytes, (options.get("v_head_dim") or options["head_dim"]) * head_bytes
+
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        """Returns (K, V) bytes of physical memory."""
+        key, value = self._bytes_of_buffers()
+        return key, value
 
     def _create_buffers_normal(self) -> None:
         if self.kv_cache_layout != "nhd":
@@ -121,21 +159,23 @@ class SuffixKVPool(MHATokenToKVPool):  # type: ignore[misc]
                 f"--suffix-kv evict needs the KV cache layout nhd, and this is {self.kv_cache_layout}:"
                 " start with --suffix-kv keep"
             )
-        key_bytes, value_bytes = self._row_bytes()
-        self.k_buffer = self._aliased(key_bytes, self.head_dim)
-        self.v_buffer = self._aliased(value_bytes, self.v_head_dim)
-
-    def _aliased(self, row_bytes: int, head_dim: int) -> list[torch.Tensor]:
-        own, shared = self.first_scratch_slot * row_bytes, self.scratch_tokens * row_bytes
-        memory = device_of(self.device).aliased_memory(self.layer_num, own, shared)
-        self._memory.append(memory)
-        return [flat.view(self.store_dtype).view(-1, self.head_num, head_dim) for flat in memory.tensors]
+        self.k_buffer = [rows.view(-1, self.head_num, self.head_dim) for rows in self._aliased(0)]
+        self.v_buffer = [rows.view(-1, self.head_num, self.v_head_dim) for rows in self._aliased(1)]
 
 
-def _slots_per_granule(options: dict[str, Any]) -> int:
-    """Smallest number of slots, in whole pages, whose K and V each fill whole granules."""
-    granule = device_of(options["device"]).granularity_bytes()
-    itemsize = options["dtype"].itemsize
-    head_dims = (options["head_dim"], options.get("v_head_dim") or options["head_dim"])
-    slots = (granule // math.gcd(granule, options["head_num"] * head_dim * itemsize) for head_dim in head_dims)
-    return math.lcm(options["page_size"], *slots)
+class SuffixLatentPool(_SuffixPool, MLATokenToKVPool):  # type: ignore[misc]
+    @staticmethod
+    def rows_of(options: dict[str, Any]) -> tuple[int, ...]:
+        return ((options["kv_lora_rank"] + options["qk_rope_head_dim"]) * options["dtype"].itemsize,)
+
+    def get_kv_size_bytes(self) -> int:
+        return self._bytes_of_buffers()[0]
+
+    def _create_buffers(self) -> None:
+        self.kv_buffer = [rows.unsqueeze(1) for rows in self._aliased(0)]
+
+
+def _slots_per_granule(device: str, page_size: int, row_bytes: tuple[int, ...]) -> int:
+    """Smallest number of slots, in whole pages, whose rows fill whole granules in each buffer."""
+    granule = device_of(device).granularity_bytes()
+    return math.lcm(page_size, *(granule // math.gcd(granule, one) for one in row_bytes))

@@ -27,7 +27,7 @@ from sgl_prefill.core.prefix_tree import Match, TreeListener
 from sgl_prefill.port.kv import namespaces
 from sgl_prefill.port.kv.namespaces import Namespace
 from sgl_prefill.port.steps import custom_params, request_state
-from sgl_prefill.startup.arguments import PREFIX_CACHE_NAME
+from sgl_prefill.startup.techniques import PREFIX_CACHE_NAME
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

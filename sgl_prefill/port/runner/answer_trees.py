@@ -24,6 +24,7 @@ from sgl_prefill.core.packing import MOST_ANSWER_TOKENS
 from sgl_prefill.errors import UntraceableModelError
 from sgl_prefill.port.kv.allocator import SuffixKVAllocator
 from sgl_prefill.port.runner import logits as logits_of
+from sgl_prefill.port.runner import model_faults
 from sgl_prefill.port.runner.runner_state import RunnerState
 from sgl_prefill.port.steps import custom_params, time_stats
 
@@ -207,12 +208,12 @@ def around_forward(
     *rest: Any,
     **options: Any,
 ) -> Any:
-    """Hook: adds the nodes of the step's trees to the batch as further requests."""
+    """Hook: adds the nodes of the step's trees to the batch as further requests, and chooses rotary factors."""
     rows = state.answer_rows
-    if rows is None or rows.trees is None or rows.batch is not None:
-        return original(runner, forward_batch, *rest, **options)
-    rows.batch = forward_batch
-    return original(runner, _with_trees(rows, forward_batch), *rest, **options)
+    if rows is not None and rows.trees is not None and rows.batch is None:
+        rows.batch = forward_batch
+        forward_batch = _with_trees(rows, forward_batch)
+    return original(runner, model_faults.shifted(state, forward_batch), *rest, **options)
 
 
 def are_in(batch: ForwardBatch) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sgl_prefill.core.gpu_memory import model_name
 from sgl_prefill.core.ranks import smallest
 from sgl_prefill.errors import MemoryPlanError
-from sgl_prefill.port.runner import answer_trees, forward, shared_prefixes
+from sgl_prefill.port.runner import answer_trees, forward, model_faults, shared_prefixes
 from sgl_prefill.port.runner.forward import SUM_OVER_RANKS
 from sgl_prefill.port.runner.rank_group import these_ranks
 from sgl_prefill.port.runner.runner_state import RunnerState
@@ -67,10 +67,12 @@ def _sglangs_bytes(
         raise MemoryPlanError(examine.no_room_for_kv(device, name, weights, device.free_bytes(), fraction)) from error
 
 
-def after_init_attention_backends(state: RunnerState, result: None, runner: ModelRunner) -> None:
-    """Hook: records the model's body, and checks shared_prefix_attention. Raises UntraceableModelError or ConfigurationError
-    where an option is `on` and impossible.
+def around_init_attention_backends(state: RunnerState, original: Callable[..., None], runner: ModelRunner) -> None:
+    """Hook: mends the model, records its body, and checks shared_prefix_attention. Raises UntraceableModelError or
+    ConfigurationError where an option is `on` and impossible.
     """
+    model_faults.mend(state, runner)
+    original(runner)
     if state.record.config.hybrid_prefill != "off":
         forward.trace_model(state, runner)
     shared_prefixes.set_up(state.record.config.shared_prefix_attention, runner)

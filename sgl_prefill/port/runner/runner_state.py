@@ -19,4 +19,5 @@ class RunnerState:
     record: StartRecord
     hybrid: HybridBody | None = None  # None: the model runs in SGLang's layers
     answer_rows: AnswerRows | None = None  # None: answers of several tokens cannot be computed
+    long_rope_tokens: int | None = None  # longest sequence that turns by short rotary factors; None: there is one kind
     runs_eagerly: bool = False  # no step is replayed from a CUDA graph, while the start compares and measures paths

@@ -43,6 +43,27 @@ def weights_bytes(model: torch.nn.Module) -> int:
     return sum(tensors.values())
 
 
+def pool_bytes(pool: Any) -> int:
+    """Bytes of a KV pool of any of SGLang's classes, its indices and scales included."""
+    if hasattr(pool, "get_kv_size_bytes"):
+        sizes = pool.get_kv_size_bytes()
+        return int(sum(sizes) if isinstance(sizes, tuple) else sizes)
+    tensors = {t.data_ptr(): t.nbytes for t in _tensors_of(pool)}  # a pool of several parts
+    return sum(tensors.values())
+
+
+def _tensors_of(part: Any) -> Iterator[torch.Tensor]:
+    from sglang.srt.mem_cache.memory_pool import KVCache
+
+    if isinstance(part, torch.Tensor):
+        yield part
+    elif isinstance(part, (list, tuple, dict)):
+        for each in part.values() if isinstance(part, dict) else part:
+            yield from _tensors_of(each)
+    elif isinstance(part, KVCache):
+        yield from _tensors_of(vars(part))
+
+
 class SglangModel:
     """Implements `LoadedModel`."""
 
@@ -78,6 +99,10 @@ class SglangModel:
         }
 
     @property
+    def alike_tokens(self) -> int | None:
+        return self._state.long_rope_tokens
+
+    @property
     def most_durable_tokens(self) -> int:
         pool = self.runner.token_to_kv_pool
         return int(pool.most_durable_tokens if self.is_evicting else self.runner.max_total_num_tokens)
@@ -98,8 +123,11 @@ class SglangModel:
 
     def kv_bytes_per_token(self) -> tuple[int, int]:
         pool = self.runner.token_to_kv_pool
-        one_layer: int = pool.head_num * (pool.head_dim + pool.v_head_dim) * pool.store_dtype.itemsize
-        return one_layer, one_layer * pool.layer_num
+        if self.is_evicting:
+            one_layer = sum(pool.row_bytes())
+            return one_layer, one_layer * pool.layer_num
+        all_layers = -(-pool_bytes(pool) // (self.runner.max_total_num_tokens + self.page_size))
+        return -(-all_layers // pool.layer_num), all_layers
 
     def n_places(self) -> int:
         return int(self.runner.req_to_token_pool.available_size())

@@ -175,8 +175,7 @@ def after_init_schedule_policy(state: StepState, result: None, scheduler: Schedu
     if not isinstance(cache, WatchedRadixCache):
         raise SeamError(
             f"this model's prefix cache is SGLang's {type(cache).__name__}, and --scheduling"
-            f" {state.record.config.scheduling} reads RadixCache only (with sliding-window models"
-            " --disable-hybrid-swa-memory may help): start with --scheduling stock"
+            f" {state.record.config.scheduling} reads RadixCache only: start with --scheduling stock"
         )
     sign = (1 if scheduler.schedule_low_priority_values_first else -1) if scheduler.enable_priority_scheduling else 0
     config = state.record.config
