@@ -64,7 +64,7 @@ def settle(config: PrefillConfig, build: Callable[[PrefillConfig], ServerArgs]) 
         server_args = build(config)
         resolved = {need.field: getattr(server_args, need.field) for need in arguments.required_for(config)}
         found = [*techniques.of_flags(resolved), *techniques.of_kv_dtype(server_args.kv_cache_dtype)]
-        allowed = techniques.step_back(config, [*found, *admission.unsupported(server_args.get_model_config())])
+        allowed = techniques.step_back(config, [*found, *admission.unsupported_with(server_args)])
         if allowed is config:
             techniques.log_what_is_off(config)
             return config, server_args

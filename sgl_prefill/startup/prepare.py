@@ -85,9 +85,27 @@ def _plan(model: LoadedModel, config: PrefillConfig, kv_bytes: int) -> MemoryPla
         )
     except memory_plan.InputDoesNotFitError as error:
         raise MemoryPlanError(_does_not_fit(model, error, use)) from error
-    return plan._replace(
+    plan = plan._replace(
         largest_input_tokens=min(plan.largest_input_tokens, measured.longest_tokens),
         durable_tokens=min(plan.durable_tokens, _most_durable_tokens(model, plan, kv_bytes)),
+    )
+    return plan if model.is_evicting else _all_kept(plan, config)
+
+
+def _all_kept(plan: MemoryPlan, config: PrefillConfig) -> MemoryPlan:
+    """Limits the input to what the KV pool holds whole."""
+    limit = plan.durable_tokens - ANSWER_MARGIN_TOKENS
+    if config.max_input_length is not None and config.max_input_length > limit:
+        raise MemoryPlanError(_longer_than_the_pool(config.max_input_length, limit))
+    return plan._replace(
+        max_input_tokens=min(plan.max_input_tokens, limit), largest_input_tokens=min(plan.largest_input_tokens, limit)
+    )
+
+
+def _longer_than_the_pool(wanted: int, limit: int) -> str:
+    return (
+        f"--max-input-length is {wanted}, and the longest input that this KV pool and context length serve with"
+        f" --suffix-kv keep has {limit} tokens: lower it, or start with --suffix-kv evict"
     )
 
 
@@ -128,10 +146,7 @@ def _sglangs_plan(model: LoadedModel, config: PrefillConfig, kv_bytes: int) -> M
     limit = min(input_limit(model.context_tokens), model.most_durable_tokens - ANSWER_MARGIN_TOKENS)
     wanted = config.max_input_length or limit
     if wanted > limit:
-        raise MemoryPlanError(
-            f"--max-input-length is {wanted}, and the longest input that this KV pool and context length serve with"
-            f" --suffix-kv keep has {limit} tokens: lower it, or start with --suffix-kv evict"
-        )
+        raise MemoryPlanError(_longer_than_the_pool(wanted, limit))
     use = memory_profile.memory_use(model, memory_profile.Activations(0, 0.0), kv_bytes)
     return MemoryPlan(use, wanted, limit, model.most_durable_tokens)
 

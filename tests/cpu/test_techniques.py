@@ -155,14 +155,17 @@ def test_a_quantized_cache_is_evicted_where_that_was_tested(monkeypatch: pytest.
         techniques.step_back(PrefillConfig(**ASKED), techniques.of_kv_dtype("fp8_e4m3"))
 
 
-def test_arguments_are_built_again_without_what_the_model_does_not_allow(tmp_path: Path) -> None:
+def test_arguments_are_built_again_without_what_the_model_does_not_allow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = ModelConfig(str(tiny_models.write(tmp_path, "laguna")))
+    monkeypatch.setattr(ModelConfig, "from_server_args", lambda server_args: model)
     built: list[PrefillConfig] = []
 
     def build(config: PrefillConfig) -> Any:
         built.append(config)
         fields = {need.field: need.value for need in arguments.required_for(config)}
-        return SimpleNamespace(get_model_config=lambda: model, kv_cache_dtype="auto", **fields)
+        return SimpleNamespace(kv_cache_dtype="auto", **fields)
 
     config, _ = launch.settle(PrefillConfig(), build)
     assert [is_on(one) for one in built] == [[one.name for one in ALL], [HYBRID.name]]

@@ -51,6 +51,7 @@ _MULTIPLIERS: dict[str, Any] = {
     "attention_multiplier": 0.2,
 }
 _TANH: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+_STARCODER: dict[str, Any] = {"use_bias": True, "hidden_act": "gelu_pytorch_tanh"}
 _CONVOLUTIONS: dict[str, Any] = {
     "layer_types": ["conv", "conv", "full_attention", "conv"],
     "conv_L_cache": 3,
@@ -106,13 +107,13 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": _one("Lfm2ForCausalLM", "lfm2", **_CONVOLUTIONS, block_multiple_of=32),
     "lfm2-moe": _one("Lfm2MoeForCausalLM", "lfm2_moe", **_EXPERTS, **_CONVOLUTIONS, num_dense_layers=1),
     "mellum": _one("MellumForCausalLM", "mellum", **_EXPERTS, **_WINDOWS),
-    "minimax-m2": _one("MiniMaxM2ForCausalLM", "minimax_m2", **_EXPERTS, rotary_dim=8, use_qk_norm=True),
+    "minimax-m2": _one("MiniMaxM2ForCausalLM", "minimax_m2", **_EXPERTS, rotary_dim=8, use_qk_norm=True, scoring_func="sigmoid"),
     "ministral3": _one("Ministral3ForCausalLM", "ministral3"),
     "mistral-window": _one("MistralForCausalLM", "mistral", sliding_window=32),
     "olmo": _one("OlmoForCausalLM", "olmo", num_key_value_heads=4, clip_qkv=None),
     "olmo2": _one("Olmo2ForCausalLM", "olmo2"),
     "olmo3": _one("Olmo3ForCausalLM", "olmo3", **_WINDOWS),
-    "olmoe": _one("OlmoeForCausalLM", "olmoe", **_EXPERTS, num_key_value_heads=4, clip_qkv=None),
+    "olmoe": _one("OlmoeForCausalLM", "olmoe", **{**_EXPERTS, "norm_topk_prob": False}, num_key_value_heads=4),
     "opt": _one("OPTForCausalLM", "opt", num_key_value_heads=4, ffn_dim=160, word_embed_proj_dim=64),
     "persimmon": _one(
         "PersimmonForCausalLM", "persimmon", num_key_value_heads=4, partial_rotary_factor=0.5, hidden_act="relu2"
@@ -149,6 +150,6 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     ),
     "qwen3.5": _one("Qwen3_5ForCausalLM", "qwen3_5_text", **_LINEAR),
     "stablelm": _one("StableLmForCausalLM", "stablelm", partial_rotary_factor=0.5, use_qkv_bias=False),
-    "starcoder2": _one("Starcoder2ForCausalLM", "starcoder2", use_bias=True, sliding_window=None),
-    "starcoder2-window": _one("Starcoder2ForCausalLM", "starcoder2", use_bias=True, sliding_window=32),
+    "starcoder2": _one("Starcoder2ForCausalLM", "starcoder2", **_STARCODER, sliding_window=None),
+    "starcoder2-window": _one("Starcoder2ForCausalLM", "starcoder2", **_STARCODER, sliding_window=32),
 }

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.mem_cache.memory_pool import KVCache
+    from sglang.srt.server_args import ServerArgs
 
     from sgl_prefill.port.kv.radix_cache import WatchedRadixCache
 
@@ -90,6 +91,14 @@ def _most_durable_tokens(configurator: KVCacheConfigurator, sglangs_tokens: int,
         return sglangs_tokens
     (free_bytes,) = smallest(these_ranks(), [device.free_bytes()])
     return max(floor_to(free_bytes // per_token, configurator.pool_page_size), sglangs_tokens)
+
+
+def unsupported_with(server_args: ServerArgs) -> list[StepBack]:
+    """Returns the techniques that the model does not allow with these arguments."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    # The one that `server_args` keeps is made before the platform's defaults, and may name another pool.
+    return unsupported(ModelConfig.from_server_args(server_args))
 
 
 def unsupported(model: ModelConfig) -> list[StepBack]:

@@ -46,6 +46,8 @@ def around_profile_available_bytes(
                 f"--memory-budget-gb is {budget_gb}{for_ranks}, and the weights alone take"
                 f" {weights / 2**30:.2f} GiB{each}: raise it"
             )
+        if configurator.mambaish_config is not None:  # states come first, as in SGLang
+            n_bytes = int(configurator._handle_max_mamba_cache(n_bytes / 2**30) * 2**30)
     (n_bytes,) = smallest(ranks, [n_bytes])
     record.memory_beyond_weights_bytes = n_bytes
     return n_bytes

@@ -28,8 +28,27 @@ def around_compute_lm_head(
     embedding_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Hook: computes logits in float32 for an unquantized half-precision LM head and at most one row per request of a step.
-    SGLang computes others, such as those of input log-probabilities.
+    SGLang computes others, such as those of input log-probabilities. Adds the head's bias, which SGLang leaves out.
     """
+    logits = _without_bias(record, original, processor, hidden_states, lm_head, embedding_bias)
+    bias = bias_of(lm_head)
+    return logits if bias is None else logits + bias
+
+
+def bias_of(lm_head: Any) -> torch.Tensor | None:
+    """Returns the bias of an LM head, which may be wrapped for adapters."""
+    bias: torch.Tensor | None = getattr(getattr(lm_head, "base_layer", lm_head), "bias", None)
+    return bias
+
+
+def _without_bias(
+    record: StartRecord,
+    original: Callable[..., torch.Tensor],
+    processor: Any,
+    hidden_states: torch.Tensor,
+    lm_head: Any,
+    embedding_bias: torch.Tensor | None,
+) -> torch.Tensor:
     weight: Any = getattr(lm_head, "weight", None)
     if record.config.stable_answers:  # the start has checked that one kernel computes all rows of this LM head
         kernels = native().kernels

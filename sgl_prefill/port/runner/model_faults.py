@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sgl_prefill.port.runner import logits
 from sgl_prefill.port.runner.runner_state import RunnerState
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ def mend(state: RunnerState, runner: ModelRunner) -> None:
         runner.sliding_window_size = window_tokens - 1
     notes += _mend_activations(model, config)
     state.long_rope_tokens = _long_rope_tokens(model)
+    if logits.bias_of(getattr(model, "lm_head", None)) is not None:
+        notes.append("the LM head's bias is added to the logits, and SGLang leaves it out")  # by `logits`
     notes += ignored(model, config)
     for note in notes:
         logger.warning("%s: %s", runner.model_config.hf_config.architectures[0], note)
@@ -117,7 +120,7 @@ def shifted(state: RunnerState, batch: ForwardBatch) -> ForwardBatch:
 
 def ignored(model: torch.nn.Module, config: Any) -> list[str]:
     """Returns what the configuration asks for and no module does."""
-    return [*_ignored_by_attention(model, config), *_ignored_by_rope(model, config)]
+    return [*_ignored_by_attention(model, config), *_ignored_by_rope(model, config), *_ignored_by_experts(model, config)]
 
 
 def _ignored_by_attention(model: torch.nn.Module, config: Any) -> Iterator[str]:
@@ -147,3 +150,14 @@ def _ignored_by_rope(model: torch.nn.Module, config: Any) -> Iterator[str]:
         and all(type(module) is RotaryEmbedding for module in modules)
     ):
         yield f"positions are not scaled, and the model's configuration asks for {kind} (rope_scaling)"
+
+
+def _ignored_by_experts(model: torch.nn.Module, config: Any) -> Iterator[str]:
+    from sglang.srt.layers.moe.topk import TopK
+
+    asked = getattr(config, "norm_topk_prob", None)
+    if asked is not None and any(
+        module.topk_config.renormalize != asked for module in model.modules() if isinstance(module, TopK)
+    ):
+        done = "not " if asked else ""
+        yield f"the weights of experts are {done}scaled to a sum of 1, and norm_topk_prob is {str(asked).lower()}"
