@@ -1,7 +1,4 @@
-"""Generates the table of `sgl_prefill/MODELS.md` from `benchmarks/families/result.json`.
-
-`python scripts/models_page.py --write` writes it; without the flag it says whether the page differs.
-"""
+"""Generates the table of `sgl_prefill/MODELS.md` from `benchmarks/families/result.json`."""
 
 from __future__ import annotations
 
@@ -10,10 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from scripts.generated_part import GeneratedPart
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "sgl_prefill/MODELS.md"
 RESULT = ROOT / "benchmarks/families/result.json"
-BEGIN, END = "<!-- families: generated -->\n", "<!-- end -->\n"
 HEAD = (
     "| architecture | SGLang | this package | its techniques | largest difference from transformers, SGLang / this package |\n"
     "| --- | --- | --- | --- | --- |\n"
@@ -49,20 +47,7 @@ def _shown(difference: float | None) -> str:
     return "-" if difference is None else f"{difference:.0e}"
 
 
-def page() -> str:
-    """The page as it must be."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    return f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}"
-
-
-def main() -> int:
-    if "--write" in sys.argv:
-        PAGE.write_text(page())
-    elif PAGE.read_text() != page():
-        print(f"{PAGE.name} differs from the result: run python scripts/models_page.py --write")
-        return 1
-    return 0
-
+PART = GeneratedPart(PAGE, "families", table)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PART.main())

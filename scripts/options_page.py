@@ -1,7 +1,4 @@
-"""Generates the tables of `sgl_prefill/OPTIONS.md` from `sgl_prefill/config.py`.
-
-`python scripts/options_page.py --write` writes them; without the flag it says whether the page differs.
-"""
+"""Generates the tables of `sgl_prefill/OPTIONS.md` from `sgl_prefill/config.py`."""
 
 from __future__ import annotations
 
@@ -10,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from scripts.generated_part import GeneratedPart
 from sgl_prefill.config import PrefillConfig, choices_of, flag_of, help_of, is_setting, shown
 
 PAGE = Path(__file__).resolve().parents[1] / "sgl_prefill/OPTIONS.md"
-BEGIN, END = "<!-- options: generated -->\n", "<!-- end -->\n"
 
 
 def tables() -> str:
@@ -40,20 +37,7 @@ def _choices(field: dataclasses.Field[Any]) -> str:
     return "" if choices is None or is_setting(field) else f" {{{','.join(choices)}}}"
 
 
-def page() -> str:
-    """The page as it must be."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    return f"{before}{BEGIN}{tables()}{END}{rest.partition(END)[2]}"
-
-
-def main() -> int:
-    if "--write" in sys.argv:
-        PAGE.write_text(page())
-    elif PAGE.read_text() != page():
-        print(f"{PAGE.name} differs from the options: run python scripts/options_page.py --write")
-        return 1
-    return 0
-
+PART = GeneratedPart(PAGE, "options", tables)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PART.main())

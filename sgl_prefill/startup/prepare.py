@@ -16,6 +16,7 @@ from sgl_prefill.startup import jct_profile, memory_profile, parity_gate
 from sgl_prefill.startup.chunk_size import choose_chunk_tokens
 from sgl_prefill.startup.loaded_model import LoadedModel
 from sgl_prefill.startup.record import StartRecord
+from sgl_prefill.startup.techniques import EVICT
 
 logger = logging.getLogger(__name__)
 
@@ -96,16 +97,17 @@ def _all_kept(plan: MemoryPlan, config: PrefillConfig) -> MemoryPlan:
     """Limits the input to what the KV pool holds whole."""
     limit = plan.durable_tokens - ANSWER_MARGIN_TOKENS
     if config.max_input_length is not None and config.max_input_length > limit:
-        raise MemoryPlanError(_longer_than_the_pool(config.max_input_length, limit))
+        raise MemoryPlanError(_longer_than_the_pool(config, limit))
     return plan._replace(
         max_input_tokens=min(plan.max_input_tokens, limit), largest_input_tokens=min(plan.largest_input_tokens, limit)
     )
 
 
-def _longer_than_the_pool(wanted: int, limit: int) -> str:
+def _longer_than_the_pool(config: PrefillConfig, limit: int) -> str:
+    remedy = "" if EVICT.name in config.stepped_back else ", or start with --suffix-kv evict"
     return (
-        f"--max-input-length is {wanted}, and the longest input that this KV pool and context length serve with"
-        f" --suffix-kv keep has {limit} tokens: lower it, or start with --suffix-kv evict"
+        f"--max-input-length is {config.max_input_length}, and the longest input that this KV pool and context length serve"
+        f" whole has {limit} tokens: lower it{remedy}"
     )
 
 
@@ -146,7 +148,7 @@ def _sglangs_plan(model: LoadedModel, config: PrefillConfig, kv_bytes: int) -> M
     limit = min(input_limit(model.context_tokens), model.most_durable_tokens - ANSWER_MARGIN_TOKENS)
     wanted = config.max_input_length or limit
     if wanted > limit:
-        raise MemoryPlanError(_longer_than_the_pool(wanted, limit))
+        raise MemoryPlanError(_longer_than_the_pool(config, limit))
     use = memory_profile.memory_use(model, memory_profile.Activations(0, 0.0), kv_bytes)
     return MemoryPlan(use, wanted, limit, model.most_durable_tokens)
 

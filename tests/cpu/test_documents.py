@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.harness import engines
 from benchmarks.make_report import wanted
-from scripts import options_page
+from scripts import models_page, options_page
 from sgl_prefill.config import PrefillConfig, flag_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,8 +27,12 @@ def test_a_newcomer_reads_no_more_than_1200_words() -> None:
     assert len(README.split()) <= 1200
 
 
+def test_the_table_of_families_is_what_was_measured() -> None:
+    assert models_page.PAGE.read_text() == models_page.PART.page(), "run python -m scripts.models_page --write"
+
+
 def test_the_options_page_is_generated() -> None:
-    assert options_page.PAGE.read_text() == options_page.page(), "run python scripts/options_page.py --write"
+    assert options_page.PAGE.read_text() == options_page.PART.page(), "run python -m scripts.options_page --write"
     assert all(
         f"`{field.name}`" in OPTIONS or f"`{flag_of(field.name)}" in OPTIONS
         for field in dataclasses.fields(PrefillConfig)

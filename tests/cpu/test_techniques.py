@@ -15,11 +15,12 @@ from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool, MLAToken
 
 from sgl_prefill import launch_server
 from sgl_prefill.config import PrefillConfig
+from sgl_prefill.core.memory_plan import MemoryPlan, MemoryUse
 from sgl_prefill.entry import launch
-from sgl_prefill.errors import ConfigurationError
+from sgl_prefill.errors import ConfigurationError, MemoryPlanError
 from sgl_prefill.port.kv import admission
 from sgl_prefill.port.runner.sglang_model import pool_bytes
-from sgl_prefill.startup import arguments, techniques
+from sgl_prefill.startup import arguments, prepare, techniques
 from sgl_prefill.startup.techniques import ALL, EVICT, HYBRID, POLICY, REQUIRED, STOCK_ONLY
 from tests.support import tiny_models
 
@@ -170,6 +171,16 @@ def test_arguments_are_built_again_without_what_the_model_does_not_allow(
     config, _ = launch.settle(PrefillConfig(), build)
     assert [is_on(one) for one in built] == [[one.name for one in ALL], [HYBRID.name]]
     assert config is built[-1]
+
+
+def test_without_eviction_no_input_is_longer_than_the_pool() -> None:
+    """Its request would wait for room for ever."""
+    plan = MemoryPlan(MemoryUse(0, 1 << 30, 0, 0.0, 0, 1024), 1000, 5000, 420)
+    assert prepare._all_kept(plan, PrefillConfig(suffix_kv="keep"))[1:] == (413, 413, 420)
+    with pytest.raises(
+        MemoryPlanError, match=r"1000, .* serve whole has 413 tokens: lower it, or start with --suffix-kv evict"
+    ):
+        prepare._all_kept(plan, PrefillConfig(suffix_kv="keep", max_input_length=1000))
 
 
 POOL: dict[str, Any] = {

@@ -88,4 +88,12 @@ def one_family(family: str) -> Callable[[Path], dict[str, Any]]:
     return run
 
 
-SCENARIOS: dict[str, Callable[[Path], Any]] = {family: one_family(family) for family in tiny_models.ALL_FAMILIES}
+def kv_of_8_bits(folder: Path) -> dict[str, Any]:
+    found = ours(folder, "llama", kv_cache_dtype="fp8_e4m3")
+    return {**found, "differences": largest_differences(folder, "llama", found)}
+
+
+SCENARIOS: dict[str, Callable[[Path], Any]] = {
+    **{family: one_family(family) for family in tiny_models.ALL_FAMILIES},
+    "kv_of_8_bits": kv_of_8_bits,
+}

@@ -23,6 +23,7 @@ def families(names: tuple[str, ...]) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.usefixtures(name)) for name in names]
 
 
+kv_of_8_bits = result_of("families_child", "kv_of_8_bits")
 for _name in (*FEW, *OTHERS):
     globals()[f"family_{_name}"] = result_of("families_child", _name, process=_name)
 
@@ -56,3 +57,14 @@ def test_what_sglang_ignores_is_mended_and_shown(request: pytest.FixtureRequest)
 def test_all_families_that_stock_starts_start() -> None:
     assert [family for family, row in ROWS.items() if row["stock_starts"] and not row["ours_starts"]] == []
     assert set(ROWS) == set(tiny_models.ALL_FAMILIES) - set(tiny_models.EMBEDDING_FAMILIES)
+
+
+def test_kv_of_8_bits_is_evicted_and_found_again(kv_of_8_bits: dict[str, Any]) -> None:
+    """Rounding K and V moves a log-probability by less than 0.2, and by the same in whatever state the cache is."""
+    assert max(kv_of_8_bits["differences"]) < 0.2
+    assert max(kv_of_8_bits["evicted_tokens"]) > 0
+    alone, together = kv_of_8_bits["logprobs"][:7], kv_of_8_bits["logprobs"][7:]
+    assert (
+        max(abs(a - b) for one, other in zip(alone, together, strict=True) for a, b in zip(one, other, strict=True))
+        < 0.01
+    )

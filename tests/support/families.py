@@ -107,7 +107,9 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": _one("Lfm2ForCausalLM", "lfm2", **_CONVOLUTIONS, block_multiple_of=32),
     "lfm2-moe": _one("Lfm2MoeForCausalLM", "lfm2_moe", **_EXPERTS, **_CONVOLUTIONS, num_dense_layers=1),
     "mellum": _one("MellumForCausalLM", "mellum", **_EXPERTS, **_WINDOWS),
-    "minimax-m2": _one("MiniMaxM2ForCausalLM", "minimax_m2", **_EXPERTS, rotary_dim=8, use_qk_norm=True, scoring_func="sigmoid"),
+    "minimax-m2": _one(
+        "MiniMaxM2ForCausalLM", "minimax_m2", **_EXPERTS, rotary_dim=8, use_qk_norm=True, scoring_func="sigmoid"
+    ),
     "ministral3": _one("Ministral3ForCausalLM", "ministral3"),
     "mistral-window": _one("MistralForCausalLM", "mistral", sliding_window=32),
     "olmo": _one("OlmoForCausalLM", "olmo", num_key_value_heads=4, clip_qkv=None),

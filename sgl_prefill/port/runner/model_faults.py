@@ -120,7 +120,11 @@ def shifted(state: RunnerState, batch: ForwardBatch) -> ForwardBatch:
 
 def ignored(model: torch.nn.Module, config: Any) -> list[str]:
     """Returns what the configuration asks for and no module does."""
-    return [*_ignored_by_attention(model, config), *_ignored_by_rope(model, config), *_ignored_by_experts(model, config)]
+    return [
+        *_ignored_by_attention(model, config),
+        *_ignored_by_rope(model, config),
+        *_ignored_by_experts(model, config),
+    ]
 
 
 def _ignored_by_attention(model: torch.nn.Module, config: Any) -> Iterator[str]:
