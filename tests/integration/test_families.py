@@ -19,10 +19,6 @@ FEW = ("cohere2", "glm4-moe-lite", "laguna", "mistral-window", "phi3-long")
 OTHERS = tuple(family for family, row in ROWS.items() if row["ours_starts"] and family not in FEW)
 
 
-def families(names: tuple[str, ...]) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.usefixtures(name)) for name in names]
-
-
 kv_of_8_bits = result_of("families_child", "kv_of_8_bits")
 for _name in (*FEW, *OTHERS):
     globals()[f"family_{_name}"] = result_of("families_child", _name, process=_name)
@@ -37,14 +33,16 @@ def check(found: dict[str, Any], family: str) -> None:
     assert found["record"]["left_to_sglang"] == {}
 
 
-@pytest.mark.parametrize("family", families(FEW))
-def test_a_family_with_a_fault_or_a_pool_of_its_own_is_right(request: pytest.FixtureRequest, family: str) -> None:
-    check(request.getfixturevalue(family), family)
+@pytest.mark.usefixtures(*FEW)
+def test_families_with_a_fault_or_a_pool_of_their_own_are_right(request: pytest.FixtureRequest) -> None:
+    for family in FEW:
+        check(request.getfixturevalue(family), family)
 
 
-@pytest.mark.parametrize("family", families(OTHERS))
-def test_every_other_family_is_right(request: pytest.FixtureRequest, family: str) -> None:
-    check(request.getfixturevalue(family), family)
+@pytest.mark.usefixtures(*OTHERS)
+def test_every_other_family_is_right(request: pytest.FixtureRequest) -> None:
+    for family in OTHERS:
+        check(request.getfixturevalue(family), family)
 
 
 def test_what_sglang_ignores_is_mended_and_shown(request: pytest.FixtureRequest) -> None:
