@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import sys
 import time
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +30,8 @@ ALL_ANSWERED, SOME_NOT = 0, 2
 BAD_ROWS_SHOWN = 20
 # An answer is on disk at most this long after it came.
 FLUSH_EVERY_S = 0.5
+LABEL_MASS = re.compile(rb'"label_mass":\s*([0-9.eE+-]+)')
+LOW_MASS = 0.01  # mean of a job
 
 
 class Job:
@@ -119,6 +124,7 @@ class Job:
     async def _answer_all(self, backend: Backend, planned: Planned, progress: Progress) -> None:
         good: list[bytes] = []
         bad: list[bytes] = []
+        masses = array("d")
 
         def request_of(row: int) -> tuple[str, dict[str, Any]]:
             request = self.requests.request(row)
@@ -137,6 +143,7 @@ class Job:
             for row, answer in answered:
                 custom_id = self.requests.request(row).custom_id
                 if answer.is_ok:
+                    masses.extend(map(float, LABEL_MASS.findall(answer.body)))
                     good.append(answer_file.answered(custom_id, answer.status, answer.body))
                 else:
                     message = answer_file.message_of(answer.body)
@@ -146,6 +153,12 @@ class Job:
                 flush()
                 flushed_s = time.monotonic()
         flush()
+        if masses and (mass := sum(masses) / len(masses)) < LOW_MASS:
+            print(
+                f"the labels hold {mass:.2%} of the probability, mean of {len(masses):,} answers: the model would say something"
+                " else. Do labels begin as the answer does (with a blank, say), and does the prompt end where it should?",
+                file=sys.stderr,
+            )
 
     def _check_input(self) -> None:
         if self._input.has_changed():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ class JobOptions:
     template: str | None = None
     labels: tuple[str, ...] = ()
     id_column: str | None = None
+    encoding: str | None = None
 
     @property
     def is_table(self) -> bool:
@@ -42,7 +44,7 @@ class JobOptions:
 
     def meaning(self) -> dict[str, Any]:
         """Options that the answers depend on: two runs of one job must agree in them."""
-        names = ("output_order", "shard", "prompt_column", "template", "labels", "id_column")
+        names = ("output_order", "shard", "prompt_column", "template", "labels", "id_column", "encoding")
         return {name: _plain(getattr(self, name)) for name in names}
 
 
@@ -88,9 +90,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--metrics-port", type=int, help="serve Prometheus metrics here while the job runs")
     table = made.add_argument_group("tables", "Parquet, CSV or JSONL, one prompt a row")
     table.add_argument("--prompt-column", help="the column that is the prompt")
-    table.add_argument("--template", help="the prompt, with {column} where a column's text belongs; @FILE: from a file")
+    table.add_argument(
+        "--template",
+        help="the prompt, with {column} where a column's text belongs; @FILE: from a file, less one line break at its end",
+    )
     table.add_argument("--labels", nargs="+", help="the allowed answers")
     table.add_argument("--id-column", help="the column that names a row (default: its number)")
+    table.add_argument("--encoding", help="of a CSV or JSONL table, such as latin-1 (default: utf-8)")
     return made
 
 
@@ -105,9 +111,12 @@ def options_of(namespace: argparse.Namespace) -> JobOptions:
     template = given.get("template")
     if template is not None and template.startswith("@"):
         try:
-            given["template"] = Path(template[1:]).read_text()
+            text = Path(template[1:]).read_bytes().decode()
         except OSError as error:
             raise BatchJobError(f"--template: {template[1:]} cannot be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise BatchJobError(f"--template: {template[1:]} is not UTF-8: {error}") from error
+        given["template"] = text.removesuffix("\n").removesuffix("\r")  # an editor's, which a prompt does not end with
     options = JobOptions(**given)
     problems = []
     if options.max_inflight < 1:
@@ -120,6 +129,13 @@ def options_of(namespace: argparse.Namespace) -> JobOptions:
         problems.append("--labels and --id-column are for tables: give --prompt-column or --template too")
     if not options.is_table and options.output.suffix == ".parquet":
         problems.append(f"{options.output}: the answers to requests are JSON lines, name a .jsonl file")
+    if options.encoding is not None:
+        try:
+            codecs.lookup(options.encoding)
+        except LookupError:
+            problems.append(f"--encoding is {options.encoding!r}, which Python does not know: utf-8, latin-1, cp1252")
+        if not options.is_table or options.input.suffix == ".parquet":
+            problems.append("--encoding is for CSV and JSONL tables: leave it out")
     if options.background and not options.base_urls:
         problems.append("--background lets others of a server go first: name it with --base-url")
     if options.price_per_hour is not None and not options.price_per_hour >= 0:

@@ -77,7 +77,12 @@ def prepare(requests: RequestFile, find_prompts: FindPrompts, folder: Path) -> P
     ]
     rows = TokenRows.one_after_the_other(tokens, found["lengths"])
     prompts = Prompts(rows, found["row"], found["max_new_tokens"], found["id_hashes"], bad)
-    return prompts._replace(bad=sorted([*bad, *_doubled(requests, prompts.id_hashes)]))
+    doubled = _doubled(requests, prompts.id_hashes)
+    if doubled:
+        hashes = prompts.id_hashes.copy()
+        hashes[[one.row for one in doubled]] = 0
+        prompts = prompts._replace(id_hashes=hashes, bad=sorted([*bad, *doubled])).subset(np.flatnonzero(hashes))
+    return prompts
 
 
 def _mapped(path: Path) -> IntArray:

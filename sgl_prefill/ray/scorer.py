@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from sgl_prefill.batch.options import INFLIGHT_OWN_ENGINE, INFLIGHT_SERVER
-from sgl_prefill.batch.tables import ERROR, MASS, columns_of, shown
+from sgl_prefill.batch.tables import ERROR, MASS, columns_of, texts_of
 from sgl_prefill.core.batch.batch_plan import depth_first
 from sgl_prefill.core.batch.token_rows import IntArray, TokenRows
 from sgl_prefill.core.batch.units import divide
@@ -197,10 +197,11 @@ class Prompt(NamedTuple):
 
     def _texts(self, rows: pa.Table) -> Iterator[tuple[str | None, str | None]]:
         if self.column is not None:
-            yield from ((shown(value), None) for value in rows[self.column].to_pylist())
+            yield from ((text, None) for text in texts_of(rows[self.column], f"column {self.column!r}"))
         elif self.template is not None:
-            for row in rows.select(columns_of(self.template)).to_pylist():
-                yield self.template.format_map({name: shown(value) for name, value in row.items()}), None
+            names = columns_of(self.template)
+            for row in zip(*(texts_of(rows[name], f"column {name!r}") for name in names), strict=True):
+                yield self.template.format_map(dict(zip(names, row, strict=True))), None
         else:
             assert self.function is not None
             yield from (_called(self.function, row) for row in rows.to_pylist())

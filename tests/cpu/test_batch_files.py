@@ -196,7 +196,7 @@ def options(tmp_path: Path, *argv: str) -> JobOptions:
         (["--template", "no column"], "names no column"),
         (["--template", "{a.b}"], "'a.b' is not the name of a column"),
         (["--template", "{a"], "--template"),
-        (["--template", "{c}"], "no column c in row 1: it has a, b"),
+        (["--template", "{c}"], "no column c: it has a, b"),
         (["--prompt-column", "a", "--id-column", "z"], "no column z"),
         (["--prompt-column", "a", "--labels", "error", "x"], "'error' is a column"),
     ],

@@ -30,6 +30,7 @@ class Echo:
 
     unit = "tokens"
     n_prompt_tokens = n_cached_tokens = 0
+    adds: dict[str, float] = {}  # to each answer
 
     def __init__(self, before_each: Callable[[int], None] = lambda n: None) -> None:
         self._before_each = before_each
@@ -51,7 +52,7 @@ class Echo:
             if prompt.endswith("!"):
                 yield [RowAnswer(row, Answer(400, b'{"error": {"message": "no"}}'))]
             else:
-                yield [RowAnswer(row, Answer(200, json.dumps({"echo": prompt}).encode()))]
+                yield [RowAnswer(row, Answer(200, json.dumps({"echo": prompt, **self.adds}).encode()))]
 
 
 @pytest.fixture
@@ -163,3 +164,20 @@ def test_a_job_without_a_tokenizer_says_how_long_it_takes_by_its_rows() -> None:
     progress.add(20, 0, 4_000, 1_000)
     assert progress.left_s == pytest.approx(3 * 1000, rel=0.01)
     assert "4,000 tokens" in progress.line()
+
+
+@pytest.mark.parametrize(("mass", "is_said"), [(0.0006, True), (0.59, False)])
+def test_labels_that_the_model_would_not_say_are_named(
+    job_file: Path, mass: float, is_said: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    backend = Echo()
+    backend.adds = {"label_mass": mass}
+    assert run(job_file, backend) == ALL_ANSWERED
+    assert ("the labels hold 0.06% of the probability, mean of 12 answers" in capfd.readouterr().err) is is_said
+
+
+def test_two_rows_of_one_id_are_one_answer_and_one_error(job_file: Path, tmp_path: Path) -> None:
+    job_file.write_text(job_file.read_text() + line("r3", "another prompt"))
+    assert run(job_file, Echo(), "--skip-bad-rows") == SOME_NOT
+    assert sorted(ids(tmp_path / "out.jsonl")) == sorted(f"r{number}" for number in range(N_ROWS))
+    assert ids(tmp_path / "out.jsonl.errors.jsonl") == ["r3"]
