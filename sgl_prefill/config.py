@@ -41,7 +41,7 @@ def _option(default: Any, help: str, **extra: Any) -> Any:
 
     Args:
         default: the value where none is given.
-        extra: `type`; `choices`; `none`: how None is written; `paper`: the value under --paper.
+        extra: `type`; `choices`; `none`: how None is written; `paper`: the value under --paper; `bare`: that of a flag alone.
     """
     return dataclasses.field(default=NOT_GIVEN, metadata={"default": default, "help": help, **extra})
 
@@ -140,10 +140,13 @@ class PrefillConfig:
         type=str,
         none="yes-no, and SGLang's own handler for models whose chat template is a reranker's",
     )
-    stable_answers: bool = _option(
-        False,
-        "CPU only: a request gets the same bits whatever runs beside it, is cached or is cut into chunks, on one machine and"
-        " build; the start is refused where a part of the model cannot",
+    stable_answers: str = _option(
+        AUTO,
+        "a request gets the same bits whatever runs beside it, is cached or is cut into chunks, on one machine and build. auto:"
+        " where the machine (a CPU) and all parts of the model allow it; on: or refuse the start; off: answers differ in their"
+        " last digits",
+        choices=(AUTO, "on", "off"),
+        bare="on",
     )
     allow_generation: bool = _option(False, "also serve requests for more than one token")
     memory_budget_gb: float | None = _option(
@@ -264,7 +267,7 @@ class PrefillConfig:
         ]
 
     def _contradictions_of_stable_answers(self) -> list[str]:
-        if not self.stable_answers:
+        if self.stable_answers != "on":
             return []
         problems = []
         if self.hybrid_prefill == "off":
@@ -425,6 +428,7 @@ def _add_flag(group: argparse._ActionsContainer, field: dataclasses.Field[Any]) 
         type=_type_of(field),
         default=argparse.SUPPRESS,
         choices=choices_of(field),
+        **({"nargs": "?", "const": field.metadata["bare"]} if "bare" in field.metadata else {}),
         help=f"{text} (default: {shown(field, default)})",
     )
 

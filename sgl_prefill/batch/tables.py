@@ -109,7 +109,9 @@ def _not_text(path: Path, error: UnicodeDecodeError) -> str:
             try:
                 line.decode(error.encoding)
             except UnicodeDecodeError as here:
-                return f"{path}, line {number}, byte {place + here.start} of the file (0x{line[here.start]:02x}) {remedy}"
+                return (
+                    f"{path}, line {number}, byte {place + here.start} of the file (0x{line[here.start]:02x}) {remedy}"
+                )
             place += len(line)
     return f"{path} {remedy}"
 
@@ -196,7 +198,9 @@ def texts_of(column: pa.Array | pa.ChunkedArray, called: str) -> list[str]:
         raise BatchJobError(f"{called} holds bytes ({kind}), and a prompt is text: write it as text")
     if types.is_nested(kind):
         try:
-            return ["" if value is None else orjson.dumps(value, _text_in_json).decode() for value in column.to_pylist()]
+            return [
+                "" if value is None else orjson.dumps(value, _text_in_json).decode() for value in column.to_pylist()
+            ]
         except TypeError as error:
             raise BatchJobError(f"{called} ({kind}) has no text: {error.__cause__ or error}") from error
     return ["" if text is None else text for text in compute.cast(column, pa.string()).to_pylist()]

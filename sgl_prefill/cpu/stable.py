@@ -94,8 +94,8 @@ def agreeing_counts(
         whole = product(x)
         if not all(torch.equal(product(x.roll(by, 0)).roll(-by, 0), whole) for by in PLACES):
             raise UnsupportedModelError(
-                f"--stable-answers: a product with weights of {outputs} x {depth} in {weight.dtype} rounds a row by its place"
-                f" among {most} rows on this processor: leave the option out"
+                f"a product with weights of {outputs} x {depth} in {weight.dtype} rounds a row by its place among {most} rows on"
+                " this processor"
             )
         agreeing = [n for n in agreeing if n == most or torch.equal(product(x[-n:]), whole[-n:])]
     return agreeing

@@ -203,8 +203,10 @@ def check_server_args(config: PrefillConfig, server_args: Any, *, listens: bool)
     kinds = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
     if not this_device().is_host:
         problems += examine.flashinfer_problems([getattr(server_args, kind) for kind in kinds])
-    if config.stable_answers:
-        problems += stable_answer_problems(server_args)
+    if config.stable_answers == "on":
+        problems += [
+            f"--stable-answers on: {problem}; start with --stable-answers auto" for problem in unstable(server_args)
+        ]
     problems += _error_of(lambda: calibrations.load(config.calibrations, server_args))
     if listens:
         problems += examine.port_problems([("--port", server_args.host, server_args.port)])
@@ -212,29 +214,20 @@ def check_server_args(config: PrefillConfig, server_args: Any, *, listens: bool)
         raise ConfigurationError("\n".join(problems))
 
 
-def stable_answer_problems(server_args: Any) -> list[str]:
-    """Returns why --stable-answers is impossible on this machine and with these arguments of SGLang's."""
+def unstable(server_args: Any) -> list[str]:
+    """Returns why answers depend on their company on this machine and with these arguments of SGLang's."""
     if not this_device().is_host:
-        return [
-            "--stable-answers is for machines without an accelerator: attention and matrix products on a GPU cut their sums by"
-            " the size of a step. Leave it out"
-        ]
+        return ["attention and matrix products on an accelerator cut their sums by the size of a step"]
     problems = []
     if server_args.tp_size > 1:
-        problems.append(
-            f"--stable-answers is for one rank, and --tp-size is {server_args.tp_size}: sums over ranks are not known to keep"
-            " their order. Leave one of the two out"
-        )
+        problems.append(f"--tp-size is {server_args.tp_size}, and sums over ranks are not known to keep their order")
     backends = server_args.prefill_attention_backend, server_args.decode_attention_backend
     if foreign := [name for name in backends if not str(name).startswith(ATTENTION_BACKEND_NAME)]:
         names = ", ".join(str(name or server_args.attention_backend) for name in dict.fromkeys(foreign))
-        problems.append(
-            f"--stable-answers needs the attention backend {ATTENTION_BACKEND_NAME}, and {names} is asked for: leave one of the"
-            " two out"
-        )
+        problems.append(f"the attention backend is {names} and not {ATTENTION_BACKEND_NAME}")
     found = native()
     if found.kernels is None:
-        problems.append(f"--stable-answers needs the native kernels, and there are none: {found.reason}")
+        problems.append(f"there are no native kernels: {found.reason}")
     return problems
 
 

@@ -121,7 +121,7 @@ class LoadedModel(Protocol):
         None where there are none."""
 
     def make_stable(self) -> dict[str, Any]:
-        """For `--stable-answers`, after the chunk size is set. Returns the checks for the record. Raises UnsupportedModelError
+        """For `--stable-answers`, once the chunk size is set. Returns the checks for the record. Raises UnsupportedModelError
         with every part of the model whose results depend on the other requests of a step."""
 
     def room_bytes(self, kv_bytes: int) -> int:

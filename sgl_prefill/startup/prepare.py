@@ -11,7 +11,7 @@ from sgl_prefill.core import gpu_memory, memory_plan
 from sgl_prefill.core.kv_plan import ceil_to
 from sgl_prefill.core.memory_plan import MemoryPlan
 from sgl_prefill.core.ranks import smallest
-from sgl_prefill.errors import MemoryPlanError
+from sgl_prefill.errors import MemoryPlanError, UnsupportedModelError
 from sgl_prefill.startup import jct_profile, memory_profile, parity_gate
 from sgl_prefill.startup.chunk_size import choose_chunk_tokens
 from sgl_prefill.startup.loaded_model import LoadedModel
@@ -39,8 +39,8 @@ def prepare(record: StartRecord, model: LoadedModel) -> None:
     record.cpu_kernel, record.packed_weights = model.pack_weights()
     if model.hybrid is not None:
         choose_chunk_tokens(model, config.hybrid_chunk_tokens)
-    if config.stable_answers:
-        record.stable_answers = model.make_stable()
+    if config.stable_answers != "off":
+        _make_stable(record, model)
     parity_gate.share_rows(model)
     assert record.memory_beyond_weights_bytes is not None
     with model.without_graphs():  # a replay uses the graph's memory, which is allocated already
@@ -52,6 +52,18 @@ def prepare(record: StartRecord, model: LoadedModel) -> None:
         record.jct_ms = jct_profile.fitted_model(model, plan.max_input_tokens)
     record.memory_plan = plan
     logger.info("memory plan, %s", memory_plan.as_text(plan))
+
+
+def _make_stable(record: StartRecord, model: LoadedModel) -> None:
+    try:
+        record.stable_answers = model.make_stable()
+    except UnsupportedModelError as error:
+        if record.config.stable_answers == "on":
+            raise UnsupportedModelError(
+                f"--stable-answers on cannot hold here: {error}. Start with --stable-answers auto"
+            ) from error
+        record.unstable_answers = str(error)
+        logger.info("an answer may differ in its last digits with what runs beside it and what is cached: %s", error)
 
 
 def _longest_possible(model: LoadedModel, config: PrefillConfig) -> int:

@@ -29,7 +29,8 @@ class StartRecord:
     model_notes: list[str] = dataclasses.field(default_factory=list)  # what SGLang ignores of the model's configuration
     cpu_kernel: dict[str, Any] | None = None
     packed_weights: dict[str, Any] | None = None
-    stable_answers: dict[str, Any] | None = None  # what was checked for them; None without --stable-answers
+    stable_answers: dict[str, Any] | None = None  # what was checked for them; None: answers depend on their company
+    unstable_answers: str | None = None  # why
     memory_plan: MemoryPlan | None = None
     parity_differences: dict[str, float] | None = None
     jct_ms: FittedJct | None = None
@@ -42,6 +43,7 @@ class StartRecord:
             "cpu_kernel": self.cpu_kernel,
             "packed_weights": self.packed_weights,
             "stable_answers": self.stable_answers,
+            "unstable_answers": self.unstable_answers,
             "memory": None if self.memory_plan is None else memory_plan.shown(self.memory_plan),
             "parity_gate": self.parity_differences,
             "jct_model": None if self.jct_ms is None else self.jct_ms._asdict(),

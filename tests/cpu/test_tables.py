@@ -101,7 +101,9 @@ def test_values_of_parquet_are_told_apart(tmp_path: Path) -> None:
         "is_good": (pa.array([True, False, None]), ["true", "false", ""]),
     }
     path = tmp_path / "in.parquet"
-    parquet.write_table(pa.table({"id": pa.array([1, 2, 3]), **{name: one for name, (one, _) in columns.items()}}), path)
+    parquet.write_table(
+        pa.table({"id": pa.array([1, 2, 3]), **{name: one for name, (one, _) in columns.items()}}), path
+    )
     for name, (_, expected) in columns.items():
         assert read(path, "--template", f"{{{name}}}") == list(zip("123", expected, strict=True))
 
@@ -112,7 +114,7 @@ def test_bytes_are_refused(tmp_path: Path, values: list[Any]) -> None:
     from pyarrow import parquet
 
     parquet.write_table(pa.table({"id": ["a"], "text": values}), tmp_path / "in.parquet")
-    with pytest.raises(BatchJobError, match="column 'text'.*bytes"):
+    with pytest.raises(BatchJobError, match=r"column 'text'.*bytes"):
         read(tmp_path / "in.parquet")
 
 

@@ -97,7 +97,7 @@ def test_some_flags_leave_everything_to_sglang(one: techniques.StockOnly) -> Non
     (reason,) = techniques.stock_only(PrefillConfig(), given)
     assert reason.startswith(one.flag)
     with pytest.raises(ConfigurationError) as refused:
-        techniques.stock_only(PrefillConfig(stable_answers=True), given)
+        techniques.stock_only(PrefillConfig(stable_answers="on"), given)
     assert one.flag in str(refused.value)
     assert "--stable-answers" in str(refused.value)
 

@@ -395,14 +395,15 @@ def unusual(folder: Path) -> dict[str, Any]:
     result["has_kernels"] = native().kernels is not None
     if result["has_kernels"]:
         result["stable"] = stable(folder)
-        result["unstable"] = raised(lambda: start(folder, "mixtral", config={"stable_answers": True}))
+        result["unstable"] = raised(lambda: start(folder, "mixtral", config={"stable_answers": "on"}))
+        result["unstable_by_itself"] = start(folder, "mixtral").parts.record.shown()["unstable_answers"]
     return result
 
 
 def stable(folder: Path) -> dict[str, Any]:
     """Answers with --stable-answers in random company, cache states (evicting too) and chunk sizes, against each alone."""
     torch.set_num_threads(2)
-    engine = start(folder, "qwen3", config={"stable_answers": True, "pack_step_tokens": 400})
+    engine = start(folder, "qwen3", config={"stable_answers": "on", "pack_step_tokens": 400})
     rng = random.Random(6)
     shared = [prompt(rng, n) for n in (90, 310)]
     texts = [[*rng.choice(shared)[: rng.randint(1, 310)], *prompt(rng, rng.randint(1, 40))] for _ in range(20)]

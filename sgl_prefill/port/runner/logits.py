@@ -50,7 +50,7 @@ def _without_bias(
     embedding_bias: torch.Tensor | None,
 ) -> torch.Tensor:
     weight: Any = getattr(lm_head, "weight", None)
-    if record.config.stable_answers:  # the start has checked that one kernel computes all rows of this LM head
+    if record.stable_answers is not None:  # the start has checked that one kernel computes all rows of this LM head
         kernels = native().kernels
         assert kernels is not None
         assert embedding_bias is None

@@ -1,5 +1,5 @@
-"""`--stable-answers`: refuses models with a part whose results depend on the other requests of a step; fixes the row counts of
-the matrix products of the rest.
+"""`--stable-answers`: finds parts of a model whose results depend on the other requests of a step; fixes the row counts of the
+matrix products of a model without such parts.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from sgl_prefill.cpu import stable
 from sgl_prefill.cpu.native.library import native
 from sgl_prefill.errors import UnsupportedModelError
 from sgl_prefill.port.runner.forward import body_of
+from sgl_prefill.startup.arguments import unstable
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -22,19 +23,21 @@ if TYPE_CHECKING:
 def make_stable(state: RunnerState, runner: ModelRunner) -> dict[str, Any]:
     """Implements `LoadedModel.make_stable`."""
     if problems := _problems(state, runner):
-        raise UnsupportedModelError(
-            f"--stable-answers cannot hold for this model: {'; '.join(problems)}. Leave the option out"
-        )
+        raise UnsupportedModelError("; ".join(problems))
     assert state.hybrid is not None
     n_counts = stable.fix_row_counts(state.hybrid.products, state.hybrid.chunk_tokens)
     return {"products": len(state.hybrid.products), "row_counts": n_counts, "most_rows": state.hybrid.chunk_tokens}
 
 
 def _problems(state: RunnerState, runner: ModelRunner) -> list[str]:
+    problems = unstable(runner.server_args)
+    if state.record.config.logits_dtype != "float32":
+        problems.append("--logits-dtype is model: close labels tie or not with the size of a step")
+    if problems:
+        return problems
     kernels, hybrid = native().kernels, state.hybrid
     if kernels is None or hybrid is None or not hybrid.serves_short:
         return ["its layers do not run in the native kernels (the log says why)"]
-    problems = []
     if (kernel := stable.kernel_problem(kernels, runner.dtype)) is not None:
         problems.append(
             f"the kernel {kernel} of build {kernels.build} rounds a row differently beside other rows, please report it"
