@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -10,6 +11,18 @@ from typing import NamedTuple
 # tokenizer decides a boundary from the word around it; 64 characters or 32 tokens hold more than one word.
 CONTEXT_CHARACTERS = 64
 CONTEXT_TOKENS = 32
+
+
+def text_of_bytes(token: bytes) -> str:
+    """Writes a token that is no text by itself, such as a part of an emoji, as OpenAI's API does."""
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+def bytes_of(text: str) -> bytes:
+    """Returns the UTF-8 of a text, or the bytes that `text_of_bytes` has written."""
+    if re.fullmatch(r"bytes:(\\x[0-9a-f]{2})+", text):
+        return bytes.fromhex(text.removeprefix("bytes:").replace("\\x", ""))
+    return text.encode()
 
 
 class Label(NamedTuple):

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import fastapi
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from sgl_prefill.core import long_labels
 from sgl_prefill.core.answer_tree import Tokens
@@ -24,6 +26,7 @@ from sgl_prefill.core.labels import (
     Label,
     check_distinct,
     resolve_in_context,
+    text_of_bytes,
     tokens_in_context,
 )
 from sgl_prefill.errors import BadRequestError
@@ -42,6 +45,7 @@ MOST_RESOLUTIONS = 30_000
 SLICE = 500  # labels per task of the look-up thread, so that requests take turns
 MOST_LABEL_CHARACTERS = 1_000
 LEAST_LEFT_MS = 1e-3  # deadline of a request that is already late: the scheduler refuses it
+NO_TEXT = "\ufffd"  # in the place of bytes that are no text
 ANYWHERE = ""  # key of labels given as token ids, the same after every prompt
 
 T = TypeVar("T")
@@ -310,7 +314,21 @@ class LabelScorer:
             self._n_known -= len(oldest[1]) * len(self._known.pop(oldest))
 
     def _labels_of(self, token_ids: Sequence[int]) -> list[Label]:
-        return [Label(self._decode([token_id]), token_id) for token_id in token_ids]
+        return [Label(self._text_of(token_id), token_id) for token_id in token_ids]
+
+    def _text_of(self, token_id: int) -> str:
+        text = self._decode([token_id])
+        if NO_TEXT in text and (found := self._bytes_of(token_id)) is not None:
+            return text_of_bytes(found)
+        return text
+
+    def _bytes_of(self, token_id: int) -> bytes | None:
+        """The bytes of a token of a byte-level vocabulary, or of one that stands for a byte."""
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        if one := re.fullmatch(r"<0x([0-9A-F]{2})>", token):
+            return bytes.fromhex(one[1])
+        known = {character: byte for byte, character in bytes_to_unicode().items()}
+        return bytes(map(known.__getitem__, token)) if known.keys() >= set(token) else None
 
     def _resolve_after(self, end: _End, is_long: bool, texts: Sequence[str]) -> list[Label]:
         prompt_end = end if isinstance(end, str) else self._decode(list(end))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from fastapi import HTTPException
 
 from sgl_prefill.core import metric_list
+from sgl_prefill.http import encoded_bodies
 from sgl_prefill.http.error_format import INTERNAL_ERROR, Refusal, refusal_of, with_nested_error
 from sgl_prefill.port.steps import clients
 
@@ -73,11 +74,17 @@ class Middleware:
     async def _answer(self, scope: Scope, receive: Receive, send: Send, *, computes: bool) -> None:
         answer = _Answer(send)
         try:
+            headers = dict(scope["headers"])
+            self._check_length(headers)
             body = await self._read(receive)
             if body is None:
                 return
+            if encoding := headers.get(b"content-encoding"):
+                limit = self._config.max_body_bytes
+                body = await asyncio.to_thread(encoded_bodies.decode, body, encoding.decode("latin-1"), limit)
+            scope = {**scope, "headers": [*_headers_of(scope["headers"], len(body) if encoding else None)]}
             # SGLang's comparison of keys fails at others.
-            if not dict(scope["headers"]).get(b"authorization", b"").isascii():
+            if not headers.get(b"authorization", b"").isascii():
                 raise HTTPException(HTTPStatus.UNAUTHORIZED, "the Authorization header contains non-ASCII bytes")
             if computes:
                 self._check(scope["path"], body)
@@ -86,9 +93,25 @@ class Middleware:
             if answer.has_begun:
                 raise
             refusal = refusal_of(error)
-            headers, text = refusal.headers_and_body()
-            await send({"type": "http.response.start", "status": int(refusal.status), "headers": headers})
+            refused, text = refusal.headers_and_body()
+            if b"origin" in dict(scope["headers"]):  # as SGLang's middleware for browsers, which this one is around
+                refused += [(b"access-control-allow-origin", b"*"), (b"access-control-allow-credentials", b"true")]
+            await send({"type": "http.response.start", "status": int(refusal.status), "headers": refused})
             await send({"type": "http.response.body", "body": text})
+
+    def _check_length(self, headers: dict[bytes, bytes]) -> None:
+        """Refuses a body that waits to be asked for, and is too long. Raises HTTPException."""
+        length = headers.get(b"content-length", b"")
+        if headers.get(b"expect", b"").lower() == b"100-continue" and length.isdigit():
+            self._check_size(int(length))
+
+    def _check_size(self, n_bytes: int) -> None:
+        if n_bytes > self._config.max_body_bytes:
+            raise HTTPException(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"the request body has {n_bytes} bytes, and this server takes at most {self._config.max_body_bytes}: send"
+                " fewer prompts in one request, or start the server with a larger --max-body-mb",
+            )
 
     async def _read(self, receive: Receive) -> bytes | None:
         """Reads the body; None if the client disconnected. A body over the limit is read too: a client reads no answer before."""
@@ -108,12 +131,7 @@ class Middleware:
                 HTTPStatus.REQUEST_TIMEOUT,
                 f"the request body was incomplete after {BODY_TIMEOUT_S:g} s: send it faster, or in several requests",
             ) from None
-        if n_bytes > self._config.max_body_bytes:
-            raise HTTPException(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"the request body has {n_bytes} bytes, and this server takes at most {self._config.max_body_bytes}: send"
-                " fewer prompts in one request, or start the server with a larger --max-body-mb",
-            )
+        self._check_size(n_bytes)
         return b"".join(parts)
 
     def _check(self, path: str, body: bytes) -> None:
@@ -143,6 +161,17 @@ class Middleware:
             await send(message)
 
         return counted_send
+
+
+def _headers_of(headers: Iterable[tuple[bytes, bytes]], n_bytes: int | None) -> Iterator[tuple[bytes, bytes]]:
+    """The request's headers as SGLang reads them. n_bytes: of a body that was decoded."""
+    for name, value in headers:
+        if name == b"content-type":  # SGLang compares what is before the first semicolon
+            yield name, b";".join(part.strip() for part in value.split(b";"))
+        elif n_bytes is None or name not in (b"content-length", b"content-encoding"):
+            yield name, value
+    if n_bytes is not None:
+        yield b"content-length", str(n_bytes).encode()
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

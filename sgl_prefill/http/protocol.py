@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, StrictBool, StrictInt, field_validator, model_validator
@@ -32,11 +33,67 @@ CONTRADICTING_FIELDS = (
 )
 
 
+# This package's fields. A misspelt one would be ignored, as SGLang ignores all fields that it does not know.
+OWN_FIELDS = (
+    *LABEL_FIELDS,
+    *LONG_LABEL_OPTIONS,
+    *(
+        "calibration",
+        "raw_scores",
+        "top_alternatives",
+        "deadline_ms",
+        "prompt_parts",
+        "on_overflow",
+        "max_prompt_tokens",
+    ),
+)
+LEAST_ALIKE = 0.85
+
+
 class Mark(NamedTuple):
     """A message of a chat with a `keep` field: whether it must stay if the conversation is too long."""
 
     message: int  # its index
     keep: bool
+
+
+def asks_for_nothing(name: str, value: Any) -> bool:
+    """Whether a field has a value that clients send for "no", such as `null`, an empty list, or `n` of 1."""
+    if getattr(value, "type", None) == "text" or value == {"type": "text"}:  # response_format
+        return True
+    return value in (None, False, "", [], {}, PENALTIES.get(name)) or (name in ("n", "best_of") and value == 1)
+
+
+def without_nulls(body: Any) -> Any:
+    """`null` is the default of every field."""
+    if not isinstance(body, dict):
+        return body
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def check_names(body: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises ValueError for an unknown field that resembles one of this package's: it would be ignored."""
+    for name in body:
+        if name not in known and (alike := difflib.get_close_matches(name, OWN_FIELDS, 1, LEAST_ALIKE)):
+            raise ValueError(f"{name} is no field of this route: do you mean {alike[0]}?")
+
+
+def choices_as_answers(body: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's `guided_choice` and `structured_outputs.choice` ask what `allowed_answers` asks. Raises ValueError."""
+    structured = body.get("structured_outputs")
+    given = {
+        "guided_choice": body.get("guided_choice"),
+        "structured_outputs.choice": structured.get("choice") if isinstance(structured, dict) else None,
+    }
+    for name, choices in given.items():
+        if choices is None:
+            continue
+        if others := [one for one in LABEL_FIELDS if one in body]:
+            raise ValueError(f"{name} and {others[0]} are both given: give the answers once")
+        if not isinstance(choices, list):
+            raise ValueError(f"{name} must be a list of texts")
+        body = {**body, "allowed_answers": choices}
+    return body
 
 
 class LabelFields(ReplyFields):
@@ -52,6 +109,15 @@ class LabelFields(ReplyFields):
     prompt_parts: Any = None  # refused in chats
     on_overflow: Any = None
     max_prompt_tokens: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_clients_send_it(cls, values: Any) -> Any:
+        values = without_nulls(values)
+        if not isinstance(values, dict):
+            return values
+        check_names(values, cls.model_fields)
+        return choices_as_answers(values)
 
 
 class LabelCompletionRequest(LabelFields, CompletionRequest):  # type: ignore[misc]
@@ -146,6 +212,17 @@ class LabelGenerateReqInput(GenerateReqInput):  # type: ignore[misc]
     prompt_parts: Any = None
     on_overflow: Any = None
     max_prompt_tokens: Any = None
+    guided_choice: Any = None
+    structured_outputs: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_clients_send_it(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            check_names(values, [field.name for field in dataclasses.fields(cls)])
+            return choices_as_answers(without_nulls(values))
+        return values
+
     is_single = True  # a default: error handling reads it for requests that SGLang has not normalised yet
 
 
@@ -218,7 +295,7 @@ def _sampling_options(request: Any, max_tokens: int | None) -> list[dict[str, An
 
 
 def _penalties(given: Mapping[str, Any]) -> list[str]:
-    return [name for name, none in PENALTIES.items() if given.get(name) not in (None, none)]
+    return [name for name in PENALTIES if not asks_for_nothing(name, given.get(name))]
 
 
 def check_label_request(request: BaseModel, max_tokens: int | None) -> None:
@@ -228,7 +305,8 @@ def check_label_request(request: BaseModel, max_tokens: int | None) -> None:
         name
         for name in CONTRADICTING_FIELDS
         if name in request.model_fields_set
-        and getattr(request, name) not in (fields[name].default, PENALTIES.get(name))
+        and getattr(request, name) != fields[name].default
+        and not asks_for_nothing(name, getattr(request, name))
     ]
     _refuse("max_tokens", max_tokens, given)
 
@@ -237,7 +315,7 @@ def check_generate_label_request(obj: GenerateReqInput) -> None:
     """As `check_label_request`, for /generate, whose options are in `sampling_params`."""
     for options in _sampling_options(obj, None):
         names = ("n", "regex", "json_schema", "ebnf", "logit_bias")
-        given = [name for name in names if options.get(name) not in (None, 1)]
+        given = [name for name in names if not asks_for_nothing(name, options.get(name))]
         _refuse("max_new_tokens", options.get("max_new_tokens"), given + _penalties(options))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +24,7 @@ from sgl_prefill.core import rerank_template
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.http.error_format import refusal_of, with_nested_error
 from sgl_prefill.http.label_scoring import AllowedAnswers, LabelScorer
+from sgl_prefill.http.rerank_cuts import Fitted, fit
 from sgl_prefill.http.rerank_request import CheckedRerank, RerankRequest, checked
 from sgl_prefill.http.scored_prompt import (
     LAST_EVENT,
@@ -56,6 +58,7 @@ class Result:
 
 class Reply(NamedTuple):
     results: list[Result]  # best first
+    too_long: dict[int, str]  # by document: why it is not scored
     n_documents: int  # in the request
     model: str
     usage: dict[str, Any] | None  # None: not counted
@@ -109,19 +112,38 @@ class Reranker:
         values = checked(request)
         if values.instruction is not None and not self._template.takes_instruction:
             raise BadRequestError("this server's --rerank-template has no place for an instruction: leave it out")
-        obj = GenerateReqInput(text=self._template.prompts(values.instruction, values.query, values.passages))
+        fitted = await self._fitted(manager, values)
+        obj = GenerateReqInput(text=fitted.prompts)
         options = self._reply_options(request)
-        to_json = serialise or format_of_v1(request)
+        to_json = to_tei if request.is_of_tei else serialise or format_of_v1(request)
 
         def whole(scored: list[ScoredPrompt]) -> Any:
-            results = [_result(request, index, one) for index, one in enumerate(scored)]
-            return to_json(_reply(manager, request, values, results, _usage(scored)))
+            results = [_result(request, fitted, place, one) for place, one in enumerate(scored)]
+            return to_json(_reply(manager, request, values, results, _usage(scored), fitted.too_long))
 
         if request.stream:
             results = self._scorer().score_each(obj, self._answers, raw_request, options)
-            events = _events(results, obj, request, whole, manager)
+            events = _events(results, obj, request, fitted, whole, manager)
             return StreamingResponse(events, media_type="text/event-stream")
         return _json(whole(await self._scorer().score(obj, self._answers, raw_request, reply=options)))
+
+    async def _fitted(self, manager: PrefillTokenizerManager, values: CheckedRerank) -> Fitted:
+        """Makes the prompts. Raises BadRequestError if no document can be scored."""
+        longest, template = manager.longest_input_tokens, self._template
+
+        def prompts_of(query: str, passages: Sequence[str]) -> list[str]:
+            return template.prompts(values.instruction, query, passages)
+
+        prompts = prompts_of(values.query, values.passages)
+        if not values.cuts.are_asked_for and all(len(one.encode(errors="replace")) <= longest for one in prompts):
+            return Fitted(prompts, list(range(len(prompts))), {}, {})
+        fitted = await manager.run_in_thread(
+            lambda twin: fit(twin.tokenizer, prompts_of, values.query, values.passages, values.cuts, longest)
+        )
+        if not fitted.prompts:
+            index, why = next(iter(fitted.too_long.items()))
+            raise BadRequestError(f"documents[{index}]: {why}")
+        return fitted
 
     async def _by_sglang(
         self,
@@ -143,6 +165,11 @@ class Reranker:
             except pydantic.ValidationError as error:
                 raise BadRequestError(str(error)) from error
         values = checked(request)
+        if values.cuts.are_asked_for:
+            raise BadRequestError(
+                "SGLang's own handler, which serves this model, cuts no documents: leave max_tokens_per_doc and the like out, or"
+                " start the server with --rerank-template"
+            )
         if request.stream:
             raise BadRequestError(
                 "stream is true, and SGLang's own handler, which serves this model, scores all documents at once: leave it out,"
@@ -155,13 +182,15 @@ class Reranker:
         if isinstance(found, Response):
             return found
         results = [Result(one.index, one.score, request.documents[one.index], one.meta_info, {}) for one in found]
-        return _json(serialise(_reply(manager, request, values, results, usage_from_sglang(results))))
+        shape = to_tei if request.is_of_tei else serialise
+        return _json(shape(_reply(manager, request, values, results, usage_from_sglang(results), {})))
 
 
 async def _events(
     results: AsyncIterator[tuple[int, ScoredPrompt]],
     obj: GenerateReqInput,
     request: RerankRequest,
+    fitted: Fitted,
     whole: Callable[[list[ScoredPrompt]], Any],
     manager: PrefillTokenizerManager,
 ) -> AsyncIterator[bytes]:
@@ -178,12 +207,12 @@ async def _events(
     task = asyncio.create_task(read_results())  # must outlive this stream if the client disconnects
     scored: dict[int, ScoredPrompt] = {}
     try:
-        while len(scored) < len(request.documents):
+        while len(scored) < len(fitted.prompts):
             one = await queue.get()
             if isinstance(one, Exception):
                 raise one
             index, scored[index] = one
-            yield event_of(jina_result(_result(request, *one), request.return_documents))
+            yield event_of(jina_result(_result(request, fitted, *one), request.return_documents))
         yield event_of(whole([scored[index] for index in range(len(scored))]))
     except Exception as error:
         if not scored:  # nothing has been sent: the answer is a status
@@ -201,16 +230,44 @@ async def _events(
 def to_sglang(reply: Reply) -> list[dict[str, Any]]:
     shows = reply.return_documents is not False
     documents = [{"document": one.document} if shows else {} for one in reply.results]
-    return [
+    scored = [
         {"score": one.score, **document, "index": one.index, "meta_info": one.meta_info, **one.extra}
         for one, document in zip(reply.results, documents, strict=True)
     ]
+    return scored + _not_scored(reply)
+
+
+def to_tei(reply: Reply) -> list[dict[str, Any]]:
+    """The list of Hugging Face's text-embeddings-inference."""
+    shows = bool(reply.return_documents)
+    texts = [{"text": one.document} if shows else {} for one in reply.results]
+    scored = [
+        {"index": one.index, "score": one.score, **text, **one.extra}
+        for one, text in zip(reply.results, texts, strict=True)
+    ]
+    return scored + _not_scored(reply)
+
+
+def _not_scored(reply: Reply) -> list[dict[str, Any]]:
+    """In the place of a document that is too long."""
+    return [{"index": index, "score": None, "error": why} for index, why in reply.too_long.items()]
+
+
+def to_infinity(reply: Reply) -> dict[str, Any]:
+    """As Jina's. infinity's client checks the name of the object."""
+    return {**to_jina(reply), "object": "rerank", "created": int(time.time())}
 
 
 def to_jina(reply: Reply) -> dict[str, Any]:
     results = [jina_result(one, reply.return_documents) for one in reply.results]
     named = {"id": f"rerank-{uuid.uuid4().hex}", "object": "list", "model": reply.model}
-    return {**named, "usage": reply.usage, "results": results, "meta": _cohere_meta(reply)}
+    return {**named, "usage": reply.usage, "results": results, "meta": _cohere_meta(reply), **_errors(reply)}
+
+
+def _errors(reply: Reply) -> dict[str, Any]:
+    """Documents that are not scored, if there are any."""
+    found = [{"index": index, "message": why} for index, why in reply.too_long.items()]
+    return {"errors": found} if found else {}
 
 
 def jina_result(one: Result, return_documents: bool | None) -> dict[str, Any]:
@@ -225,7 +282,7 @@ def to_cohere(reply: Reply) -> dict[str, Any]:
         for one in reply.results
     ]
     meta = {**_cohere_meta(reply), "api_version": {"version": "2"}}
-    return {"id": str(uuid.uuid4()), "results": results, "meta": meta}
+    return {"id": str(uuid.uuid4()), "results": results, "meta": meta, **_errors(reply)}
 
 
 def _document(one: Result, is_shown: bool | None) -> dict[str, Any]:
@@ -278,22 +335,27 @@ def _reply(
     values: CheckedRerank,
     results: Sequence[Result],
     usage: dict[str, Any] | None,
+    too_long: dict[int, str],
 ) -> Reply:
     """Keeps the best documents by `top_n` and `min_score`; equal scores stay in the request's order."""
     best = sorted(results, key=lambda one: -one.score)
     if (lowest := values.min_score) is not None:
         best = [one for one in best if one.score >= lowest]
-    model = request.model or manager.served_model_name
-    return Reply(best[: values.top_n], len(values.passages), model, usage, request.return_documents)
+    return Reply(
+        best[: values.top_n], too_long, len(values.passages), manager.served_model_name, usage, request.return_documents
+    )
 
 
-def _result(request: RerankRequest, index: int, one: ScoredPrompt) -> Result:
-    """The score is the probability of the template's first label, calibrated if requested."""
+def _result(request: RerankRequest, fitted: Fitted, place: int, one: ScoredPrompt) -> Result:
+    """The score is the probability of the template's first label, calibrated if requested. place: of the prompt."""
+    index = fitted.documents[place]
     score, extra = one.distribution.probabilities[0], dict[str, Any]()
     if one.calibrated is not None:
         extra["probability"], score = score, one.calibrated[0]
     if one.options != PLAIN:
         extra["label_scores"] = one.labels_to_json()
+    if n_cut := fitted.cut_tokens.get(index):
+        extra["cut_tokens"] = n_cut
     return Result(index, score, request.documents[index], None, extra)
 
 

@@ -1,25 +1,23 @@
-"""Rerank requests: the fields of SGLang, Jina and Cohere in one model, and the checks of their values."""
+"""Rerank requests: the fields of SGLang, Jina, Cohere, vLLM, infinity and TEI in one model, and the checks of their values."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import orjson
 from annotated_types import Predicate
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sgl_prefill.errors import BadRequestError
+from sgl_prefill.http.rerank_cuts import Cuts
 from sgl_prefill.http.scored_prompt import ReplyFields
 
 DEFAULT_FIELD = "text"  # scored of a document that is an object
 LONGEST_SHOWN = 60  # characters of a value in an error message
-NEVER_CUT = "documents are never cut here, and one that is too long is refused: leave it out"
+TOKENS_PER_CHUNK = 510  # of Cohere's max_chunks_per_doc
 # Fields of Jina and Cohere that would change the answer, and why each is refused.
 UNSERVED = {
-    "max_tokens_per_doc": NEVER_CUT,
-    "max_chunks_per_doc": NEVER_CUT,
-    "truncation": NEVER_CUT,
     "relevant_spans": "a document has one score here, and no spans: leave it out",
     "return_embeddings": "a causal language model scores a document without an embedding: leave it out",
 }
@@ -29,16 +27,24 @@ STOP_EARLY = (
 )
 # What each field of `_Values` must be, for error messages.
 IS_TEXT = "it must be a text"
+IS_COUNT = "it must be a whole number of at least 1"
 EXPECTED = {
     "model": IS_TEXT,
     "query": "it must be a text that is not empty",
     "instruct": IS_TEXT,
     "instruction": IS_TEXT,
     "rank_fields": "it must be a list of different names of fields, at least one",
-    "top_n": "it must be a whole number of at least 1; left out, it means all",
+    "top_n": f"{IS_COUNT}; left out, it means all",
+    "top_k": f"{IS_COUNT}; left out, it means all",
+    "max_tokens_per_doc": IS_COUNT,
+    "max_chunks_per_doc": IS_COUNT,
+    "max_tokens_per_query": IS_COUNT,
+    "truncate_prompt_tokens": f"{IS_COUNT}, or -1 for the longest prompt of this server",
+    "truncation_direction": 'it must be "right": the beginning of a document stays',
     "min_score": "it must be a number from 0 to 1; documents below it are left out",
 }
 Text = Annotated[str, Predicate(str.strip)]
+Count = Annotated[int, Field(ge=1)]
 
 
 class RerankRequest(ReplyFields):
@@ -57,6 +63,36 @@ class RerankRequest(ReplyFields):
     min_score: Any = None
     stop_early: bool | None = None
     stream: bool | None = None
+    top_k: Any = None  # top_n by another name
+    texts: Any = None  # TEI's name for documents; its replies have another shape
+    return_text: bool | None = None
+    truncate: bool | None = None
+    truncation: bool | None = None
+    truncation_direction: Any = None
+    max_tokens_per_doc: Any = None
+    max_chunks_per_doc: Any = None
+    max_tokens_per_query: Any = None
+    truncate_prompt_tokens: Any = None
+
+    @property
+    def is_of_tei(self) -> bool:
+        return self.texts is not None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nulls_are_defaults(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        # SGLang's gateway is known by its `rid`, which it always sends.
+        return {name: value for name, value in values.items() if value is not None or name == "rid"}
+
+    @model_validator(mode="after")
+    def _texts_are_documents(self) -> RerankRequest:
+        if self.texts is not None and self.documents is not None:
+            raise ValueError("texts and documents are both given: give the documents once")
+        if self.texts is not None:
+            self.documents, self.return_documents = self.texts, bool(self.return_text)
+        return self
 
     def is_multimodal(self) -> bool:
         """True if the query or a document is a list of parts, such as images. Works on an unchecked request."""
@@ -74,7 +110,13 @@ class _Values(BaseModel):
     rank_fields: (
         Annotated[list[Text], Field(min_length=1), Predicate(lambda names: len(set(names)) == len(names))] | None
     )
-    top_n: Annotated[int, Field(ge=1)] | None
+    top_n: Count | None
+    top_k: Count | None
+    max_tokens_per_doc: Count | None
+    max_chunks_per_doc: Count | None
+    max_tokens_per_query: Count | None
+    truncate_prompt_tokens: Count | Literal[-1] | None
+    truncation_direction: Annotated[str, Predicate(lambda name: name.lower() == "right")] | None
     min_score: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None
 
 
@@ -84,6 +126,7 @@ class CheckedRerank(NamedTuple):
     passages: list[str]  # the text of each document
     top_n: int | None
     min_score: float | None
+    cuts: Cuts
 
 
 def checked(request: RerankRequest) -> CheckedRerank:
@@ -110,8 +153,19 @@ def checked(request: RerankRequest) -> CheckedRerank:
         raise BadRequestError(
             f"documents is {'empty' if documents == [] else _shown(documents)}: give a list with at least one document"
         )
+    if values.top_n is not None and values.top_k not in (None, values.top_n):
+        raise BadRequestError(f"top_n is {values.top_n} and top_k is {values.top_k}: they are two names for the same")
     passages = [_passage(one, f"documents[{index}]", values.rank_fields) for index, one in enumerate(documents)]
-    return CheckedRerank(values.query, instruction, passages, values.top_n, values.min_score)
+    top_n = values.top_k if values.top_n is None else values.top_n
+    return CheckedRerank(values.query, instruction, passages, top_n, values.min_score, _cuts(request, values))
+
+
+def _cuts(request: RerankRequest, values: _Values) -> Cuts:
+    of_chunks = None if values.max_chunks_per_doc is None else values.max_chunks_per_doc * TOKENS_PER_CHUNK
+    of_document = min((n for n in (values.max_tokens_per_doc, of_chunks) if n is not None), default=None)
+    of_prompt = values.truncate_prompt_tokens
+    to_fit = bool(request.truncate or request.truncation or of_prompt == -1)
+    return Cuts(values.max_tokens_per_query, of_document, None if of_prompt == -1 else of_prompt, to_fit)
 
 
 def _passage(document: Any, name: str, fields: Sequence[str] | None) -> str:
@@ -123,8 +177,6 @@ def _passage(document: Any, name: str, fields: Sequence[str] | None) -> str:
         raise BadRequestError(
             f"{name} is a text, and rank_fields is {_shown(fields)}: give an object with these fields, or leave rank_fields out"
         )
-    if not document.strip():
-        raise BadRequestError(f"{name} is empty: a document must hold a text")
     return document
 
 
@@ -134,8 +186,8 @@ def _value(document: dict[str, Any], field: str, name: str, fields: Sequence[str
         which = "of rank_fields " if fields else ""
         raise BadRequestError(f"{name} has no field {_shown(field)} {which}among {_shown(list(document))}: {remedy}")
     value = document[field]
-    if not isinstance(value, str) or not value.strip():
-        raise BadRequestError(f"{name}.{field} is {_shown(value)}: {EXPECTED['query']}")
+    if not isinstance(value, str):
+        raise BadRequestError(f"{name}.{field} is {_shown(value)}: {IS_TEXT}")
     return value
 
 

@@ -34,7 +34,7 @@ from sgl_prefill.http.request_checks import (
     check_lists_against_prompts,
     count_prompts,
 )
-from sgl_prefill.http.rerank import Reranker, Serialiser, to_cohere, to_jina
+from sgl_prefill.http.rerank import Reranker, Serialiser, to_cohere, to_infinity
 from sgl_prefill.http.rerank_request import RerankRequest
 from sgl_prefill.http.scored_prompt import (
     LAST_EVENT,
@@ -137,8 +137,15 @@ class PrefillRoutes:
     def _default_max_tokens(self, stock_default: int | None) -> int | None:
         return stock_default if self._config.allow_generation else 1
 
+    def _served(self, model: str) -> str:
+        """Returns the name of the model that answers, in the place of the one that a client names. An adapter's name stays."""
+        served = self._manager.served_model_name
+        _, colon, adapter = model.partition(":")
+        return served if model == served or not colon else f"{served}:{adapter}"
+
     async def completions(self, request: protocol.LabelCompletionRequest, raw_request: Request) -> Any:
         protocol.check_keys(request)
+        request.model = self._served(request.model)
         serving = self._app.state.openai_serving_completion
         answers = protocol.allowed_answers(request)
         reply = self._reply_options(request, answers is not None)
@@ -160,6 +167,7 @@ class PrefillRoutes:
 
     async def chat_completions(self, request: protocol.LabelChatCompletionRequest, raw_request: Request) -> Any:
         protocol.check_keys(request)
+        request.model = self._served(request.model)
         serving = self._app.state.openai_serving_chat
         self.cuts.check_texts_of_chat(request)
         answers = protocol.allowed_answers(request)
@@ -177,7 +185,10 @@ class PrefillRoutes:
         parts = await self._fill(serving, request, raw_request)
         scored = await self._score(serving, request, answers, raw_request, reply, parts)
         name = "delta" if request.stream else "message"
-        choices = [chat_choice(index, one, request.logprobs, name) for index, one in enumerate(scored)]
+        choices = [
+            chat_choice(index, one, (request.top_logprobs or 0) if request.logprobs else None, name)
+            for index, one in enumerate(scored)
+        ]
         return _openai_reply(request, choices, scored)
 
     async def generate(self, obj: protocol.LabelGenerateReqInput, request: Request) -> Any:
@@ -200,6 +211,7 @@ class PrefillRoutes:
 
     async def score(self, request: LabelScoringRequest, raw_request: Request) -> Any:
         check_reply_fields(request, has_answers=True)
+        request.model = self._served(request.model)
         if not given_reply_fields(request):
             return await self._stock["/v1/score"](request, raw_request)
         with _value_errors_are_bad_requests():
@@ -216,7 +228,7 @@ class PrefillRoutes:
 
     async def rerank_of_jina(self, request: RerankRequest, raw_request: Request) -> Any:
         """/rerank, which SGLang does not have."""
-        return await self._rerank(request, raw_request, to_jina)
+        return await self._rerank(request, raw_request, to_infinity)
 
     async def rerank_of_cohere(self, request: RerankRequest, raw_request: Request) -> Any:
         """/v2/rerank, which SGLang does not have."""
@@ -363,6 +375,8 @@ async def _answer_invalid(request: Request, error: Exception) -> Response:
 
 
 def _problem(error: dict[str, Any]) -> str:
+    if error["type"] == "json_invalid":
+        return f"the body is not JSON: {error['ctx']['error']} at character {error['loc'][-1]}"
     field = ".".join(str(part) for part in error["loc"] if part != "body") or "the request body"
     text = f"{field}: {error['msg']}"
     return text if len(text) <= LONGEST_PROBLEM else f"{text[:LONGEST_PROBLEM]}..."

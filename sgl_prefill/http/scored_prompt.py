@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import orjson
 from pydantic import BaseModel, StrictBool, StrictInt
 
-from sgl_prefill.core.labels import Label, LabelDistribution, restrict
+from sgl_prefill.core.labels import Label, LabelDistribution, bytes_of, restrict
 from sgl_prefill.core.long_labels import ScoredLabels
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.http.parted_requests import SHOWN
@@ -91,6 +91,11 @@ class ScoredPrompt(NamedTuple):
     @property
     def best(self) -> Label:
         return self.labels[self.best_index]
+
+    def likeliest(self, n: int) -> list[tuple[Label, float]]:
+        """The n likeliest labels and their log-probabilities, the best first; equal ones in the order of the request."""
+        found = zip(self.labels, self.distribution.logprobs, strict=True)
+        return sorted(found, key=lambda one: -one[1])[:n]
 
     def _tokens_json(self) -> list[dict[str, Any]]:
         if self.long is None:
@@ -180,24 +185,32 @@ def completion_choice(index: int, scored: ScoredPrompt, logprobs: int | None) ->
     """One choice of /v1/completions. Log-probabilities are over the whole vocabulary."""
     shown = None
     if logprobs is not None:
-        texts = [label.text for label in scored.labels]
         shown = {
             "tokens": [scored.best.text],
             "token_logprobs": [scored.distribution.logprobs[scored.best_index]],
-            "top_logprobs": [dict(zip(texts, scored.distribution.logprobs, strict=True))],
+            "top_logprobs": [{label.text: logprob for label, logprob in scored.likeliest(logprobs)}],
             "text_offset": [0],
         }
     return _choice(index, {"text": scored.best.text}, shown, scored)
 
 
-def chat_choice(index: int, scored: ScoredPrompt, logprobs: bool, message_field: str) -> dict[str, Any]:
-    """One choice of /v1/chat/completions. message_field: "message", or "delta" in a stream."""
-    entries = [
-        {"token": label.text, "logprob": logprob, "bytes": list(label.text.encode())}
-        for label, logprob in zip(scored.labels, scored.distribution.logprobs, strict=True)
-    ]
-    shown = {"content": [{**entries[scored.best_index], "top_logprobs": entries}]} if logprobs else None
+def chat_choice(index: int, scored: ScoredPrompt, top_logprobs: int | None, message_field: str) -> dict[str, Any]:
+    """One choice of /v1/chat/completions.
+
+    Args:
+        top_logprobs: how many of the likeliest labels have log-probabilities; None: without log-probabilities.
+        message_field: "message", or "delta" in a stream.
+    """
+    shown = None
+    if top_logprobs is not None:
+        entries = [_entry(label, logprob) for label, logprob in scored.likeliest(top_logprobs)]
+        best = _entry(scored.best, scored.distribution.logprobs[scored.best_index])
+        shown = {"content": [{**best, "top_logprobs": entries}]}
     return _choice(index, {message_field: {"role": "assistant", "content": scored.best.text}}, shown, scored)
+
+
+def _entry(label: Label, logprob: float) -> dict[str, Any]:
+    return {"token": label.text, "logprob": logprob, "bytes": list(bytes_of(label.text))}
 
 
 def _choice(index: int, text: dict[str, Any], logprobs: Any, scored: ScoredPrompt) -> dict[str, Any]:

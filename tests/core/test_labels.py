@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_prefill.core.labels import LabelError, check_distinct, resolve_in_context, restrict
+from sgl_prefill.core.labels import LabelError, bytes_of, check_distinct, resolve_in_context, restrict, text_of_bytes
 
 VOCABULARY = ["a", "b", "ab", " ", " yes", "yes", "no", " no", "n", "o", ":", "y", "e", "s"]
 
@@ -86,3 +86,10 @@ def test_empty_lists_and_duplicates_are_named() -> None:
         check_distinct([7, 8, 7], "allowed_token_ids")
     with pytest.raises(LabelError, match="empty text"):
         resolve("", "a")
+
+
+@given(st.binary(min_size=1, max_size=4))
+def test_tokens_that_are_no_text_are_told_apart_and_have_their_bytes(token: bytes) -> None:
+    assert bytes_of(text_of_bytes(token)) == token
+    assert text_of_bytes(b"\xf0\x9f") == "bytes:\\xf0\\x9f"
+    assert bytes_of("bytes:") == b"bytes:"

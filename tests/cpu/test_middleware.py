@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+import zlib
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import prometheus_client
 import pytest
+import zstandard
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError
@@ -172,3 +175,68 @@ def test_a_body_that_need_not_be_parsed_never_gets_to_the_app() -> None:
 
     answer = ask(app, [b"who", b"le"], check_body=check)
     assert (answer.status, answer.error["message"]) == (400, "too long")
+
+
+async def body_app(scope: Any, receive: Any, send: Any) -> None:
+    """Answers with the headers that it sees, and the body."""
+    body = (await receive())["body"]
+    headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+    await begin(send)
+    await send({"type": "http.response.body", "body": json.dumps([headers, body.decode()]).encode()})
+
+
+TEXT = b'{"prompt": "' + b"a" * 3000 + b'"}'
+RAW_DEFLATE = zlib.compressobj(wbits=-15)
+ENCODED = {
+    "gzip": gzip.compress(TEXT),
+    "GZIP ": gzip.compress(TEXT[:100]) + gzip.compress(TEXT[100:]),  # of two members
+    "deflate": zlib.compress(TEXT),
+    "deflate, identity": RAW_DEFLATE.compress(TEXT) + RAW_DEFLATE.flush(),
+    "zstd": zstandard.compress(TEXT),
+    "gzip, zstd": zstandard.compress(gzip.compress(TEXT)),
+}
+
+
+@pytest.mark.parametrize("encoding", ENCODED)
+def test_an_encoded_body_is_decoded(encoding: str) -> None:
+    body = ENCODED[encoding]
+    headers = [(b"content-encoding", encoding.encode()), (b"content-length", str(len(body)).encode())]
+    answer = ask(body_app, [body[:20], body[20:]], headers=headers)
+    assert json.loads(answer.body) == [{"content-length": str(len(TEXT))}, TEXT.decode()]
+
+
+@pytest.mark.parametrize("encoding", ENCODED)
+def test_the_limit_is_for_what_comes_out_of_a_body(encoding: str) -> None:
+    answer = ask(body_app, [ENCODED[encoding]], headers=[(b"content-encoding", encoding.encode())], max_body_mb=0.002)
+    assert (answer.status, "--max-body-mb" in answer.error["message"]) == (413, True)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body", "status", "told"),
+    [
+        (b"br", b"x", 415, "Content-Encoding is 'br', and this server reads gzip"),
+        (b"gzip", b"{}", 400, "Content-Encoding is gzip, and the body is not"),
+        (b"gzip", gzip.compress(TEXT)[:40], 400, "it ends too early"),
+        (b"zstd", b"{}", 400, "Content-Encoding is zstd, and the body is not"),
+    ],
+)
+def test_a_body_that_cannot_be_decoded_says_so(encoding: bytes, body: bytes, status: int, told: str) -> None:
+    answer = ask(body_app, [body], headers=[(b"content-encoding", encoding)])
+    assert answer.status == status
+    assert told in answer.error["message"]
+
+
+def test_blanks_around_the_media_type_are_no_part_of_it() -> None:
+    answer = ask(body_app, headers=[(b"content-type", b"application/json ; charset=utf-8")])
+    assert json.loads(answer.body)[0]["content-type"] == "application/json;charset=utf-8"
+
+
+def test_a_body_that_is_too_long_is_not_asked_for() -> None:
+    headers = [(b"expect", b"100-continue"), (b"content-length", b"3000000")]
+    assert ask(reading_app, [], headers=headers, max_body_mb=1).status == 413
+
+
+def test_a_page_of_another_origin_reads_why_it_is_refused() -> None:
+    answer = ask(reading_app, [b"a" * 3000], headers=[(b"origin", b"http://one")], max_body_mb=0.001)
+    assert answer.headers["access-control-allow-origin"] == "*"
+    assert "access-control-allow-origin" not in ask(reading_app, [b"a" * 3000], max_body_mb=0.001).headers

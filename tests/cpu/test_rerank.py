@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +19,25 @@ from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.label_calibration import Calibration
 from sgl_prefill.core.labels import Label, restrict
 from sgl_prefill.errors import BadRequestError, ConfigurationError
-from sgl_prefill.http.rerank import Reranker, Result, Serialiser, _reply, format_of_v1, to_cohere, to_jina, to_sglang
+from sgl_prefill.http.rerank import (
+    Reranker,
+    Result,
+    Serialiser,
+    _reply,
+    format_of_v1,
+    to_cohere,
+    to_infinity,
+    to_jina,
+    to_sglang,
+)
+from sgl_prefill.http.rerank_cuts import Cuts, fit
 from sgl_prefill.http.rerank_request import RerankRequest, checked
 from sgl_prefill.http.scored_prompt import ReplyOptions, ScoredPrompt, with_reply
 from sgl_prefill.startup import arguments
 from sgl_prefill.startup.calibrations import ModelName, StoredCalibration
 
 GOOD: dict[str, Any] = {"query": "q", "documents": ["a", "b", "c"]}
+CUTS = ("max_tokens_per_doc", "max_chunks_per_doc", "max_tokens_per_query", "truncate_prompt_tokens")
 OBJECTS = [{"title": "t", "text": "a", "year": 5}, {"title": "u"}]
 
 
@@ -37,7 +50,6 @@ OBJECTS = [{"title": "t", "text": "a", "year": 5}, {"title": "u"}]
         ({"query": "q"}, "documents is null: give a list"),
         ({"query": "q", "documents": []}, "documents is empty: give a list with at least one"),
         ({"query": "q", "documents": "a"}, 'documents is "a"'),
-        ({"query": "q", "documents": ["a", " "]}, r"documents\[1\] is empty"),
         ({"query": "q", "documents": ["a", 7]}, r"documents\[1\] is 7: it must be a text, or an object"),
         (
             {"query": "q", "documents": OBJECTS},
@@ -48,7 +60,7 @@ OBJECTS = [{"title": "t", "text": "a", "year": 5}, {"title": "u"}]
             r'documents\[0\] has no field "body" of rank_fields among \["title","text","year"\]: name fields that it has',
         ),
         ({"query": "q", "documents": OBJECTS, "rank_fields": ["year"]}, r"documents\[0\].year is 5: it must be a text"),
-        ({"query": "q", "documents": [{"text": ""}]}, r'documents\[0\].text is ""'),
+        ({"query": "q", "documents": [{"text": 5}]}, r"documents\[0\].text is 5: it must be a text"),
         ({**GOOD, "rank_fields": ["title"]}, r"documents\[0\] is a text, and rank_fields is .* leave rank_fields out"),
         *(
             ({"query": "q", "documents": OBJECTS, "rank_fields": wrong}, "rank_fields is .* different names of fields")
@@ -63,7 +75,9 @@ OBJECTS = [{"title": "t", "text": "a", "year": 5}, {"title": "u"}]
         ({**GOOD, "instruct": ["a"]}, "instruct is .*: it must be a text"),
         ({**GOOD, "model": 5}, "model is 5"),
         ({**GOOD, "stop_early": True, "top_n": 1}, "no bound proves"),
-        ({**GOOD, "max_tokens_per_doc": 100}, "max_tokens_per_doc is 100: documents are never cut"),
+        *(({**GOOD, name: 0}, f"{name} is 0: it must be a whole number") for name in CUTS),
+        ({**GOOD, "truncation_direction": "left"}, 'truncation_direction is "left": it must be "right"'),
+        ({**GOOD, "top_n": 1, "top_k": 2}, "top_n is 1 and top_k is 2"),
         ({**GOOD, "relevant_spans": {"mode": "enabled"}}, "relevant_spans is .*no spans"),
     ],
 )
@@ -78,7 +92,8 @@ def test_passages_are_texts_or_the_named_fields_of_objects() -> None:
     fields = checked(RerankRequest(query="q", documents=OBJECTS[:1], rank_fields=["text", "title"]))
     assert fields.passages == ["a\nt"]
     both = checked(RerankRequest(**GOOD, instruct="find", instruction="find", top_n=9, min_score=0, stop_early=False))
-    assert both[1:] == ("find", ["a", "b", "c"], 9, 0.0)
+    assert both[1:] == ("find", ["a", "b", "c"], 9, 0.0, Cuts())
+    assert checked(RerankRequest(query="q", documents=["", {"text": ""}])).passages == ["", ""]
 
 
 def reply(serialise: Serialiser, **fields: Any) -> Any:
@@ -87,7 +102,7 @@ def reply(serialise: Serialiser, **fields: Any) -> Any:
     results = [Result(index, score, request.documents[index], None, {}) for index, score in enumerate([0.2, 0.9, 0.5])]
     usage = {"prompt_tokens": 30, "completion_tokens": 0, "total_tokens": 30}
     manager: Any = Manager()
-    return serialise(_reply(manager, request, checked(request), results, usage))
+    return serialise(_reply(manager, request, checked(request), results, usage, {}))
 
 
 def test_the_shape_is_that_of_who_asks() -> None:
@@ -168,6 +183,18 @@ class Scorer:
         return with_reply(ScoredPrompt(found, distribution, meta_info), reply, {0: labels[0], 5: "?"})
 
 
+class Words:
+    """A tokenizer whose tokens are words."""
+
+    is_fast = True
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[tuple[int, int]]]:
+        return {"offset_mapping": [word.span() for word in re.finditer(r"\S+", text)]}
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        return [0] * len(self(text)["offset_mapping"])
+
+
 class Manager:
     """What a reranker asks of SGLang's tokenizer manager."""
 
@@ -176,8 +203,12 @@ class Manager:
     model_config = SimpleNamespace(model_path="m")
     served_model_name = "served"
 
-    def __init__(self) -> None:
+    def __init__(self, longest_input_tokens: int = 1000) -> None:
         self.told: list[Any] = []
+        self.longest_input_tokens = longest_input_tokens
+
+    async def run_in_thread(self, work: Any) -> Any:
+        return work(SimpleNamespace(tokenizer=Words()))
 
     def abort_request(self, rid: Any) -> None:
         self.told.append(rid)
@@ -397,3 +428,69 @@ def test_a_template_that_cannot_be_used_is_refused_before_anything_starts(tmp_pa
     assert arguments.check_argv(PrefillConfig(rerank_template="qwen3-reranker"), [], listens=False) == []
     with pytest.raises(ConfigurationError):
         Reranker(PrefillConfig(rerank_template=str(tmp_path)), lambda: None, None, None)  # type: ignore[arg-type,return-value]
+
+
+def test_each_engine_reads_its_own_shape() -> None:
+    """TEI names the documents `texts` and reads a list, infinity's client checks `object`."""
+
+    async def run() -> None:
+        texts = {"query": "q", "texts": ["doc 2", "doc 9"], "raw_scores": False, "truncate": False}
+        found = json.loads((await asked(Scorer(), Manager(), texts, serialise=to_infinity)).body)
+        assert found == [{"index": 1, "score": 0.9}, {"index": 0, "score": 0.2}]
+        found = json.loads((await asked(Scorer(), Manager(), {**texts, "return_text": True}, serialise=None)).body)
+        assert found[0] == {"index": 1, "score": 0.9, "text": "doc 9"}
+
+    asyncio.run(run())
+    infinity = reply(to_infinity, top_k=1, return_documents=False)
+    assert (infinity["object"], [one["index"] for one in infinity["results"]]) == ("rerank", [1])
+    assert infinity["created"] > 1e9
+    with pytest.raises(ValueError, match="texts and documents are both given"):
+        RerankRequest(**GOOD, texts=["a"])
+
+
+def test_documents_are_cut_at_tokens_and_the_reply_says_so() -> None:
+    async def run(body: dict[str, Any], longest: int = 1000) -> tuple[list[str], Any]:
+        scorer = Scorer()
+        answer = await asked(scorer, Manager(longest), {"query": "one two three", **body})
+        return scorer.prompts, json.loads(answer.body)
+
+    body = {"documents": ["5 5 5 5", "4"]}
+    prompts, found = asyncio.run(run({**body, "max_tokens_per_doc": 3, "max_tokens_per_query": 2}))
+    assert "one two\n" in prompts[0]
+    assert "three" not in prompts[0]
+    assert prompts[0].endswith("5 5 5\nAnswer:")
+    assert [(one["index"], one["cut_tokens"]) for one in found["results"]] == [(0, 2), (1, 1)]
+    whole, _ = asyncio.run(run(body))
+    n_rest = len(Words().encode(whole[0])) - 4
+    for limit in ({"truncate_prompt_tokens": n_rest + 2}, {"truncate": True}):
+        prompts, found = asyncio.run(run({**body, **limit}, longest=n_rest + 2))
+        assert prompts[0].endswith("5 5\nAnswer:")
+        assert [one.get("cut_tokens") for one in found["results"]] == [2, None]
+    with pytest.raises(BadRequestError, match=r"leave no room for documents\[0\]"):
+        asyncio.run(run({**body, "truncate": True}, longest=n_rest))
+
+
+@pytest.mark.parametrize("serialise", [to_jina, to_cohere, to_sglang])
+def test_a_document_that_is_too_long_has_an_error_in_its_place(serialise: Serialiser) -> None:
+    async def run(documents: list[str]) -> Any:
+        return json.loads(
+            (await asked(Scorer(), Manager(40), {**GOOD, "documents": documents}, serialise=serialise)).body
+        )
+
+    long = "word " * 41 + "7"
+    found = asyncio.run(run(["5", long, "9"]))
+    entries = found if isinstance(found, list) else found["results"]
+    assert [one["index"] for one in entries if one.get("error") is None] == [2, 0]
+    (wrong,) = [one for one in found if one.get("error")] if isinstance(found, list) else found["errors"]
+    assert wrong["index"] == 1
+    assert "this server takes at most 40: shorten it, or give max_tokens_per_doc" in str(wrong)
+    with pytest.raises(BadRequestError, match=r"documents\[0\]: its prompt has"):
+        asyncio.run(run([long]))
+
+
+def test_a_tokenizer_without_offsets_cuts_by_decoding() -> None:
+    slow: Any = SimpleNamespace(encode=lambda text, **_: list(text), decode="".join)
+    found = fit(
+        slow, lambda query, passages: [f"{query}|{one}" for one in passages], "q", ["abcdef"], Cuts(document=4), 100
+    )
+    assert (found.prompts, found.cut_tokens) == (["q|abcd"], {0: 2})
