@@ -3,7 +3,7 @@
 # go to pytest, e.g. `scripts/test.sh tests/cpu`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-scripts/install.sh
+scripts/install.sh test,bench
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
 if [[ $# -gt 0 && "$*" != --all ]]; then exec .venv/bin/python -m pytest "$@"; fi
 OMP_NUM_THREADS=1 .venv/bin/python -m pytest "$@" -n 2 --dist loadfile tests/core tests/cpu

@@ -194,6 +194,7 @@ def run(arguments: argparse.Namespace) -> StoredCalibration:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="python -m sgl_prefill.calibrate",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -16,6 +16,7 @@ from sgl_prefill.config import PrefillConfig
 # Modules that import torch or SGLang are imported where they are used: --help and refusals are fast.
 from sgl_prefill.entry import quiet_start
 from sgl_prefill.errors import ConfigurationError, SeamError, SglPrefillError
+from sgl_prefill.startup.quiet import usage_as_error
 
 SPIN_COUNT = "50000"  # iterations of GNU OpenMP, about 0.1 ms
 
@@ -65,7 +66,8 @@ def parse(
         is_quiet: log as `quiet_start` does.
         defaults: of options that are not given.
     """
-    namespace, for_sglang = _our_parser().parse_known_args(argv)
+    with usage_as_error():
+        namespace, for_sglang = _our_parser().parse_known_args(argv)
     config = PrefillConfig.from_namespace(namespace).with_default(defaults or {})
     if is_quiet:
         quiet_start.begin(for_sglang)

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import logging
 import os
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sgl_prefill.batch.backends import OwnEngine, RunningServers
 from sgl_prefill.batch.options import SCHEDULING, JobOptions, options_of, parser
-from sgl_prefill.errors import BatchJobError, SglPrefillError
+from sgl_prefill.batch.rows import RequestFile
+from sgl_prefill.batch.tables import rows_of
+from sgl_prefill.errors import BadRequestError, BatchJobError, SglPrefillError
+from sgl_prefill.startup.quiet import quiet, usage_as_error
 
 if TYPE_CHECKING:
     from sgl_prefill.config import PrefillConfig
@@ -28,11 +29,10 @@ INTERRUPTED = 130
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a job, and returns the exit status."""
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore")  # of imported libraries, for their developers
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns about a missing CUDA
-    namespace, engine_flags = parser().parse_known_args(sys.argv[1:] if argv is None else argv)
+    quiet()
     try:
+        with usage_as_error():
+            namespace, engine_flags = parser().parse_known_args(sys.argv[1:] if argv is None else argv)
         return answer(options_of(namespace), engine_flags)
     except SglPrefillError as error:
         print(f"sgl_prefill.batch: {error}", file=sys.stderr)
@@ -47,6 +47,7 @@ def answer(options: JobOptions, engine_flags: list[str]) -> int:
     from sgl_prefill.batch.batch_job import Job
     from sgl_prefill.batch.planned import report_plan
 
+    check_input(options)
     backend: RunningServers | OwnEngine
     backend, identity = running_servers(options, engine_flags) if options.base_urls else own_engine(engine_flags)
     if options.dry_run:
@@ -65,6 +66,20 @@ def answer(options: JobOptions, engine_flags: list[str]) -> int:
         job.close()
 
 
+def check_input(options: JobOptions) -> None:
+    """Raises BatchJobError for an input that cannot be read, or whose first row is not what the options say. Before SGLang is
+    imported, which takes most of a minute."""
+    first = RequestFile(options.input)
+    if options.is_table:
+        next(iter(rows_of(options)), None)
+    elif len(first):
+        try:
+            first.request(0)
+        except BadRequestError as error:
+            if not options.skip_bad_rows:
+                raise BatchJobError(f"{options.input}, line {first.line_number(0)}: {error}") from error
+
+
 def only_plan(options: JobOptions, backend: RunningServers | OwnEngine) -> int:
     """Prints the plan of the whole job. The only file it writes lists the rows that cannot be answered."""
     from sgl_prefill.batch import planned as plans
@@ -78,7 +93,7 @@ def only_plan(options: JobOptions, backend: RunningServers | OwnEngine) -> int:
         finally:
             job.close()
         lines = plans.describe(planned, backend.unit)
-        if isinstance(backend, OwnEngine) and len(planned.order):
+        if options.price_per_hour is not None and isinstance(backend, OwnEngine) and len(planned.order):
             backend.start()
             assert backend.state is not None
             jct_ms, step = backend.state.jct_ms, backend.state.step_size

@@ -85,7 +85,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--overwrite", action="store_true", help="discard what an earlier run has answered")
     made.add_argument("--skip-bad-rows", action="store_true", help="answer the others where rows cannot be answered")
     made.add_argument("--shard", type=_shard, metavar="I/N", help="answer the I-th of N parts, which share no prefix")
-    made.add_argument("--dry-run", action="store_true", help="print the plan, answer nothing")
+    made.add_argument(
+        "--dry-run", action="store_true", help="print the plan, answer nothing; with --price-per-hour also the time"
+    )
     made.add_argument("--price-per-hour", type=float, help="of this machine: --dry-run prints what the job costs")
     made.add_argument("--metrics-port", type=int, help="serve Prometheus metrics here while the job runs")
     table = made.add_argument_group("tables", "Parquet, CSV or JSONL, one prompt a row")
@@ -127,6 +129,8 @@ def options_of(namespace: argparse.Namespace) -> JobOptions:
         problems.append("a table needs --labels: the allowed answers")
     if not options.is_table and (options.labels or options.id_column):
         problems.append("--labels and --id-column are for tables: give --prompt-column or --template too")
+    if not options.is_table and options.input.suffix in (".csv", ".parquet"):
+        problems.append(f"{options.input} is a table: say what the prompt is, with --prompt-column or --template")
     if not options.is_table and options.output.suffix == ".parquet":
         problems.append(f"{options.output}: the answers to requests are JSON lines, name a .jsonl file")
     if options.encoding is not None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ROWS_AT_ONCE = 10_000
 URL = "/v1/completions"
 MASS, ERROR = "label_mass", "error"
-MISSING = "pyarrow is not installed, and tables need it: pip install 'sgl-prefill[batch]'"
+MISSING = "pyarrow is not installed, and Parquet tables need it: pip install '.[batch]' in the clone"
 
 
 class Template:
@@ -63,7 +63,6 @@ def columns_of(template: str, called: str = "--template") -> list[str]:
 def write_requests(options: JobOptions, path: Path) -> None:
     """Writes the requests of a table to a file. Raises BatchJobError for a table that cannot be read, or lacks a column."""
     template = Template(options)
-    needed = list(dict.fromkeys([*template.columns, *([options.id_column] if options.id_column is not None else [])]))
     taken = {options.id_column or "row", MASS, ERROR}
     if doubled := [label for label in options.labels if label in taken]:
         raise BatchJobError(
@@ -71,7 +70,7 @@ def write_requests(options: JobOptions, path: Path) -> None:
         )
     new = path.with_suffix(".new")
     with new.open("wb") as file:
-        for number, row in enumerate(_rows(options, needed)):
+        for number, row in enumerate(rows_of(options)):
             body = {
                 "model": "default",
                 "prompt": template.prompt(row),
@@ -87,9 +86,11 @@ def write_requests(options: JobOptions, path: Path) -> None:
     new.replace(path)
 
 
-def _rows(options: JobOptions, needed: Sequence[str]) -> Iterator[Mapping[str, str]]:
-    """Yields the rows of a table, as text."""
+def rows_of(options: JobOptions) -> Iterator[Mapping[str, str]]:
+    """Yields the rows of a table, as text: at least the columns that the job needs. Raises BatchJobError."""
     path = options.input
+    columns = [*Template(options).columns, *([options.id_column] if options.id_column is not None else [])]
+    needed = list(dict.fromkeys(columns))
     read = {".parquet": _parquet_rows, ".csv": _csv_rows, ".jsonl": _json_rows}.get(path.suffix)
     if read is None:
         raise BatchJobError(f"{path}: a table is a .parquet, .csv or .jsonl file")

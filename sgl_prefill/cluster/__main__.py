@@ -114,7 +114,7 @@ def check(options: argparse.Namespace, flags: list[str]) -> None:
     """Raises ConfigurationError, with all that is wrong, before anything starts."""
     problems = []
     if importlib.util.find_spec("smg") is None:
-        problems.append("the gateway's package smg is not installed: pip install 'sgl-prefill[router]' brings it")
+        problems.append("the gateway's package smg is not installed: pip install '.[router]' brings it")
     if options.engines < 1:
         problems.append(f"--engines is {options.engines}: it must be at least 1")
     for flag, remedy in (("--port", "--router-port or --engine-port"), ("--host", "--router-host")):

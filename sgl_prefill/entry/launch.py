@@ -16,6 +16,7 @@ from sgl_prefill.errors import ProcessError
 from sgl_prefill.port.kv import admission
 from sgl_prefill.startup import arguments, techniques
 from sgl_prefill.startup.device import this_device
+from sgl_prefill.startup.quiet import usage_as_error
 from sgl_prefill.startup.secret import FIELDS, Secret
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ def server_args_of(flags: list[str]) -> ServerArgs:
     from sglang.srt.server_args import prepare_server_args
 
     load_plugins()  # `entry.plugin` adds the CPU attention backend to the choices
-    found = prepare_server_args(flags)
+    with usage_as_error():
+        found = prepare_server_args(flags)
     keys = {name: Secret(value) for name in FIELDS if (value := getattr(found, name))}
     if keys:
         found.override("sgl_prefill", **keys)

@@ -10,7 +10,9 @@ import openai
 
 
 def parse_url(description: str | None) -> str:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="base URL of the server (default: %(default)s)")
     url: str = parser.parse_args().url
     return url.rstrip("/")

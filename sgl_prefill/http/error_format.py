@@ -72,5 +72,7 @@ def with_nested_error(body: bytes) -> bytes:
     if message is None:
         return body
     flat.setdefault("message", message)
+    if str(kind := flat.get("type")).isdigit():  # SGLang's kind of some errors is their status
+        flat["type"] = HTTPStatus(int(str(kind))).phrase
     nested = {key: flat.get(key) for key in ("message", "type", "param", "code")}
     return orjson.dumps({**flat, "error": nested})

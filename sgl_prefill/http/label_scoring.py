@@ -327,7 +327,7 @@ class LabelScorer:
         token = self._tokenizer.convert_ids_to_tokens(token_id)
         if one := re.fullmatch(r"<0x([0-9A-F]{2})>", token):
             return bytes.fromhex(one[1])
-        known = {character: byte for byte, character in bytes_to_unicode().items()}
+        known = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
         return bytes(map(known.__getitem__, token)) if known.keys() >= set(token) else None
 
     def _resolve_after(self, end: _End, is_long: bool, texts: Sequence[str]) -> list[Label]:

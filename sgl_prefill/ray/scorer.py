@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sgl_prefill.batch.api import RowScore
 
 RAY_VERSION = "2.60.0"
-INSTALL = "pip install 'sgl-prefill[ray]'"
+INSTALL = "pip install '.[ray]'"
 USAGE = ("prompt_tokens", "cached_tokens")
 PROMPT, REFUSED = "__sgl_prefill_prompt", "__sgl_prefill_refused"  # columns until a row is answered
 CPUS_OF_TASKS = 2  # for Ray's own tasks: if actors claimed all, nothing could be read or written

@@ -243,7 +243,7 @@ def trace_problems() -> list[str]:
         if not is_there:
             return [
                 f"--enable-trace needs OpenTelemetry's SDK and its OTLP exporters, and there is no module {name}:"
-                " run `pip install 'sgl-prefill[trace]'`, or leave --enable-trace out"
+                " run `pip install '.[trace]'`, or leave --enable-trace out"
             ]
     return []
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,3 +57,32 @@ def test_rows_that_end_while_the_caller_is_busy_are_not_lost(turns: int) -> None
 def test_a_failure_while_the_caller_is_busy_is_told(turns: int) -> None:
     with pytest.raises(RuntimeError, match="broken"):
         asyncio.run(answered_by(Stepped(fails=N_ROWS - 1), turns))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "flags", "told"),
+    [
+        ("none.jsonl", None, [], "cannot be read: No such file"),
+        ("in.jsonl", "text,label\n", [], "in.jsonl, line 1: not JSON"),
+        (
+            "in.csv",
+            "text,label\na,b\n",
+            [],
+            "in.csv is a table: say what the prompt is, with --prompt-column or --template",
+        ),
+        ("in.csv", "text\na\n", ["--prompt-column", "body", "--labels", " a"], "has no column body: it has text"),
+        ("in.csv", "text\na\n", ["--output-order", "sideways"], "argument --output-order: invalid choice: 'sideways'"),
+    ],
+)
+def test_what_cannot_begin_says_so_before_sglang_is_imported(
+    tmp_path: Path, name: str, text: str | None, flags: list[str], told: str
+) -> None:
+    """Its import takes most of a minute. One or two lines, without usage."""
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    argv = ["-i", str(tmp_path / name), "-o", str(tmp_path / "out.jsonl"), *flags]
+    code = f"import sys; from sgl_prefill.batch.__main__ import main; print(main({argv}), 'sglang' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "2 False\n"
+    assert told in done.stderr
+    assert len(done.stderr.splitlines()) <= 2

@@ -105,7 +105,7 @@ def test_without_the_gateway_nothing_starts_and_the_extra_is_named(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(cluster, "shares", lambda *_: pytest.fail("an engine was planned"))
     assert cluster.main(["--engines", "1", "--router-port", str(free_neighbours())]) == 2
-    assert "pip install 'sgl-prefill[router]'" in capsys.readouterr().err
+    assert "pip install '.[router]'" in capsys.readouterr().err
 
 
 def test_a_key_is_given_to_the_engines_and_to_the_gateway() -> None:

@@ -262,6 +262,7 @@ def start(
     )
     model_config = SimpleNamespace(context_len=context_tokens, vocab_size=100, model_path="models/toy")
     runner = SimpleNamespace(
+        server_args=SimpleNamespace(tp_size=1, prefill_attention_backend="fa3", decode_attention_backend="fa3"),
         device="cpu",
         dtype=torch.bfloat16,
         page_size=PAGE,

@@ -216,7 +216,7 @@ def test_the_limit_is_for_what_comes_out_of_a_body(encoding: str) -> None:
     [
         (b"br", b"x", 415, "Content-Encoding is 'br', and this server reads gzip"),
         (b"gzip", b"{}", 400, "Content-Encoding is gzip, and the body is not"),
-        (b"gzip", gzip.compress(TEXT)[:40], 400, "it ends too early"),
+        (b"gzip", gzip.compress(TEXT, mtime=0)[:40], 400, "it ends too early"),
         (b"zstd", b"{}", 400, "Content-Encoding is zstd, and the body is not"),
     ],
 )

@@ -24,8 +24,8 @@ COMPLETION: dict[str, Any] = {"model": "m", "prompt": "a"}
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
 GENERATE: dict[str, Any] = {"text": "a"}
 GENERATE_BODY = TypeAdapter(LabelGenerateReqInput)
-LABELS = {"allowed_answers": ["x", "y"]}
-NEUTRAL = {
+LABELS: dict[str, Any] = {"allowed_answers": ["x", "y"]}
+NEUTRAL: dict[str, list[Any]] = {
     "best_of": [1],
     "echo": [False],
     "frequency_penalty": [0, 0.0],
@@ -43,7 +43,7 @@ NEUTRAL = {
     "stream": [False],
     "logprobs": [False],
 }
-ASKS = {
+ASKS: dict[str, Any] = {
     "best_of": 2,
     "echo": True,
     "frequency_penalty": 0.5,
@@ -90,6 +90,7 @@ def test_generate_takes_sampling_options_that_ask_for_nothing(name: str) -> None
 @pytest.mark.parametrize("name", ASKS)
 def test_what_would_change_the_answer_is_refused(name: str) -> None:
     assert name in CONTRADICTING_FIELDS
+    model: Any
     model, base = (
         (LabelCompletionRequest, COMPLETION)
         if name in LabelCompletionRequest.model_fields

@@ -51,6 +51,7 @@ class Manager(TokenizerManagerScoreMixin):  # type: ignore[misc]
     """SGLang's own scoring, before a model whose log-probabilities depend on the prompt; it notes what it is asked."""
 
     is_generation = True
+    served_model_name = "served"
     tokenizer = Characters()
     model_config = SimpleNamespace(vocab_size=VOCABULARY)
     request_logger = SimpleNamespace(log_requests=False)

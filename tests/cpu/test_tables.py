@@ -6,6 +6,7 @@ import csv
 import datetime
 import decimal
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sgl_prefill.batch import options, tables
-from sgl_prefill.batch.prompts import prepare
+from sgl_prefill.batch.prompts import FoundPrompt, prepare
 from sgl_prefill.batch.rows import RequestFile
 from sgl_prefill.errors import BatchJobError
 
@@ -33,7 +34,7 @@ def read(path: Path, *flags: str) -> list[tuple[str, str]]:
     return [(line["custom_id"], line["body"]["prompt"]) for line in lines]
 
 
-def write_csv(path: Path, rows: list[tuple[str, ...]], **dialect: Any) -> None:
+def write_csv(path: Path, rows: Sequence[tuple[str, ...]], **dialect: Any) -> None:
     with path.open("w", newline="", encoding=dialect.pop("encoding", "utf-8")) as file:
         csv.writer(file, **dialect).writerows([("id", "more", "text"), *rows])
 
@@ -160,7 +161,7 @@ def test_each_row_is_answered_or_refused_once(tmp_path_factory: pytest.TempPathF
     lines = [{"custom_id": one, "url": "/v1/completions", "body": {"prompt": "x"}} for one in ids]
     (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-    async def find(url: str, body: dict[str, Any]) -> list[tuple[list[int], int]]:
+    async def find(url: str, body: dict[str, Any]) -> list[FoundPrompt]:
         return [([1, 2], 1)]
 
     found = prepare(RequestFile(folder / "in.jsonl"), find, folder)

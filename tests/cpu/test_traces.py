@@ -86,7 +86,7 @@ def test_tracing_without_its_packages_is_refused_before_anything_is_imported(mon
     """SGLang would end its scheduler with a RuntimeError, once the model is about to be loaded."""
     monkeypatch.setattr(examine, "TRACE_MODULES", ("no_such_package.of_traces",))
     (problem,) = arguments.check_argv(PrefillConfig(), ["--enable-trace"], listens=False)
-    assert "pip install 'sgl-prefill[trace]'" in problem
+    assert "pip install '.[trace]'" in problem
     assert arguments.check_argv(PrefillConfig(), [], listens=False) == []
 
 
