@@ -46,6 +46,8 @@ def _problems(state: RunnerState, runner: ModelRunner) -> list[str]:
         problems.append(f"PyTorch computes the attention of layers {', '.join(map(str, layers))}")
     if state.record.packed_weights is not None and (packing := state.record.packed_weights["problem"]) is not None:
         problems.append(packing)
+    if any(product.packed is None for product in hybrid.products):
+        problems.append("PyTorch computes some of its matrix products")
     if operations := stable.unknown_operations(piece.module.graph for piece in hybrid.split.pieces):
         problems.append(f"PyTorch computes {', '.join(operations)} in its layers")
     return problems + _lm_head_problems(kernels, runner)
