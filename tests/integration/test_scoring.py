@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -267,3 +268,49 @@ def test_a_profile_of_the_server_shows_its_operators(server: Server, tmp_path: P
         names = {event.get("name", "") for event in json.load(file)["traceEvents"]}
     assert "aten::empty" in names
     assert "sgl_prefill::attention" in names or any("scaled_dot_product" in name for name in names)
+
+
+def values_of(reply: Any) -> list[float]:
+    """All scores of a reply, in the order of labels, items or documents."""
+    if isinstance(reply, list):
+        return [one["score"] for one in sorted(reply, key=lambda one: one["index"])]
+    if "results" in reply:
+        return [one["relevance_score"] for one in sorted(reply["results"], key=lambda one: one["index"])]
+    if "scores" in reply:
+        return [value for item in reply["scores"] for value in item]
+    found = reply["choices"][0] if "choices" in reply else reply["meta_info"]
+    return [label["logprob"] for label in found["label_scores"]["labels"]]
+
+
+def test_every_route_gives_the_same_bits_in_any_cache_state_and_company(server: Server) -> None:
+    """Asked four times: with what the cache holds by now, again, after a flush, and all routes at once beside other requests."""
+    text = "The best known tower of Paris, seen by millions every year, is made of"
+    labels = {"allowed_tokens": [" iron", " wood", " stone"]}
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"model": "m", "prompt": text, **labels}),
+        ("/v1/completions", {"model": "m", "prompt": text, "allowed_answers": [" wrought iron", " old wood"]}),
+        (
+            "/v1/chat/completions",
+            {"model": "m", "messages": [{"role": "user", "content": text}], "allowed_tokens": ["Ir", "W"]},
+        ),
+        ("/generate", {"text": text, **labels}),
+        ("/v1/score", {"query": text, "items": [" iron", " wood"], "label_token_ids": [5, 6, 7], "model": "m"}),
+        ("/v1/rerank", {"query": QUESTION, "documents": RERANKED}),
+        ("/rerank", {"query": QUESTION, "texts": RERANKED}),
+    ]
+
+    def ask(one: tuple[str, dict[str, Any]]) -> list[float]:
+        reply = server.post(*one)
+        assert reply.status_code == 200, reply.text
+        return values_of(reply.json())
+
+    first = [ask(one) for one in asked]
+    assert [ask(one) for one in asked] == first
+    assert server.post("/flush_cache", {}).status_code == 200
+    assert [ask(one) for one in asked] == first
+    others = [("/generate", {"text": f"{text} {number} things", **labels}) for number in range(20)]
+    with ThreadPoolExecutor(len(asked) + len(others)) as pool:
+        answers = list(pool.map(ask, [*asked, *others]))
+    assert answers[: len(asked)] == first
+    record = requests.get(server.url + "/server_info", timeout=30).json()["sgl_prefill"]
+    assert record["stable_answers"] is not None, record["unstable_answers"]
