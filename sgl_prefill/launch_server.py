@@ -42,12 +42,19 @@ def main(argv: list[str] | None = None, *, is_program: bool = False) -> int:
         return 2
 
 
+def _divided(argv: list[str]) -> tuple[PrefillConfig, list[str]]:
+    """Returns this package's options and SGLang's flags. Raises ConfigurationError."""
+    with usage_as_error():
+        namespace, for_sglang = _our_parser().parse_known_args(argv)
+    return PrefillConfig.from_namespace(namespace), for_sglang
+
+
 def _flags_of_stock(argv: list[str]) -> list[str]:
     """Returns SGLang's command line where one of its flags leaves everything to SGLang's own server; else none."""
-    namespace, for_sglang = _our_parser().parse_known_args(argv)
+    config, for_sglang = _divided(argv)
     from sgl_prefill.startup import arguments, techniques
 
-    reasons = techniques.stock_only(PrefillConfig.from_namespace(namespace), arguments.given_in(for_sglang))
+    reasons = techniques.stock_only(config, arguments.given_in(for_sglang))
     for reason in reasons:
         print(f"sgl_prefill: SGLang's own server serves, without this package: {reason}", file=sys.stderr)
     return [*_model_flags(for_sglang), *for_sglang] if reasons else []
@@ -66,9 +73,8 @@ def parse(
         is_quiet: log as `quiet_start` does.
         defaults: of options that are not given.
     """
-    with usage_as_error():
-        namespace, for_sglang = _our_parser().parse_known_args(argv)
-    config = PrefillConfig.from_namespace(namespace).with_default(defaults or {})
+    config, for_sglang = _divided(argv)
+    config = config.with_default(defaults or {})
     if is_quiet:
         quiet_start.begin(for_sglang)
     from sgl_prefill.entry import fingerprints, prefork

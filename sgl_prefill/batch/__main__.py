@@ -47,12 +47,12 @@ def answer(options: JobOptions, engine_flags: list[str]) -> int:
     from sgl_prefill.batch.batch_job import Job
     from sgl_prefill.batch.planned import report_plan
 
-    check_input(options)
+    opened = open_input(options)
     backend: RunningServers | OwnEngine
     backend, identity = running_servers(options, engine_flags) if options.base_urls else own_engine(engine_flags)
     if options.dry_run:
-        return only_plan(options, backend)
-    job = Job(options, identity)
+        return only_plan(options, backend, opened)
+    job = Job(options, identity, opened)
     try:
         if job.is_finished:
             print("all rows were answered by an earlier run (--overwrite answers them again)", file=sys.stderr)
@@ -66,28 +66,28 @@ def answer(options: JobOptions, engine_flags: list[str]) -> int:
         job.close()
 
 
-def check_input(options: JobOptions) -> None:
-    """Raises BatchJobError for an input that cannot be read, or whose first row is not what the options say. Before SGLang is
-    imported, which takes most of a minute."""
-    first = RequestFile(options.input)
+def open_input(options: JobOptions) -> RequestFile:
+    """Opens the input before SGLang is imported, which takes most of a minute. Raises BatchJobError if it cannot be read, or if
+    its first row is not what the options say."""
+    opened = RequestFile(options.input)
     if options.is_table:
         next(iter(rows_of(options)), None)
-    elif len(first):
+    elif len(opened) and not options.skip_bad_rows:
         try:
-            first.request(0)
+            opened.request(0)
         except BadRequestError as error:
-            if not options.skip_bad_rows:
-                raise BatchJobError(f"{options.input}, line {first.line_number(0)}: {error}") from error
+            raise BatchJobError(f"{options.input}, line {opened.line_number(0)}: {error}") from error
+    return opened
 
 
-def only_plan(options: JobOptions, backend: RunningServers | OwnEngine) -> int:
+def only_plan(options: JobOptions, backend: RunningServers | OwnEngine, opened: RequestFile) -> int:
     """Prints the plan of the whole job. The only file it writes lists the rows that cannot be answered."""
     from sgl_prefill.batch import planned as plans
     from sgl_prefill.batch.batch_job import Job
 
     with tempfile.TemporaryDirectory() as folder:
         elsewhere = dataclasses.replace(options, output=Path(folder) / options.output.name)
-        job = Job(elsewhere, {})
+        job = Job(elsewhere, {}, opened)
         try:
             planned = job.plan(backend)
         finally:

@@ -39,11 +39,14 @@ class Job:
 
     Args:
         engine: everything of the engine that changes its answers: a job continues only with the same.
+        opened: the input, where it is open already.
     """
 
-    def __init__(self, options: JobOptions, engine: dict[str, Any]) -> None:
+    def __init__(self, options: JobOptions, engine: dict[str, Any], opened: RequestFile | None = None) -> None:
         self.options = options
-        self._input = RequestFile(options.input)  # of a table: the table, which must not change either
+        self._input = (
+            RequestFile(options.input) if opened is None else opened
+        )  # of a table: the table, which must not change either
         self.folder = JobFolder(options.output, overwrite=options.overwrite)
         try:
             self._open(engine)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 ROWS_AT_ONCE = 10_000
 URL = "/v1/completions"
+UTF_8 = "utf-8-sig"  # with a byte-order mark or without
 MASS, ERROR = "label_mass", "error"
 MISSING = "pyarrow is not installed, and Parquet tables need it: pip install '.[batch]' in the clone"
 
@@ -95,7 +96,8 @@ def rows_of(options: JobOptions) -> Iterator[Mapping[str, str]]:
     if read is None:
         raise BatchJobError(f"{path}: a table is a .parquet, .csv or .jsonl file")
     try:
-        yield from read(path, options.encoding or "utf-8", needed)
+        encoding = options.encoding or "utf-8"
+        yield from read(path, UTF_8 if encoding == "utf-8" else encoding, needed)
     except OSError as error:
         raise BatchJobError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -124,7 +126,7 @@ def _check_columns(path: Path, needed: Iterable[str], columns: Sequence[str], wh
 
 def _csv_rows(path: Path, encoding: str, needed: Sequence[str]) -> Iterator[Mapping[str, str]]:
     csv.field_size_limit(sys.maxsize)
-    with path.open(encoding="utf-8-sig" if encoding == "utf-8" else encoding, newline="") as file:
+    with path.open(encoding=encoding, newline="") as file:
         lines = csv.reader(file, strict=True)
         try:
             header = next(lines, [])
@@ -148,7 +150,7 @@ class _Written(str):
 
 def _json_rows(path: Path, encoding: str, needed: Sequence[str]) -> Iterator[Mapping[str, str]]:
     decoder = json.JSONDecoder(parse_float=_Written, parse_int=_Written)
-    with path.open(encoding="utf-8-sig" if encoding == "utf-8" else encoding, newline="") as file:
+    with path.open(encoding=encoding, newline="") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue

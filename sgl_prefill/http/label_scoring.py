@@ -45,7 +45,7 @@ MOST_RESOLUTIONS = 30_000
 SLICE = 500  # labels per task of the look-up thread, so that requests take turns
 MOST_LABEL_CHARACTERS = 1_000
 LEAST_LEFT_MS = 1e-3  # deadline of a request that is already late: the scheduler refuses it
-NO_TEXT = "\ufffd"  # in the place of bytes that are no text
+NO_TEXT = "\ufffd"  # the tokenizer writes it for bytes that are not UTF-8
 ANYWHERE = ""  # key of labels given as token ids, the same after every prompt
 
 T = TypeVar("T")

@@ -64,13 +64,6 @@ def asks_for_nothing(name: str, value: Any) -> bool:
     return value in (None, False, "", [], {}, PENALTIES.get(name)) or (name in ("n", "best_of") and value == 1)
 
 
-def without_nulls(body: Any) -> Any:
-    """`null` is the default of every field."""
-    if not isinstance(body, dict):
-        return body
-    return {name: value for name, value in body.items() if value is not None}
-
-
 def check_names(body: Mapping[str, Any], known: Collection[str]) -> None:
     """Raises ValueError for an unknown field that resembles one of this package's: it would be ignored."""
     for name in body:
@@ -88,7 +81,7 @@ def choices_as_answers(body: dict[str, Any]) -> dict[str, Any]:
     for name, choices in given.items():
         if choices is None:
             continue
-        if others := [one for one in LABEL_FIELDS if one in body]:
+        if others := [one for one in LABEL_FIELDS if body.get(one) is not None]:
             raise ValueError(f"{name} and {others[0]} are both given: give the answers once")
         if not isinstance(choices, list):
             raise ValueError(f"{name} must be a list of texts")
@@ -113,7 +106,6 @@ class LabelFields(ReplyFields):
     @model_validator(mode="before")
     @classmethod
     def _as_clients_send_it(cls, values: Any) -> Any:
-        values = without_nulls(values)
         if not isinstance(values, dict):
             return values
         check_names(values, cls.model_fields)
@@ -220,7 +212,7 @@ class LabelGenerateReqInput(GenerateReqInput):  # type: ignore[misc]
     def _as_clients_send_it(cls, values: Any) -> Any:
         if isinstance(values, dict):
             check_names(values, [field.name for field in dataclasses.fields(cls)])
-            return choices_as_answers(without_nulls(values))
+            return choices_as_answers({name: value for name, value in values.items() if value is not None})
         return values
 
     is_single = True  # a default: error handling reads it for requests that SGLang has not normalised yet

@@ -249,7 +249,7 @@ def to_tei(reply: Reply) -> list[dict[str, Any]]:
 
 
 def _not_scored(reply: Reply) -> list[dict[str, Any]]:
-    """In the place of a document that is too long."""
+    """The entries of documents that are too long: an error and no score."""
     return [{"index": index, "score": None, "error": why} for index, why in reply.too_long.items()]
 
 

@@ -78,14 +78,6 @@ class RerankRequest(ReplyFields):
     def is_of_tei(self) -> bool:
         return self.texts is not None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _nulls_are_defaults(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        # SGLang's gateway is known by its `rid`, which it always sends.
-        return {name: value for name, value in values.items() if value is not None or name == "rid"}
-
     @model_validator(mode="after")
     def _texts_are_documents(self) -> RerankRequest:
         if self.texts is not None and self.documents is not None:

@@ -138,7 +138,7 @@ class PrefillRoutes:
         return stock_default if self._config.allow_generation else 1
 
     def _served(self, model: str) -> str:
-        """Returns the name of the model that answers, in the place of the one that a client names. An adapter's name stays."""
+        """Returns the name of the served model, whatever name the client gave. An adapter's name after a colon stays."""
         served = self._manager.served_model_name
         _, colon, adapter = model.partition(":")
         return served if model == served or not colon else f"{served}:{adapter}"

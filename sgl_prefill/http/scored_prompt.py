@@ -7,7 +7,7 @@ import uuid
 from typing import Any, NamedTuple
 
 import orjson
-from pydantic import BaseModel, StrictBool, StrictInt
+from pydantic import BaseModel, StrictBool, StrictInt, model_validator
 
 from sgl_prefill.core.labels import Label, LabelDistribution, bytes_of, restrict
 from sgl_prefill.core.long_labels import ScoredLabels
@@ -25,6 +25,14 @@ class ReplyFields(BaseModel):
     calibration: str | None = None
     raw_scores: StrictBool = False
     top_alternatives: StrictInt | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_the_default(cls, values: Any) -> Any:
+        """Of fields that the route knows. Another may have a meaning by being there, as `rid` of SGLang's gateway."""
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if value is not None or name not in cls.model_fields}
 
 
 class ReplyOptions(NamedTuple):
