@@ -9,6 +9,7 @@ import json
 import random
 import re
 import signal
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -105,6 +106,20 @@ def difference(one: Sequence[Scored], other: Sequence[Scored]) -> float:
     return max(abs(a - b) if a == a and b == b else float("inf") for a, b in pairs)
 
 
+def assert_as_right_as(found: Sequence[Scored], reference: Sequence[Scored], exact: Sequence[Scored]) -> None:
+    """The errors of `found` from float32 are those that bfloat16 alone makes in `reference`: a quarter more in the mean, and no
+    outlier far beyond its own. A wrong row of K or V moves log-probabilities by units.
+    """
+    ours, theirs = _errors(found, exact), _errors(reference, exact)
+    assert max(ours) <= 1.5 * max(theirs) + 0.1, (max(ours), max(theirs))
+    assert statistics.fmean(ours) <= 1.25 * statistics.fmean(theirs) + 0.005
+
+
+def _errors(found: Sequence[Scored], exact: Sequence[Scored]) -> list[float]:
+    pairs = [pair for a, b in zip(found, exact, strict=True) for pair in zip(a.logprobs, b.logprobs, strict=True)]
+    return [abs(a - b) if a == a else float("inf") for a, b in pairs]
+
+
 def wait_until_idle(server: Server) -> None:
     """Returns when the last step has been counted: SGLang does so after it has answered."""
     assert requests.post(f"{server.url}/flush_cache", params={"timeout": 30}, timeout=60).status_code == 200
@@ -135,6 +150,25 @@ def write_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 @pytest.fixture(scope="session")
 def model(write_model: Callable[..., Path]) -> Path:
     return write_model("llama")
+
+
+@pytest.fixture(scope="session")
+def exact(model: Path) -> Callable[..., list[Scored]]:
+    """Scores prompts with transformers in float32 on the card, each alone."""
+    from transformers import AutoModelForCausalLM
+
+    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    network.eval().to("cuda")
+
+    @torch.inference_mode()
+    def scored(*prompts: Sequence[int], token_ids: Sequence[int] = range(30, 60)) -> list[Scored]:
+        found = []
+        for one in prompts:
+            logits = network(torch.tensor([one], device="cuda"), logits_to_keep=1).logits[0, -1]
+            found.append(Scored(torch.log_softmax(logits.float(), dim=-1)[list(token_ids)].tolist(), 0, None))
+        return found
+
+    return scored
 
 
 NONE: list[Any] = [pytest.param("none", marks=pytest.mark.skip(reason="needs a CUDA device"))]

@@ -72,25 +72,12 @@ def _started(start: Callable[..., Server], model: Path, backend: str, switch: st
 
 
 @pytest.fixture(scope="session")
-def exact(model: Path) -> list[Scored]:
-    """Answers in float32, each prompt alone."""
-    from transformers import AutoModelForCausalLM
-
-    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    network.eval().to("cuda")
-    found = []
-    with torch.inference_mode():
-        for one in MIXED:
-            logits = network(torch.tensor([one], device="cuda"), logits_to_keep=1).logits[0, -1]
-            logprobs = torch.log_softmax(logits.float(), dim=-1)
-            found.append(Scored(logprobs[list(TOKEN_IDS)].tolist(), 0, None))
-    del network
-    torch.cuda.empty_cache()
-    return found
+def exact_ones(exact: Callable[..., list[Scored]]) -> list[Scored]:
+    return exact(*MIXED, token_ids=TOKEN_IDS)
 
 
 def test_a_prefix_attended_together_gives_the_answers_of_each_alone(
-    together: Server, apart: Server, exact: Sequence[Scored]
+    together: Server, apart: Server, exact_ones: Sequence[Scored]
 ) -> None:
     """24 requests behind 4,000 tokens in a few steps, between others of three prefixes, and once more, when all are cached. The
     server says that it has read the prefix together, and the other one says nothing of it."""
@@ -106,17 +93,17 @@ def test_a_prefix_attended_together_gives_the_answers_of_each_alone(
     assert counts(apart) is None
     assert sum(one.cached_tokens >= 64 for one in found) == len(ASKED)
     again = together.score(*MIXED, token_ids=TOKEN_IDS)
-    noise = mean_difference(alone, exact)
+    noise = mean_difference(alone, exact_ones)
     for answers in (found, again):
-        assert difference(answers, exact) <= MAX_LOGPROB_DIFFERENCE
+        assert difference(answers, exact_ones) <= MAX_LOGPROB_DIFFERENCE
         assert difference(answers, alone) <= MAX_LOGPROB_DIFFERENCE
-        assert mean_difference(answers, exact) <= MAX_MEAN_RATIO * noise
+        assert mean_difference(answers, exact_ones) <= MAX_MEAN_RATIO * noise
 
 
-def test_the_comparison_would_see_another_prefix(exact: Sequence[Scored]) -> None:
+def test_the_comparison_would_see_another_prefix(exact_ones: Sequence[Scored]) -> None:
     """Answers behind different prefixes differ by far more than is allowed."""
     firsts = [next(number for number, one in enumerate(MIXED) if one[:64] == prefix[:64]) for prefix in PREFIXES]
-    answers = [exact[number] for number in firsts]
+    answers = [exact_ones[number] for number in firsts]
     for one, other in itertools.combinations(answers, 2):
         assert difference([one], [other]) > 2 * MAX_LOGPROB_DIFFERENCE
 
