@@ -28,6 +28,8 @@ HERE = Path(__file__).resolve().parent
 MODELS = ("llama-3.1-8b", "qwen-32b-fp8", "llama-3.3-70b-fp8")
 # Of benchmarks/, in the order in which their answers matter, with the seconds that a part may give to each.
 QUESTIONS = {
+    "gpu_step_table": 300,
+    "gpu_wl1": 480,
     "mil": 480,
     "gpu_hits": 480,
     "post_recommendation": 480,
@@ -35,6 +37,7 @@ QUESTIONS = {
     "hybrid_overhead": 360,
 }
 WARM_UP_S, MEMORY_S, SERVERS_S, SHARED_PREFIX_S, MODELS_S = 480, 240, 480, 300, 480
+STORM_S, SMOKE_S = 240, 480
 PYTEST = ("-m", "pytest", "-q", "-rA")
 GRACE_S = 45  # after SIGTERM, for a benchmark to end its servers
 LEAST_S = 60  # a step is not begun for less
@@ -106,6 +109,8 @@ def steps(models: Sequence[str], backends: Sequence[str]) -> list[Step]:
         Step("memory", (*PYTEST, "tests/gpu/test_memory.py"), MEMORY_S),
         _servers(best),
         _shared_prefix(best),
+        Step("storm", (*PYTEST, "tests/gpu/test_storm.py"), STORM_S),
+        Step("smoke", (*PYTEST, "tests/gpu/test_smoke.py"), SMOKE_S),
         *(_asked(question, first, best) for question in QUESTIONS),
         Step("models", (*PYTEST, "tests/gpu/test_models.py"), MODELS_S),
         *(

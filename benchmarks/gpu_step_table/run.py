@@ -163,7 +163,11 @@ def child(name: str, folder: Path, *, is_quick: bool) -> int:
             chosen = scheduler.hybrid.chunk_tokens
             for n_tokens in CHUNKS_TOKENS:
                 for row in (*COLD, Row(20, 150), Row(8, 1_000 // SCALE)):
-                    note(row, f"{name}, chunks of {n_tokens}{' (chosen)' * (n_tokens == chosen)}", chunks(scheduler, n_tokens))
+                    note(
+                        row,
+                        f"{name}, chunks of {n_tokens}{' (chosen)' * (n_tokens == chosen)}",
+                        chunks(scheduler, n_tokens),
+                    )
     return 0
 
 
@@ -262,7 +266,7 @@ def busy(one: Any) -> dict[str, Any]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
         seconds = one()
     spans, groups = [], {"attention": 0, "products": 0, "other": 0}
-    for event in profiled.profiler.kineto_results.events():  # type: ignore[union-attr]
+    for event in profiled.profiler.kineto_results.events():
         if "CUDA" not in str(event.device_type()) or event.duration_ns() <= 0:
             continue
         spans.append((event.start_ns(), event.start_ns() + event.duration_ns()))
@@ -297,15 +301,17 @@ def ceilings() -> dict[str, float] | None:
     """What the card reaches alone: bytes a second of a copy, read and written, and operations of a product of 8,192^3."""
     if not shapes.HAS_CUDA:
         return None
-    from triton.testing import do_bench
+    from triton.testing import do_bench  # type: ignore[import-untyped]
 
     source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     copy_ms = do_bench(lambda: target.copy_(source), return_mode="median")
     product_ms = do_bench(lambda: a @ b, return_mode="median")
-    found = {"copy_bytes_per_s": 2 * source.numel() / copy_ms * 1e3, "product_flop_per_s": 2 * 8192**3 / product_ms * 1e3}
-    del source, target, a, b
+    found = {
+        "copy_bytes_per_s": 2 * source.numel() / copy_ms * 1e3,
+        "product_flop_per_s": 2 * 8192**3 / product_ms * 1e3,
+    }
     torch.cuda.empty_cache()
     return found
 

@@ -75,9 +75,7 @@ def main() -> int:
     return 0
 
 
-def start(
-    chosen: Any, scratch: Path, stack: ExitStack, result: dict[str, Any]
-) -> dict[str, engines.Running]:
+def start(chosen: Any, scratch: Path, stack: ExitStack, result: dict[str, Any]) -> dict[str, engines.Running]:
     """One after the other. One that does not start says why, and the others go on."""
     folder = shapes.write(MODEL, scratch / "model")
     tokenizer = Path(TOKENIZER) if TOKENIZER else demo_tokenizer()
@@ -87,7 +85,9 @@ def start(
     flags += ["--max-total-tokens", str(KV_TOKENS), "--max-running-requests", "64"]
     servers = {}
     for engine in chosen:
-        own = ["--max-input-length", str(20_480 // SCALE), *shapes.budget(3)] if engine.is_ours else shapes.stock_budget()
+        own = (
+            ["--max-input-length", str(20_480 // SCALE), *shapes.budget(3)] if engine.is_ours else shapes.stock_budget()
+        )
         started = time.monotonic()
         try:
             running = engines.running(engine, [*flags, *own], scratch / f"{engine.name}.log")
@@ -217,7 +217,9 @@ def targets_of(rows: list[dict[str, Any]]) -> list[report.Target]:
         for (of_load, name), theirs in found.items():
             if mine and of_load == load and name.startswith("stock") and statistics.median(theirs):
                 ratio = statistics.median(mine) / statistics.median(theirs)
-                targets.append(report.Target.at_least(f"WL1, {load}: requests answered a second, ours / {name}", ratio, 1.0))
+                targets.append(
+                    report.Target.at_least(f"WL1, {load}: requests answered a second, ours / {name}", ratio, 1.0)
+                )
     return targets
 
 

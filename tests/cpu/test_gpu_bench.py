@@ -35,12 +35,16 @@ def test_what_decides_most_is_asked_first() -> None:
     """Kernels are compiled, then is it right, then the first model's speed, then other backends and models."""
     steps = gpu_steps.steps(MODELS, ["fa3", "triton"])
     names = [step.name for step in steps]
-    assert names[:10] == [
+    assert names[:14] == [
         "look",
         "warm_up-llama-3.1-8b-fa3",
         "memory",
         "servers-fa3",
         "shared_prefix-fa3",
+        "storm",
+        "smoke",
+        "gpu_step_table-llama-3.1-8b-fa3",
+        "gpu_wl1-llama-3.1-8b-fa3",
         "mil-llama-3.1-8b-fa3",
         "gpu_hits-llama-3.1-8b-fa3",
         "post_recommendation-llama-3.1-8b-fa3",

@@ -40,8 +40,8 @@ GRAPH_TOKENS = 2048  # of a step, at most, that a graph replays
 def long_ones(
     ours: Server, stock: Server, exact: Callable[..., list[Scored]]
 ) -> tuple[list[Scored], list[Scored], list[Scored]]:
-    """(ours, stock's, in float32): a prompt of nearly three times the durable slots cold, one that shares its beginning, the first one again,
-    and one that fits one chunk."""
+    """(ours, stock's, in float32): a prompt of nearly three times the durable slots, cold, one that shares its beginning, the
+    first again, and one that fits one chunk."""
     long = prompt(0, LONG_TOKENS)
     asked = [long, [*long[:2_500], *prompt(1, 700)], long, prompt(2, 600)]
     return [ours.score(one)[0] for one in asked], [stock.score(one)[0] for one in asked], exact(*asked)
@@ -130,9 +130,7 @@ def test_graphs_are_captured_for_short_prefills_and_none_for_decoding(ours: Serv
     assert max(prefill["bs"]) == GRAPH_TOKENS
 
 
-def test_replayed_and_eager_answers_are_alike(
-    ours: Server, stock: Server, exact: Callable[..., list[Scored]]
-) -> None:
+def test_replayed_and_eager_answers_are_alike(ours: Server, stock: Server, exact: Callable[..., list[Scored]]) -> None:
     """Hits on both sides of the largest graph."""
     prefix = prompt(7, 1_000)
     asked = [[*prefix, *prompt(70 + n, n)] for n in (1, 15, 150, 1_000, GRAPH_TOKENS - 1, GRAPH_TOKENS + 1)]
