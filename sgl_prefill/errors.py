@@ -80,6 +80,7 @@ class BadRequestError(SglPrefillError, ValueError):
     """A request that can never be answered as it stands."""
 
     status = HTTPStatus.BAD_REQUEST
+    rid: str | None = None  # of the prompt at fault, in a batch
 
 
 class NotFoundError(BadRequestError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 # How much of the prompt's end is encoded again, with and without a label, to see which token the label is there. A
@@ -31,6 +31,7 @@ class Label(NamedTuple):
     text: str
     token_id: int  # the first, and for most labels the only one
     rest: tuple[int, ...] = ()
+    other: tuple[str, int] | None = None  # with a blank before it, or without: its text and token
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -130,6 +131,39 @@ def resolve_in_context(
             )
         found.append(tokens[0])
     return found
+
+
+def other_forms(
+    labels: Sequence[str],
+    prompt_end: str,
+    encode: Callable[[Sequence[str]], list[list[int]]],
+    decode: Callable[[list[int]], str],
+) -> list[tuple[str, int] | None]:
+    """Returns each label with a blank before it, or without the one that it has, where that is one token after this prompt."""
+    texts = [label[1:] if label.startswith(" ") else f" {label}" for label in labels]
+    before, *together = encode([prompt_end, *(prompt_end + text for text in texts)])
+    found: list[tuple[str, int] | None] = []
+    for text, with_text in zip(texts, together, strict=True):
+        try:
+            tokens = _tokens_of(text, prompt_end, before, with_text, encode, decode)
+        except LabelError:
+            tokens = []
+        found.append((text, tokens[0]) if len(tokens) == 1 else None)
+    return found
+
+
+def hint_of(labels: Sequence[Label], label_mass: float, logprobs: Mapping[int, float]) -> str | None:
+    """Says so where the labels' other forms hold more of the probability than the labels. logprobs: by token id."""
+    given = {label.token_id for label in labels}
+    others = {label.other[1]: label.other[0] for label in labels if label.other and label.other[1] not in given}
+    mass = math.fsum(math.exp(logprobs[token_id]) for token_id in others)
+    if mass <= label_mass:
+        return None
+    shown = ", ".join(repr(text) for text in list(others.values())[:3])
+    return (
+        f"as written the labels hold {label_mass:.2g} of the probability, and {shown}{', ...' * (len(others) > 3)}"
+        f" {mass:.2g}: mind the blank before a label"
+    )
 
 
 def _tokens_of(

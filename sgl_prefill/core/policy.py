@@ -166,9 +166,7 @@ class Policy:
     def decide(self, now_s: float) -> Decision:
         """Refuses jobs that cannot meet their deadline, then chooses among the rest. Later forecasts leave refused jobs
         out."""
-        refuse = self._deadlines.take_expired(now_s)
-        for job in refuse:
-            self.remove(job)
+        refuse: dict[Job, Refusal] = {}
         for job in self._deadlines.take_new():
             assert job.deadline_ms is not None
             if (forecast := self.forecast(job)) is not None:
@@ -176,6 +174,10 @@ class Policy:
                 if finish_ms > job.deadline_ms:
                     refuse[job] = Refusal.unreachable(job.deadline_ms, finish_ms, forecast.n_before)
                     self.remove(job)
+        expired = self._deadlines.take_expired(now_s)
+        for job in expired:
+            self.remove(job)
+        refuse |= expired
         return Decision(self.choose(now_s), refuse)
 
     def oldest(self) -> Job | None:

@@ -25,6 +25,7 @@ from sgl_prefill.core.labels import (
     CONTEXT_TOKENS,
     Label,
     check_distinct,
+    other_forms,
     resolve_in_context,
     text_of_bytes,
     tokens_in_context,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 MOST_RESOLUTIONS = 30_000
 SLICE = 500  # labels per task of the look-up thread, so that requests take turns
 MOST_LABEL_CHARACTERS = 1_000
+MOST_HINTED = 20  # labels whose other forms are looked up too
 LEAST_LEFT_MS = 1e-3  # deadline of a request that is already late: the scheduler refuses it
 NO_TEXT = "\ufffd"  # the tokenizer writes it for bytes that are not UTF-8
 ANYWHERE = ""  # key of labels given as token ids, the same after every prompt
@@ -159,9 +161,10 @@ class LabelScorer:
         if reply != PLAIN:
             names = {id(of_prompt): [label.text for label in of_prompt] for of_prompt in labels}
             self._check_reply(reply, answers, [names[id(of_prompt)] for of_prompt in labels], obj)
-        ids = [[label.token_id for label in of_prompt] for of_prompt in labels]
+        ids = {id(of_prompt): _asked_ids(of_prompt) for of_prompt in labels}
+        of_prompts = [ids[id(of_prompt)] for of_prompt in labels]
         _ask_for_logprobs(obj, deadline_ms, reply.top_alternatives)
-        obj.token_ids_logprob = ids if count_prompts(obj) is not None else ids[0]
+        obj.token_ids_logprob = of_prompts if count_prompts(obj) is not None else of_prompts[0]
         return labels
 
     async def score_each(
@@ -336,7 +339,11 @@ class LabelScorer:
             found = tokens_in_context(texts, prompt_end, self._encode, self._decode)
             return [Label(text, tokens[0], tuple(tokens[1:])) for text, tokens in zip(texts, found, strict=True)]
         token_ids = resolve_in_context(texts, prompt_end, self._encode, self._decode)
-        return [Label(text, token_id) for text, token_id in zip(texts, token_ids, strict=True)]
+        others: list[tuple[str, int] | None] = [None] * len(texts)
+        if len(texts) <= MOST_HINTED:
+            others = other_forms(texts, prompt_end, self._encode, self._decode)
+        found = zip(texts, token_ids, others, strict=True)
+        return [Label(text, token_id, other=other) for text, token_id, other in found]
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         if self._tokenizer is None:
@@ -378,6 +385,12 @@ def _check_distinct_tokens(labels: Sequence[Label]) -> None:
                 f" {label.token_id} after this prompt: keep one of them"
             )
         by_id[label.token_id] = label.text
+
+
+def _asked_ids(labels: Sequence[Label]) -> list[int]:
+    """Returns the token ids of the labels, then those of their other forms."""
+    ids = dict.fromkeys(label.token_id for label in labels)
+    return list(ids | dict.fromkeys(label.other[1] for label in labels if label.other is not None))
 
 
 def _end_of(prompt: str | list[int]) -> _End:

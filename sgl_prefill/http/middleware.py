@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 BODY_TIMEOUT_S = 60.0
 COMPUTING_METHODS = ("POST", "PUT")
+# In OpenMetrics prometheus_client writes SGLang's names, which hold a colon, in two ways: a scraper that asks for it gets
+# Prometheus' text format.
+METRICS_PATH = "/metrics"
 # The label `reason` of the metric `refused_requests`, by HTTP status.
 REFUSAL_REASONS = {
     400: "invalid",
@@ -82,7 +85,10 @@ class Middleware:
             if encoding := headers.get(b"content-encoding"):
                 limit = self._config.max_body_bytes
                 body = await asyncio.to_thread(encoded_bodies.decode, body, encoding.decode("latin-1"), limit)
-            scope = {**scope, "headers": [*_headers_of(scope["headers"], len(body) if encoding else None)]}
+            kept = [*_headers_of(scope["headers"], len(body) if encoding else None)]
+            if scope["path"].startswith(METRICS_PATH):
+                kept = [header for header in kept if header[0] != b"accept"]
+            scope = {**scope, "headers": kept}
             # SGLang's comparison of keys fails at others.
             if not headers.get(b"authorization", b"").isascii():
                 raise HTTPException(HTTPStatus.UNAUTHORIZED, "the Authorization header contains non-ASCII bytes")

@@ -109,6 +109,11 @@ class LabelFields(ReplyFields):
         if not isinstance(values, dict):
             return values
         check_names(values, cls.model_fields)
+        if values.get("prompt_logprobs") is not None:
+            raise ValueError(
+                "prompt_logprobs is a field of vLLM's, and this server would ignore it: /generate with return_logprob and"
+                " logprob_start_len gives log-probabilities of the prompt"
+            )
         return choices_as_answers(values)
 
 

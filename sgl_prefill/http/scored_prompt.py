@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import orjson
 from pydantic import BaseModel, StrictBool, StrictInt, model_validator
 
-from sgl_prefill.core.labels import Label, LabelDistribution, bytes_of, restrict
+from sgl_prefill.core.labels import Label, LabelDistribution, bytes_of, hint_of, restrict
 from sgl_prefill.core.long_labels import ScoredLabels
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.http.parted_requests import SHOWN
@@ -88,6 +88,7 @@ class ScoredPrompt(NamedTuple):
     options: ReplyOptions = PLAIN
     calibrated: list[float] | None = None  # P(label) by the requested calibration
     alternatives: list[Alternative] | None = None  # the likeliest first
+    hint: str | None = None  # that labels with or without a blank are likelier
 
     @property
     def best_index(self) -> int:
@@ -129,6 +130,8 @@ class ScoredPrompt(NamedTuple):
             found["calibration"] = self.options.calibration.name
         if self.alternatives is not None:
             found["top_alternatives"] = [one._asdict() for one in self.alternatives]
+        if self.hint is not None:
+            found["hint"] = self.hint
         return found
 
     def labels_to_json(self) -> dict[str, Any]:
@@ -168,7 +171,8 @@ def scored_of(labels: list[Label], output: dict[str, Any]) -> ScoredPrompt:
     meta_info = output["meta_info"]
     check_has_logprobs(meta_info)
     by_id = {token_id: logprob for logprob, token_id, _ in meta_info["output_token_ids_logprobs"][0]}
-    return ScoredPrompt(labels, restrict([by_id[label.token_id] for label in labels]), meta_info)
+    distribution = restrict([by_id[label.token_id] for label in labels])
+    return ScoredPrompt(labels, distribution, meta_info, hint=hint_of(labels, distribution.label_mass, by_id))
 
 
 def with_reply(scored: ScoredPrompt, reply: ReplyOptions, texts: dict[int, str]) -> ScoredPrompt:

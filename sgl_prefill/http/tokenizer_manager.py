@@ -450,7 +450,25 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 self._remove_req_state(obj.rid, state.lifecycle_id)
 
     def _validate_one_request(self, obj: GenerateReqInput | EmbeddingReqInput, input_ids: list[int]) -> None:
-        """Called once per prompt, also within batches."""
+        """Called once per prompt, also within batches, where `_handle_batch_request` names the prompt of an error."""
+        try:
+            self._check_prompt(obj, input_ids)
+        except BadRequestError as error:
+            error.rid = obj.rid
+            raise
+        super()._validate_one_request(obj, input_ids)
+
+    async def _handle_batch_request(self, obj: Any, request: fastapi.Request | None = None) -> AsyncIterator[Any]:
+        try:
+            async for output in super()._handle_batch_request(obj, request):
+                yield output
+        except BadRequestError as error:
+            if isinstance(obj.rid, list) and len(obj.rid) > 1 and error.rid in obj.rid:
+                named = str(error).replace("the prompt", f"prompt {obj.rid.index(error.rid)}", 1)
+                raise BadRequestError(named) from error
+            raise
+
+    def _check_prompt(self, obj: GenerateReqInput | EmbeddingReqInput, input_ids: list[int]) -> None:
         n_input = len(input_ids) if input_ids is not None else 0
         if n_input == 0 and obj.input_embeds is None and not obj.contains_mm_input():
             raise BadRequestError("the prompt is empty: it must hold at least one token")
@@ -465,7 +483,6 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 f" {self.context_len}): shorten it, or start the server with a larger --max-input-length, and more memory or a"
                 " larger --context-length where that asks for it"
             )
-        super()._validate_one_request(obj, input_ids)
 
 
 def is_probe(request: fastapi.Request | None) -> bool:

@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_prefill.core.labels import LabelError, bytes_of, check_distinct, resolve_in_context, restrict, text_of_bytes
+from sgl_prefill.core.labels import (
+    Label,
+    LabelError,
+    bytes_of,
+    check_distinct,
+    hint_of,
+    other_forms,
+    resolve_in_context,
+    restrict,
+    text_of_bytes,
+)
 
 VOCABULARY = ["a", "b", "ab", " ", " yes", "yes", "no", " no", "n", "o", ":", "y", "e", "s"]
 
@@ -70,6 +80,25 @@ def test_a_label_that_would_merge_with_the_prompt_stays_a_token_of_its_own() -> 
     """`a ` + `yes` would be encoded as `a`, ` yes`; the prompt's tokens stay and the label is `yes`."""
     assert resolve("yes", "a ") == "yes"
     assert resolve("b", "a") == "b"
+
+
+def test_the_other_form_of_a_label_has_a_blank_more_or_less_and_is_one_token() -> None:
+    """`a` with a blank is two tokens, and `ab` would merge with the prompt."""
+    found = other_forms([" yes", "no", "a"], ":", lambda texts: [encode(text) for text in texts], decode)
+    assert found == [("yes", VOCABULARY.index("yes")), (" no", VOCABULARY.index(" no")), None]
+
+
+def test_a_hint_says_where_the_other_forms_hold_more() -> None:
+    labels = [Label("yes", 5, other=(" yes", 4)), Label("no", 6, other=(" no", 7))]
+    logprobs = {5: math.log(0.001), 6: math.log(0.002), 4: math.log(0.5), 7: math.log(0.3)}
+    hint = hint_of(labels, 0.003, logprobs)
+    assert (
+        hint
+        == "as written the labels hold 0.003 of the probability, and ' yes', ' no' 0.8: mind the blank before a label"
+    )
+    assert hint_of(labels, 0.9, logprobs) is None
+    # Both forms are labels already.
+    assert hint_of([*labels, Label(" yes", 4), Label(" no", 7)], 0.8, logprobs) is None
 
 
 def test_a_label_of_several_tokens_names_them() -> None:

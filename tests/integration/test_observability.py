@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import requests
+from prometheus_client.parser import text_string_to_metric_families
 
 from scripts import monitoring
 from sgl_prefill.core.metric_list import METRICS, PREFIX
@@ -26,6 +27,15 @@ def test_a_live_server_exposes_the_metrics_of_the_list_and_no_others(server: Ser
         ranks = {label for label in found if label.endswith("_rank")}
         assert found - ranks - {"model_name", "engine_type", "le"} == set(metric.labels)
     assert f"\n{monitoring.PROMPT_TOKENS}{{" in text
+
+
+def test_a_scraper_of_openmetrics_gets_the_names_that_the_dashboards_ask_for(server: Server) -> None:
+    """prometheus_client would write `sglang_...` for samples below `sglang:...`, which its own parser refuses."""
+    accept = {"Accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
+    reply = requests.get(f"{server.url}/metrics", headers=accept, timeout=60)
+    assert reply.headers["content-type"].startswith("text/plain")
+    families = {family.name: family for family in text_string_to_metric_families(reply.text)}
+    assert families["sglang:per_stage_req_latency_seconds"].samples
 
 
 def test_a_start_prints_what_matters_and_little_else(server: Server) -> None:

@@ -103,6 +103,35 @@ def test_label_mass_tells_a_wanted_answer_from_an_unwanted_one(server: Server) -
     assert sum(entry["probability"] for entry in colours["labels"]) == pytest.approx(1.0)
 
 
+def test_a_reply_hints_at_the_blank_before_labels_that_the_model_would_not_write(server: Server) -> None:
+    """After `is` comes ` Paris`, not `Paris`."""
+    without, with_blank = (
+        server.scores(FRANCE, allowed_tokens=["Paris", "Rome"])[0],
+        server.scores(FRANCE, allowed_tokens=CITIES)[0],
+    )
+    assert "' Paris', ' Rome'" in without["hint"]
+    assert "hint" not in with_blank
+    assert [entry["label"] for entry in without["labels"]] == ["Paris", "Rome"]
+
+
+def test_an_error_of_a_batch_names_the_prompt(server: Server, tokenizer: Any) -> None:
+    info = requests.get(f"{server.url}/server_info", timeout=60).json()
+    longest = info["sgl_prefill"]["memory"]["max_input_tokens"]
+    ids = tokenizer.encode(FRANCE)
+    too_long = [ids[0]] * (longest + 1)
+    for prompts in ([ids, ids, too_long], [FRANCE, FRANCE, "a " * (longest + 1)]):
+        for more in ({"allowed_tokens": CITIES}, {"max_tokens": 1}):
+            reply = server.post("/v1/completions", {"model": "demo", "prompt": prompts, **more})
+            assert reply.status_code == 400
+            assert "prompt 2 has" in reply.json()["message"], reply.text
+
+
+def test_a_field_that_would_be_ignored_is_refused(server: Server) -> None:
+    reply = server.post("/v1/completions", {"model": "demo", "prompt": FRANCE, "max_tokens": 1, "prompt_logprobs": 1})
+    assert reply.status_code == 400
+    assert "prompt_logprobs is a field of vLLM's" in reply.json()["message"]
+
+
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/generate"])
 def test_a_streaming_client_gets_one_chunk(server: Server, route: str) -> None:
     """One data event with the whole answer, the usage if it was asked for, then [DONE]."""
