@@ -126,6 +126,24 @@ def test_every_benchmark_has_a_readme_and_a_full_result(folder: Path) -> None:
         assert set(target) == {"name", "value", "target", "met"}
 
 
+def test_the_speeds_of_the_readme_are_in_the_results() -> None:
+    """All at once, medians: ours, and the best policy of SGLang 0.5.17 with its own attention."""
+    section = README[README.index("| workload |") :].partition("\n\n")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines()[2:]]
+    assert len(rows) == 2
+    for _, per_s, p50_s, stock_per_s, benchmark in rows:
+        result = json.loads((ROOT / "benchmarks" / benchmark.strip("`") / "result.json").read_text())
+        at_once = {row["engine"]: row for row in result["medians"] if row["offered_per_s"] is None}
+        assert f"{at_once['ours']['requests_per_s']:.1f}" == per_s
+        assert f"{at_once['ours']['p50_s']:.2f}" == p50_s
+        as_installed = [
+            row["requests_per_s"]
+            for name, row in at_once.items()
+            if name.startswith("stock") and name.endswith("torch_native")
+        ]
+        assert f"{max(as_installed):.1f}" == stock_per_s
+
+
 def test_what_the_readme_says_was_measured_is_in_the_results() -> None:
     """Each row names a target of a benchmark, and shows its value, what was asked for, and whether it was missed."""
     section = README[README.index("## Measured") :].partition("## The code")[0]
