@@ -81,6 +81,7 @@ BUDGETS_S: dict[str, float] = {
     "tests/integration/test_benchmarks.py": 180,
     "tests/integration/test_cluster.py": 180,
     "tests/integration/test_dashboard.py": 90,
+    "tests/integration/test_examples.py": 70,
     "tests/integration/test_families.py": 120,
     "tests/integration/test_lifecycle.py": 60,
     "tests/integration/test_order.py": 60,

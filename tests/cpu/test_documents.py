@@ -52,6 +52,14 @@ def test_every_script_and_module_that_the_readme_runs_exists() -> None:
         assert (ROOT / place).exists(), place
 
 
+def test_packages_are_installed_from_the_clone() -> None:
+    """No index has this package's name."""
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("sgl_prefill/**/*.md"), *ROOT.glob("sgl_prefill/**/*.py")]
+    assert len(pages) > 100
+    for page in pages:
+        assert not re.search(r"pip install ['\"]?sgl[-_]prefill", page.read_text()), page
+
+
 def test_the_python_blocks_of_the_readme_compile() -> None:
     """No placeholder that is no Python."""
     blocks = re.findall(r"```python\n(.*?)```", README, re.S)

@@ -2,8 +2,53 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
 from sgl_prefill.examples import label_reviews, recommend_posts
 from tests.integration.conftest import Server
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_request_of_the_readme_is_answered_as_printed(server: Server) -> None:
+    """The same fields, the same labels and tokens; numbers may differ."""
+    (command,) = re.findall(r"^curl .*?'$", README, re.M | re.S)
+    words = shlex.split(command.replace("http://127.0.0.1:30000", server.url))
+    reply = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+    (printed,) = re.findall(r"```json\n(.*?)```", README, re.S)
+    assert_has_the_fields_of(json.loads(printed), reply)
+    found = reply["choices"][0]["label_scores"]["labels"]
+    assert [(one["label"], one["token_id"]) for one in found] == [(" Paris", 7042), (" Rome", 7268)]
+
+
+def assert_has_the_fields_of(printed: Any, reply: Any) -> None:
+    if isinstance(printed, dict):
+        for name, value in printed.items():
+            assert name in reply, name
+            assert_has_the_fields_of(value, reply[name])
+    if isinstance(printed, list):
+        for one, other in zip(printed, reply, strict=True):
+            assert_has_the_fields_of(one, other)
+
+
+def test_the_job_of_the_readme_runs_as_printed(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```sh\n([^`]*sgl_prefill\.batch[^`]*)```", README)
+    for line in block.splitlines():
+        words = [sys.executable if word == ".venv/bin/python" else word for word in shlex.split(line)]
+        subprocess.run(words, check=True, cwd=tmp_path, capture_output=True)
+    answers = [json.loads(line) for line in (tmp_path / "jobs" / "scores.jsonl").read_text().splitlines()]
+    with (tmp_path / "jobs" / "reviews.csv").open(newline="") as table:
+        n_rows = len(list(csv.DictReader(table)))
+    assert len(answers) == n_rows > 20
+    assert all(0 < one[" positive"] < 1 and one["label_mass"] > 0.5 for one in answers)
 
 
 def test_the_reviews_are_separated_and_share_their_few_shot_prompt(server: Server) -> None:
