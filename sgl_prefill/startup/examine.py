@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 # CUDA toolkit.
 USUAL_HOME = Path("/usr/local/cuda")
+RUNTIME = Path("lib64", "libcudart.so")  # in a toolkit; kernels are linked with it
 REMEDY = (
     "SGLang compiles kernels at their first call, with nvcc and ninja: install a CUDA 13 toolkit and name its folder in"
     " CUDA_HOME, or `pip install nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl ninja`, which are found without it"
@@ -92,10 +93,15 @@ def prepare_cuda(environment: MutableMapping[str, str] = os.environ, usual: Path
 
 
 def _prepare_toolkit(environment: MutableMapping[str, str], usual: Path) -> None:
-    if found_toolkit(environment, usual) is not None:
+    nvcc = shutil.which("nvcc", path=environment.get("PATH", ""))
+    if (found := found_toolkit(environment, usual)) is not None:
+        named = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
+        if nvcc is not None and not named and found != Path(nvcc).parent.parent:
+            environment["CUDA_HOME"] = str(found)  # SGLang would take the folder of the wrapper, which has no libraries
         return
     if (packaged := packaged_toolkit()) is None:
-        logger.warning("no CUDA toolkit is in CUDA_HOME, on PATH or in %s: %s", usual, REMEDY)
+        if nvcc is None:
+            logger.warning("no CUDA toolkit is in CUDA_HOME, on PATH or in %s: %s", usual, REMEDY)
         return
     environment["CUDA_HOME"] = str(link_toolkit(packaged, cache_root() / "cuda-home"))
     flags = environment.get("NVCC_PREPEND_FLAGS", "")
@@ -105,12 +111,12 @@ def _prepare_toolkit(environment: MutableMapping[str, str], usual: Path) -> None
 
 
 def found_toolkit(environment: Mapping[str, str], usual: Path = USUAL_HOME) -> Path | None:
-    """Returns the toolkit that SGLang, FlashInfer and DeepGEMM find without help."""
+    """Returns the toolkit of the user's variables, or the one beside nvcc or in the usual place that has libraries to link."""
     if home := environment.get("CUDA_HOME") or environment.get("CUDA_PATH"):
         return Path(home)
-    if nvcc := shutil.which("nvcc", path=environment.get("PATH", "")):
-        return Path(nvcc).parent.parent
-    return usual if usual.exists() else None
+    nvcc = shutil.which("nvcc", path=environment.get("PATH", ""))
+    homes = [usual] if nvcc is None else [Path(nvcc).parent.parent, usual]
+    return next((home for home in homes if (home / RUNTIME).exists()), None)
 
 
 def packaged_toolkit() -> Path | None:

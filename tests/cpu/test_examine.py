@@ -53,20 +53,40 @@ def test_the_packages_are_a_toolkit_where_there_is_no_other(packaged: Path, tmp_
     assert (home / "lib64" / "libcudart_static.a").exists()
 
 
+def toolkit_in(home: Path, *, has_libraries: bool = True) -> Path:
+    """A toolkit, or the folder of a wrapper called nvcc."""
+    (home / "bin").mkdir(parents=True)
+    (home / "bin" / "nvcc").write_text("")
+    (home / "bin" / "nvcc").chmod(0o755)
+    if has_libraries:
+        (home / "lib64").mkdir()
+        (home / "lib64" / "libcudart.so").write_text("")
+    return home
+
+
 def test_a_toolkit_that_sglang_finds_by_itself_stays(packaged: Path, tmp_path: Path) -> None:
     """In CUDA_HOME, in CUDA_PATH, on PATH, or where it most often is."""
-    programs = tmp_path / "toolkit" / "bin"
-    programs.mkdir(parents=True)
-    (programs / "nvcc").write_text("")
-    (programs / "nvcc").chmod(0o755)
+    programs = toolkit_in(tmp_path / "toolkit") / "bin"
     usual = tmp_path / "none"
     for environment in ({"CUDA_HOME": "/a"}, {"CUDA_PATH": "/a"}, {"PATH": str(programs)}):
         examine.prepare_cuda(environment, usual)
         assert environment.get("CUDA_HOME", "/a") == "/a"
         assert "NVCC_PREPEND_FLAGS" not in environment
     environment = environment_without(tmp_path)
-    examine.prepare_cuda(environment, tmp_path)
+    examine.prepare_cuda(environment, toolkit_in(tmp_path / "usual"))
     assert "CUDA_HOME" not in environment
+
+
+def test_a_wrapper_of_nvcc_is_no_toolkit(packaged: Path, tmp_path: Path) -> None:
+    """/usr/local/bin/nvcc led SGLang to link with -L/usr/local/lib64: the usual toolkit is named, or the packages'."""
+    wrapper = toolkit_in(tmp_path / "wrapper", has_libraries=False)
+    usual = toolkit_in(tmp_path / "usual")
+    environment = {"PATH": str(wrapper / "bin")}
+    examine.prepare_cuda(environment, usual)
+    assert environment["CUDA_HOME"] == str(usual)
+    environment = {"PATH": str(wrapper / "bin")}
+    examine.prepare_cuda(environment, tmp_path / "none")
+    assert (Path(environment["CUDA_HOME"]) / "lib64" / "libcudart.so").exists()
 
 
 def test_a_compiler_of_another_minor_version_than_the_headers_may_compile(
