@@ -146,9 +146,10 @@ def dashboard() -> dict[str, Any]:
                 "targets": targets,
             }
         )
-    asked = {"name": "DS_PROMETHEUS", "label": "Prometheus", "type": "datasource", "pluginId": "prometheus"}
+    # A variable, which Grafana fills for imported and for provisioned dashboards; `__inputs` only for imported ones.
+    variable = {"name": "DS_PROMETHEUS", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
     return {
-        "__inputs": [asked],
+        "templating": {"list": [variable]},
         "title": "sgl_prefill",
         "uid": "sgl-prefill",
         "schemaVersion": 39,

@@ -65,7 +65,8 @@ def main() -> int:
 
 
 def model_in(dtype: torch.dtype) -> Any:
-    return AutoModelForCausalLM.from_pretrained(demo_model.ensure(), dtype=dtype).eval()
+    made: Any = AutoModelForCausalLM.from_pretrained(demo_model.ensure(), dtype=dtype)
+    return made.eval()
 
 
 def quantised(*, rows: bool) -> Any:

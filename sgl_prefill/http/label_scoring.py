@@ -342,8 +342,8 @@ class LabelScorer:
         others: list[tuple[str, int] | None] = [None] * len(texts)
         if len(texts) <= MOST_HINTED:
             others = other_forms(texts, prompt_end, self._encode, self._decode)
-        found = zip(texts, token_ids, others, strict=True)
-        return [Label(text, token_id, other=other) for text, token_id, other in found]
+        rows = zip(texts, token_ids, others, strict=True)
+        return [Label(text, token_id, other=other) for text, token_id, other in rows]
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         if self._tokenizer is None:

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
 from scripts import monitoring
 from sgl_prefill.core.metric_list import METRICS, PREFIX, Metric
@@ -17,6 +18,32 @@ UNITS = ("seconds", "bytes", "tokens", "ratio", "requests", "lines")
 # Of which our own code is the only author.
 BOUNDED_LABELS = {"reason"}
 NAMES = {metric.exposed for metric in METRICS}
+
+
+def test_the_files_of_a_deployment_name_what_is_there() -> None:
+    """Compose's services and mounts, Prometheus' target and rules, and the commands of image and unit."""
+    root, folder = monitoring.FOLDER.parents[1], monitoring.FOLDER
+    compose = yaml.safe_load((folder / "compose.yaml").read_text())
+    services = compose["services"]
+    assert (folder / services["engine"]["build"] / "Dockerfile").resolve() == root / "Dockerfile"
+    mounts = [volume.split(":") for one in services.values() for volume in one["volumes"]]
+    for source, *_ in mounts:
+        assert (folder / source).exists() if source.startswith("./") else source in compose["volumes"]
+    prometheus = yaml.safe_load((folder / "prometheus.yaml").read_text())
+    places = {target for source, target, *_ in mounts}
+    assert {f"/etc/prometheus/{file}" for file in prometheus["rule_files"]} <= places
+    (host, port) = prometheus["scrape_configs"][0]["static_configs"][0]["targets"][0].split(":")
+    dockerfile = (root / "Dockerfile").read_text()
+    assert host in services
+    assert f"EXPOSE {port}" in dockerfile
+    provider = yaml.safe_load((folder / "grafana_dashboards.yaml").read_text())["providers"][0]
+    assert any(place.startswith(provider["options"]["path"]) for place in places)
+    entry = json.loads(re.findall(r"^ENTRYPOINT (.*)$", dockerfile, re.M)[0])
+    (started,) = re.findall(r"^ExecStart=(.*)$", (folder / "sgl-prefill.service").read_text(), re.M)
+    for words in (entry, started.split()):
+        assert words[0].endswith(".venv/bin/python")
+        assert words[1:3] == ["-m", "sgl_prefill.launch_server"]
+        assert words[-2:] == ["--port", port]
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
