@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"sgl_prefill.batch: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nsgl_prefill.batch: interrupted; the same command goes on where this one was", file=sys.stderr)
+        print("sgl_prefill.batch: interrupted; the same command goes on where this one was", file=sys.stderr)
         return INTERRUPTED
 
 
