@@ -8,12 +8,14 @@ import urllib.request
 from collections.abc import AsyncIterator, Callable
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from sgl_prefill.answer import Answer
-from sgl_prefill.batch.backends import RequestOf
+from sgl_prefill.batch.__main__ import only_plan, open_input
+from sgl_prefill.batch.backends import OwnEngine, RequestOf
 from sgl_prefill.batch.batch_job import ALL_ANSWERED, SOME_NOT, Job
 from sgl_prefill.batch.options import options_of, parser
 from sgl_prefill.batch.progress import Progress
@@ -135,6 +137,19 @@ def test_shards_answer_each_row_once_and_split_no_group(job_file: Path, tmp_path
         found.append(ids(tmp_path / f"out{which}.jsonl"))
     assert sorted(one for of_shard in found for one in of_shard) == sorted(f"r{number}" for number in range(N_ROWS))
     assert [len({int(one[1:]) % 3 for one in of_shard}) for of_shard in found] == [1, 1, 1]
+
+
+def test_a_dry_run_loads_no_model(job_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Engine:
+        async def prompts_of(self, url: str, body: dict[str, Any]) -> list[SimpleNamespace]:
+            return [SimpleNamespace(tokens=[ord(one) for one in body["prompt"]], max_new_tokens=1)]
+
+        def start(self) -> None:
+            pytest.fail("it loads the model")
+
+    options = options_of(parser().parse_args(["-i", str(job_file), "-o", str(tmp_path / "out.jsonl"), "--dry-run"]))
+    assert only_plan(options, OwnEngine(cast(Any, Engine())), open_input(options)) == ALL_ANSWERED
+    assert f"rows: {N_ROWS}, prompts: {N_ROWS}\ntokens of all prompts: " in capsys.readouterr().out
 
 
 def test_progress_is_served_to_prometheus_and_a_taken_port_says_so() -> None:
