@@ -1,6 +1,6 @@
 """`python -m sgl_prefill.plan`: which fairness lambda suits my traffic? A trace replayed through the engine's own policy.
 
-    python -m sgl_prefill.plan --workload post-recommendation --rate 20 --durable-tokens 28300 --lambda 0,100,500,2000
+    python -m sgl_prefill.plan --workload post-recommendation --arrivals single --users 12 --rate 10 --durable-tokens 43000
     python -m sgl_prefill.plan --trace T.jsonl --profile P.json --durable-tokens 200000 --plot latency.png
     python -m sgl_prefill.plan --trace requests.jsonl --durable-tokens 28300 --fairness-lambda 500,2000
 
