@@ -1,6 +1,6 @@
 """`python -m sgl_prefill.plan`: which fairness lambda suits my traffic? A trace replayed through the engine's own policy.
 
-    python -m sgl_prefill.plan --workload post-recommendation --rate 20 --durable-tokens 28300 --lambda 0,100,500,2000
+    python -m sgl_prefill.plan --workload post-recommendation --arrivals single --users 12 --rate 10 --durable-tokens 43000
     python -m sgl_prefill.plan --trace T.jsonl --profile P.json --durable-tokens 200000 --plot latency.png
     python -m sgl_prefill.plan --trace requests.jsonl --durable-tokens 28300 --fairness-lambda 500,2000
 
@@ -18,7 +18,6 @@ import logging
 import math
 import random
 import sys
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from sgl_prefill.planner.summary import Served, plot, show, summary_of
 from sgl_prefill.planner.summary import Summary as Summary
 from sgl_prefill.planner.summary import percentile as percentile
 from sgl_prefill.port.steps.request_log import PAGE_TOKENS
+from sgl_prefill.startup.progress_bar import ProgressBar
 
 # A machine that computes 20,000 tokens a second, where no server has fitted a model yet.
 EXAMPLE_PROFILE = FittedJct(step_ms=5.0, miss_token_ms=0.05, pair_ms=5e-7, cached_token_ms=1e-4)
@@ -59,7 +59,11 @@ def main(argv: list[str] | None = None) -> int:
         f"{len(arrivals)} requests; an unlimited cache would save {100 * workloads.ceiling_of_saving(arrivals):.2f} %"
     )
     summaries = [summary_of("as it ran", as_it_ran)] if as_it_ran else []
-    summaries += [summarize(arrivals, one, profile, arguments) for one in configs]
+    with ProgressBar(len(configs) * len(arrivals)) as bar:
+        summaries += [
+            summarize(arrivals, one, profile, arguments, bar, index * len(arrivals))
+            for index, one in enumerate(configs)
+        ]
     show(summaries)
     if arguments.json is not None:
         found = [summary._replace(latencies_s=[])._asdict() for summary in summaries]
@@ -82,21 +86,22 @@ def summarize(
     config: PrefillConfig,
     profile: FittedJct,
     arguments: argparse.Namespace,
+    bar: ProgressBar | None = None,
+    n_before: int = 0,
 ) -> Summary:
-    """Replays under these options, with progress on stderr. arguments: `durable_tokens` and `page_tokens`."""
+    """Replays under these options. arguments: `durable_tokens` and `page_tokens`; n_before: requests counted by `bar` already."""
     from sgl_prefill.planner.simulate import name_of, replay
 
     name = name_of(config)
-    started = time.monotonic()
 
-    def show_progress(n_served: int) -> None:
-        left_s = (time.monotonic() - started) / n_served * (len(arrivals) - n_served)
-        print(f"\r{name}: {n_served} of {len(arrivals)}, {left_s:.0f} s left   ", end="", file=sys.stderr)
+    def on_progress(n_served: int) -> None:
+        if bar is not None:
+            bar.show(n_before + n_served, f"{n_served:,} of {len(arrivals):,} requests", name)
 
     tokens, page_tokens = arguments.durable_tokens, arguments.page_tokens
-    served = list(replay(arrivals, config, profile, tokens, page_tokens=page_tokens, on_progress=show_progress))
-    print("\r" + 79 * " " + "\r", end="", file=sys.stderr)
-    return summary_of(name, served)
+    return summary_of(
+        name, list(replay(arrivals, config, profile, tokens, page_tokens=page_tokens, on_progress=on_progress))
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -35,10 +35,10 @@ def main(argv: list[str] | None = None) -> int:
             namespace, engine_flags = parser().parse_known_args(sys.argv[1:] if argv is None else argv)
         return answer(options_of(namespace), engine_flags)
     except SglPrefillError as error:
-        print(f"sgl_prefill.batch: {error}", file=sys.stderr)
+        say(str(error))
         return 2
     except KeyboardInterrupt:
-        print("\nsgl_prefill.batch: interrupted; the same command goes on where this one was", file=sys.stderr)
+        say("interrupted; the same command goes on where this one was")
         return INTERRUPTED
 
 
@@ -49,21 +49,33 @@ def answer(options: JobOptions, engine_flags: list[str]) -> int:
 
     opened = open_input(options)
     backend: RunningServers | OwnEngine
+    if not options.base_urls:
+        say("imports SGLang, whose tokenizer and checks all rows pass before a model is loaded")
     backend, identity = running_servers(options, engine_flags) if options.base_urls else own_engine(engine_flags)
     if options.dry_run:
         return only_plan(options, backend, opened)
     job = Job(options, identity, opened)
     try:
         if job.is_finished:
-            print("all rows were answered by an earlier run (--overwrite answers them again)", file=sys.stderr)
+            say("all rows were answered by an earlier run (--overwrite answers them again)")
             return 0
         planned = job.plan(backend)
         report_plan(planned, backend.unit)
         if len(planned.order):
-            backend.start()
+            start(backend)
         return job.answer(backend, planned)
     finally:
         job.close()
+
+
+def start(backend: RunningServers | OwnEngine) -> None:
+    if isinstance(backend, OwnEngine):
+        say("loads the model")
+    backend.start()
+
+
+def say(text: str) -> None:
+    print(f"sgl_prefill.batch: {text}", file=sys.stderr, flush=True)
 
 
 def open_input(options: JobOptions) -> RequestFile:
@@ -94,7 +106,7 @@ def only_plan(options: JobOptions, backend: RunningServers | OwnEngine, opened: 
             job.close()
         lines = plans.describe(planned, backend.unit)
         if options.price_per_hour is not None and isinstance(backend, OwnEngine) and len(planned.order):
-            backend.start()
+            start(backend)
             assert backend.state is not None
             jct_ms, step = backend.state.jct_ms, backend.state.step_size
             if jct_ms is not None and step is not None:

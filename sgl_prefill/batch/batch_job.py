@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sys
 import time
 from array import array
 from collections.abc import Sequence
@@ -103,8 +102,9 @@ class Job:
             )
             if self.options.metrics_port is not None:
                 progress.serve_metrics(self.options.metrics_port)
-            asyncio.run(self._answer_all(backend, planned, progress))
-            progress.end()
+            with progress.bar:
+                asyncio.run(self._answer_all(backend, planned, progress))
+                progress.end()
             n_failed += progress.n_failed
             answer_s = progress.elapsed_s
         if self._is_made_at_end:
@@ -157,10 +157,9 @@ class Job:
                 flushed_s = time.monotonic()
         flush()
         if masses and (mass := sum(masses) / len(masses)) < LOW_MASS:
-            print(
+            progress.bar.say(
                 f"the labels hold {mass:.2%} of the probability, mean of {len(masses):,} answers: the model would say something"
                 " else. Do labels begin as the answer does (with a blank, say), and does the prompt end where it should?",
-                file=sys.stderr,
             )
 
     def _check_input(self) -> None:

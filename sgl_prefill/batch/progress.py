@@ -1,17 +1,13 @@
-"""How far a job is: a line that is written over on a terminal, a line a minute elsewhere, and Prometheus metrics."""
+"""How far a job is: its line on stderr, and Prometheus metrics."""
 
 from __future__ import annotations
 
-import sys
-import time
 from typing import TextIO
 
 import prometheus_client
 
 from sgl_prefill.errors import BatchJobError
-
-TERMINAL_EVERY_S = 0.5
-FILE_EVERY_S = 60.0
+from sgl_prefill.startup.progress_bar import ProgressBar
 
 
 class Progress:
@@ -31,67 +27,45 @@ class Progress:
         most_saved_tokens: int,
         unit: str = "tokens",
         *,
-        out: TextIO = sys.stderr,
+        out: TextIO | None = None,
     ) -> None:
         self.n_rows, self.n_done, self.n_failed = n_rows, n_before, 0
         self.n_tokens, self.most_saved_tokens = n_tokens, most_saved_tokens
         self.n_tokens_done = self.n_tokens_saved = 0
         self._n_before, self._has_tokens = n_before, unit == "tokens"
-        self._out = out
-        self._began_s = time.monotonic()
-        self._shown_s = self._began_s
-        self._every_s = TERMINAL_EVERY_S if out.isatty() else FILE_EVERY_S
+        # Where the plan has counted bytes, the share that is done is one of rows.
+        self.bar = ProgressBar(n_tokens if self._has_tokens else n_rows - n_before, out=out)
 
     @property
     def elapsed_s(self) -> float:
-        return time.monotonic() - self._began_s
+        return self.bar.elapsed_s
 
     def add(self, n_answered: int, n_failed: int, n_tokens: int, n_saved: int) -> None:
         """Counts rows. n_tokens, n_saved: of all prompts so far, and what the prefix cache held of them."""
         self.n_done += n_answered + n_failed
         self.n_failed += n_failed
         self.n_tokens_done, self.n_tokens_saved = n_tokens, n_saved
-        now_s = time.monotonic()
-        if now_s - self._shown_s >= self._every_s:
-            self._shown_s = now_s
-            self._write(self.line())
+        self.bar.show(self._n_past, *self._parts())
 
     def line(self) -> str:
-        """How far the job is, in one line."""
-        elapsed_s = max(self.elapsed_s, 1e-9)
-        of_all = f" of {self.n_tokens:,}" if self._has_tokens else ""
-        parts = [
-            f"{self.n_done:,} of {self.n_rows:,} rows",
-            f"{self.n_tokens_done:,}{of_all} tokens, {self.n_tokens_done / elapsed_s:,.0f} a second",
-        ]
+        return self.bar.line(self._n_past, *self._parts())
+
+    @property
+    def _n_past(self) -> int:
+        return self.n_tokens_done if self._has_tokens else self.n_done - self._n_before
+
+    def _parts(self) -> list[str]:
+        parts = [f"{self.n_done:,} of {self.n_rows:,} rows"]
+        parts += [f"{self.n_failed:,} failed"] if self.n_failed else []
+        parts.append(f"{self.n_tokens_done / max(self.elapsed_s, 1e-9):,.0f} tokens/s")
         if self.n_tokens_done and self.n_tokens:
             saved, most = self.n_tokens_saved / self.n_tokens_done, self.most_saved_tokens / self.n_tokens
             parts.append(f"{saved:.1%} saved (most: {most:.1%})")
-        if (left_s := self.left_s) is not None:
-            parts.append(f"{_duration(left_s)} left")
-        if self.n_failed:
-            parts.append(f"{self.n_failed:,} failed")
-        return ", ".join(parts)
-
-    @property
-    def left_s(self) -> float | None:
-        """Seconds until the end at the speed so far, in tokens, or in rows where the plan has counted bytes."""
-        if self._has_tokens:
-            past, past_before, whole = self.n_tokens_done, 0, self.n_tokens
-        else:
-            past, past_before, whole = self.n_done, self._n_before, self.n_rows
-        return self.elapsed_s * (whole - past) / (past - past_before) if past > past_before and self.n_tokens else None
+        return parts
 
     def end(self) -> None:
         """Says how the job ended."""
-        self._write(f"{self.line()}; this run took {_duration(self.elapsed_s)}", is_last=True)
-
-    def _write(self, line: str, *, is_last: bool = False) -> None:
-        if self._out.isatty():
-            self._out.write(f"\r\x1b[K{line}" + ("\n" if is_last else ""))
-        else:
-            self._out.write(line + "\n")
-        self._out.flush()
+        self.bar.say(f"{self.line()}; this run took {self.elapsed_s:.1f} s")
 
     def serve_metrics(self, port: int) -> None:
         """Serves these numbers, and SGLang's own, to Prometheus. Raises BatchJobError where the port is taken."""
@@ -109,11 +83,3 @@ class Progress:
             ("tokens_saved_most", "Tokens that the plan saves at most.", lambda: self.most_saved_tokens),
         ):
             prometheus_client.Gauge(f"sgl_prefill_job_{name}", about).set_function(value)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s"

@@ -6,11 +6,13 @@ Rows that can never be answered are found here too, all of them, before a model 
 from __future__ import annotations
 
 import asyncio
+import functools
 import mmap
 import multiprocessing
 import os
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ import numpy as np
 from sgl_prefill.batch.rows import RequestFile, id_hash
 from sgl_prefill.core.batch.token_rows import IntArray, TokenRows
 from sgl_prefill.errors import BadRequestError, BatchJobError
+from sgl_prefill.startup.progress_bar import TERMINAL_EVERY_S, ProgressBar
 
 ROWS_AT_ONCE = 256
 COPY_AT_ONCE = 1 << 24
@@ -67,7 +70,7 @@ def prepare(requests: RequestFile, find_prompts: FindPrompts, folder: Path) -> P
         parts = [
             _Part(requests, find_prompts, folder, number, *bounds[number : number + 2]) for number in range(n_workers)
         ]
-        _run_all(parts)
+        _run_all(parts, len(requests))
         _join(parts, folder / "tokens.bin", marker)
     found = np.load(marker)
     tokens = _mapped(folder / "tokens.bin") if found["lengths"].sum() else np.empty(0, np.int32)
@@ -113,11 +116,12 @@ class _Part(NamedTuple):
     def table_file(self) -> Path:
         return self.folder / f"prompts.{self.number}.npz"
 
-    def run(self) -> None:
+    def run(self, on_row: Callable[[int], None]) -> None:
+        """on_row: is called with the number of rows so far."""
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core
-        asyncio.run(self._find_all())
+        asyncio.run(self._find_all(on_row))
 
-    async def _find_all(self) -> None:
+    async def _find_all(self, on_row: Callable[[int], None]) -> None:
         lengths: list[int] = []
         rows: list[int] = []
         most_new: list[int] = []
@@ -125,6 +129,7 @@ class _Part(NamedTuple):
         hashes = np.zeros(self.end - self.first, np.uint64)
         with self.tokens_file.open("wb") as file:
             for row in range(self.first, self.end):
+                on_row(row - self.first)
                 custom_id = None
                 try:
                     request = self.requests.request(row)
@@ -151,16 +156,26 @@ class _Part(NamedTuple):
         )
 
 
-def _run_all(parts: Sequence[_Part]) -> None:
-    if len(parts) == 1:
-        parts[0].run()
-        return
-    context = multiprocessing.get_context("fork")  # shares imported modules and the loaded tokenizer
-    processes = [context.Process(target=part.run) for part in parts]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
+def _run_all(parts: Sequence[_Part], n_rows: int) -> None:
+    with ProgressBar(n_rows) as bar:
+
+        def show(n_read: int) -> None:
+            bar.show(n_read, f"{n_read:,} of {n_rows:,} rows read")
+
+        if len(parts) == 1:
+            parts[0].run(show)
+            return
+        n_read = multiprocessing.RawArray("q", len(parts))
+        context = multiprocessing.get_context("fork")  # shares imported modules and the loaded tokenizer
+        processes = [
+            context.Process(target=part.run, args=(functools.partial(n_read.__setitem__, part.number),))
+            for part in parts
+        ]
+        for process in processes:
+            process.start()
+        while running := [process.sentinel for process in processes if process.exitcode is None]:
+            connection.wait(running, TERMINAL_EVERY_S)
+            show(sum(n_read))
     if any(process.exitcode for process in processes):
         raise BatchJobError("a process that tokenises ended, for the reason above")
 

@@ -24,10 +24,13 @@ from sgl_prefill.entry import local_server
 from sgl_prefill.errors import ConfigurationError, ServerStartError, SglPrefillError
 from sgl_prefill.http.shutdown import DRAIN_S
 from sgl_prefill.port.steps import clients
-from sgl_prefill.startup import arguments, examine
+from sgl_prefill.startup import arguments, disk_cache, examine
+from sgl_prefill.startup.progress_bar import ProgressBar
 
+PROGRAM = "sgl_prefill.cluster"
 GATEWAY, LOCAL = "the gateway", "127.0.0.1"
 LEAST_BUDGET_GB = 0.25  # of an engine without --memory-budget-gb
+START_GB = 2.5  # of an engine that starts, beside its budget: Python, PyTorch and SGLang in four processes
 POLL_S, GATEWAY_START_S = 0.2, 120
 END_S = 20  # for a process to end, after DRAIN_S for its requests
 NEVER_S = str(365 * 24 * 3600)
@@ -79,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         return _end(children)
     except SglPrefillError as error:
         _end(children, drain_s=0)
-        print(f"sgl_prefill.cluster: cannot start\n{error}", file=sys.stderr)
+        print(f"{PROGRAM}: cannot start\n{error}", file=sys.stderr)
         return 2
 
 
@@ -204,21 +207,22 @@ def _start(
     logs.mkdir(parents=True, exist_ok=True)
     _say(f"logs are in {logs}")
     key, host, port = options.api_key, options.router_host, options.router_port
+    n, is_together = len(engines), start_together(engines)
+    lock = {disk_cache.LOCK: str(logs / "measuring.lock")} if is_together else {}
     for index, (flags, environment) in enumerate(engines):
-        log = logs / f"engine_{index}.log"
         engine = local_server.begin(
             "sgl_prefill.launch_server",
             flags,
-            log,
+            logs / f"engine_{index + 1}.log",
             port=options.engine_port + index,
-            environment=environment,
+            environment={**environment, **lock},
             ends_with_us=True,
         )
-        to.append(Child(f"engine {index}", engine))
-        if index == 0:  # the other engines read what it measures
-            local_server.await_health(engine)
-    for child in to:
-        local_server.await_health(child.server)
+        to.append(Child(f"engine {index + 1} of {n}", engine))
+        if not is_together:
+            _await(to[-1:])
+    if is_together:
+        _await(to)
     urls = [child.server.url for child in to]
     command = gateway_command(urls, options.routing, host, port, options.metrics_port, DRAIN_S, key)
     url, log = f"http://{host}:{port}", logs / "gateway.log"
@@ -232,6 +236,31 @@ def _start(
             )
         time.sleep(POLL_S)
     _say(f"ready: {url}, before {', '.join(urls)}; the gateway's metrics: port {options.metrics_port}")
+
+
+def start_together(engines: Sequence[tuple[list[str], Mapping[str, str]]]) -> bool:
+    """Whether all engines fit in memory while they start; if not, says why they start one after the other."""
+    free_gb, _ = examine.free_memory_gb()
+    budgets = (arguments.value_of(flags, "--memory-budget-gb") for flags, _ in engines)
+    needed_gb = sum(START_GB + float(budget or 0) for budget in budgets)
+    if needed_gb > free_gb and len(engines) > 1:
+        _say(
+            f"the engines start one after the other: together they could take {needed_gb:.1f} GiB while they start, and"
+            f" {free_gb:.1f} GiB are free"
+        )
+    return needed_gb <= free_gb
+
+
+def _await(children: Sequence[Child]) -> None:
+    """Waits until these engines, which start now, serve. Raises ServerStartError."""
+    starting = list(children)
+    with ProgressBar() as bar:
+        while starting:
+            for child in tuple(starting):
+                bar.show(0, f"{PROGRAM}: {len(starting)} engines start")
+                if local_server.is_healthy(child.server, bar.elapsed_s):
+                    starting.remove(child)
+                    bar.say(f"{PROGRAM}: {child.name} serves after {bar.elapsed_s:.0f} s")
 
 
 def _watch(children: list[Child]) -> int:
@@ -271,7 +300,7 @@ def _terminate(number: int, frame: object) -> None:
 
 
 def _say(text: str) -> None:
-    print(f"sgl_prefill.cluster: {text}", file=sys.stderr, flush=True)
+    print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -109,16 +109,23 @@ def running(module: str, flags: Sequence[str], log: Path, **options: object) -> 
 def await_health(server: LocalServer, on_wait: Callable[[float], None] = lambda elapsed_s: None) -> None:
     """Raises ServerStartError where the server ends, or is not healthy in time."""
     started = time.monotonic()
-    while (elapsed_s := time.monotonic() - started) < START_TIMEOUT_S:
+    while not is_healthy(server, elapsed_s := time.monotonic() - started):
         on_wait(elapsed_s)
-        if _ended_within(server.process, POLL_S):
-            status = server.process.returncode
-            raise ServerStartError(f"{' '.join(server.command)} ended with status {status}:\n{_tail(server.log)}")
-        if _is_healthy(server.url):
-            return
-    raise ServerStartError(
-        f"{' '.join(server.command)} was not healthy after {START_TIMEOUT_S} s:\n{_tail(server.log)}"
-    )
+
+
+def is_healthy(server: LocalServer, elapsed_s: float) -> bool:
+    """Waits POLL_S, then asks. elapsed_s: since the start. Raises ServerStartError where the server has ended, or is too slow."""
+    if _ended_within(server.process, POLL_S):
+        status = server.process.returncode
+        raise ServerStartError(f"{' '.join(server.command)} ended with status {status}:\n{_tail(server.log)}")
+    if elapsed_s > START_TIMEOUT_S:
+        raise ServerStartError(
+            f"{' '.join(server.command)} was not healthy after {START_TIMEOUT_S} s:\n{_tail(server.log)}"
+        )
+    try:
+        return requests.get(f"{server.url}/health", timeout=10).status_code == 200
+    except requests.RequestException:
+        return False
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
@@ -134,13 +141,6 @@ def _ended_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
     except subprocess.TimeoutExpired:
         return False
     return True
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        return requests.get(f"{url}/health", timeout=10).status_code == 200
-    except requests.RequestException:
-        return False
 
 
 def free_port() -> int:

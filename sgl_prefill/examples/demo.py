@@ -12,25 +12,26 @@ from pathlib import Path
 from sgl_prefill.entry import local_server
 from sgl_prefill.errors import SglPrefillError
 from sgl_prefill.examples import demo_model, label_reviews
+from sgl_prefill.startup.progress_bar import ProgressBar
 
 
 def main() -> int:
     try:
         demo_model.ensure()
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, ProgressBar() as bar:
             log = Path(folder) / "server.log"
-            with local_server.running("sgl_prefill.launch_server", sys.argv[1:], log, on_wait=_show_progress) as server:
-                print(" ready", file=sys.stderr)
+
+            def on_wait(elapsed_s: float) -> None:
+                bar.show(0, "starting the server (30 to 60 s on 2 cores)")
+
+            with local_server.running("sgl_prefill.launch_server", sys.argv[1:], log, on_wait=on_wait) as server:
+                bar.say(f"the server is ready after {bar.elapsed_s:.0f} s")
                 print(label_reviews.table(label_reviews.label_all(server.url)))
                 print("stopping the server", file=sys.stderr)
     except SglPrefillError as error:
-        print(f"\n{error}", file=sys.stderr)
+        print(error, file=sys.stderr)
         return 1
     return 0
-
-
-def _show_progress(elapsed_s: float) -> None:
-    print(f"\rstarting the server (30 to 60 s on 2 cores): {elapsed_s:3.0f} s", end="", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

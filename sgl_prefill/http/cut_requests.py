@@ -8,8 +8,9 @@ import functools
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
+import orjson
 from fastapi.encoders import jsonable_encoder
-from fastapi.responses import ORJSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel
 
 from sgl_prefill.errors import BadRequestError
@@ -185,7 +186,7 @@ def with_parts(reply: Any, request: Any, parts: PartsOfPrompts) -> Any:
         return reply
     shown = {SHOWN: parts if is_batch(request.prompt_parts or []) else parts[0]}
     if isinstance(reply, BaseModel):
-        return ORJSONResponse({**jsonable_encoder(reply), **shown})
+        return Response(orjson.dumps({**jsonable_encoder(reply), **shown}), media_type="application/json")
     if isinstance(reply, StreamingResponse) and reply.status_code < 400:
         first = event_of({**envelope(request, is_chunk=True), "choices": [], **shown})
         reply.body_iterator = _after(first, reply.body_iterator)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import pkgutil
+import warnings
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import orjson
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import ORJSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from sglang.srt.utils.json_response import orjson_response
 from starlette.routing import BaseRoute, Route
 
 from sgl_prefill.config import PrefillConfig
@@ -207,7 +209,7 @@ class PrefillRoutes:
             scored = await self.scorer.score(obj, answers, request, obj.deadline_ms, reply)
         outputs = [generate_output(one) for one in scored]
         body: Any = outputs if is_batch else outputs[0]
-        return _stream([body]) if streams else ORJSONResponse(body)
+        return _stream([body]) if streams else orjson_response(body)
 
     async def score(self, request: LabelScoringRequest, raw_request: Request) -> Any:
         check_reply_fields(request, has_answers=True)
@@ -259,7 +261,7 @@ class PrefillRoutes:
         ids = await self._manager.run_in_thread(lambda twin: [twin.tokenizer.encode(text, **options) for text in texts])
         counts = [len(of_text) for of_text in ids]
         one = isinstance(request.prompt, str)
-        return ORJSONResponse(
+        return orjson_response(
             {
                 "tokens": ids[0] if one else ids,
                 "count": counts[0] if one else counts,
@@ -300,6 +302,8 @@ class PrefillRoutes:
 
 def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
     """Replaces SGLang's endpoints in its FastAPI app, and verifies it. Raises SeamError if one is missing."""
+    # SGLang answers errors with this class: one warning of 400 characters for each line of code that does.
+    warnings.filterwarnings("ignore", "ORJSONResponse is deprecated")
     endpoints = PrefillRoutes(app, config)
     for route in ROUTES:
         found = [r for r in app.router.routes if _serves(r, route.path, endpoints.stock_endpoint(route.path))]
@@ -388,7 +392,8 @@ def _serves(route: BaseRoute, path: str, endpoint: Callable[..., Any]) -> bool:
 
 async def answer_bad_request(request: Request, error: Exception) -> Response:
     status = error.status if isinstance(error, BadRequestError) else HTTPStatus.BAD_REQUEST
-    return ORJSONResponse(Refusal(status, "BadRequestError", str(error)).flat, status)
+    reply: Response = orjson_response(Refusal(status, "BadRequestError", str(error)).flat, status)
+    return reply
 
 
 @contextmanager
@@ -406,7 +411,8 @@ def _openai_reply(request: Any, choices: list[dict[str, Any]], scored: list[Scor
     """The whole reply, or for a stream one chunk with everything (and one with the usage if requested)."""
     head = envelope(request, is_chunk=request.stream)
     if not request.stream:
-        return ORJSONResponse({**head, "choices": choices, "usage": usage(scored)})
+        reply: Response = orjson_response({**head, "choices": choices, "usage": usage(scored)})
+        return reply
     chunks: list[Any] = [{**head, "choices": choices}]
     if request.stream_options is not None and request.stream_options.include_usage:
         chunks.append({**head, "choices": [], "usage": usage(scored)})

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
 import math
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,24 @@ from sgl_prefill.core.ranks import Ranks
 logger = logging.getLogger(__name__)
 
 FORMAT = 8
+LOCK = "SGL_PREFILL_MEASURING_LOCK"  # environment variable of engines that start together: a file
 
 
 def cache_root() -> Path:
     """Folder of this package's files: in XDG_CACHE_HOME, or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sgl_prefill"
+
+
+@contextmanager
+def measuring_in_turn(ranks: Ranks) -> Iterator[None]:
+    """Engines of a cluster measure one after the other: the later ones find what the first has stored."""
+    path = os.environ.get(LOCK)
+    if path is None or ranks.index > 0:  # the other ranks wait for the first
+        yield
+        return
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def load_for_all(

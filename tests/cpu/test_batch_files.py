@@ -22,6 +22,7 @@ from sgl_prefill.batch.options import JobOptions, options_of, parser
 from sgl_prefill.batch.prompts import FoundPrompt, prepare
 from sgl_prefill.batch.rows import RequestFile, parse
 from sgl_prefill.errors import BadRequestError, BatchJobError
+from sgl_prefill.startup import progress_bar
 
 
 def line(custom_id: str, prompt: str = "a b", **fields: Any) -> bytes:
@@ -85,14 +86,19 @@ async def find_prompts(url: str, body: dict[str, Any]) -> list[FoundPrompt]:
 
 @pytest.mark.parametrize("n_processes", [1, 3])
 def test_prompts_of_all_rows_are_on_disk_once_whatever_number_of_processes_finds_them(
-    tmp_path: Path, input_file: Path, n_processes: int
+    tmp_path: Path, input_file: Path, n_processes: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = ["ab abc", "no!", "x", *(f"w{number} v" for number in range(30))]
     input_file.write_bytes(b"\n".join(line(f"row-{number}", text) for number, text in enumerate(texts)))
     requests = RequestFile(input_file)
     cores = mock.patch.object(os, "sched_getaffinity", return_value=range(n_processes))
-    with cores, mock.patch.object(prompts, "ROWS_AT_ONCE", 1):
+    at_once = mock.patch.object(progress_bar, "FILE_EVERY_S", 0.0)
+    with cores, at_once, mock.patch.object(prompts, "ROWS_AT_ONCE", 1):
         found = prepare(requests, find_prompts, tmp_path)
+    shown = capsys.readouterr().err.splitlines()[-1]
+    assert shown.startswith(
+        f"{(len(texts) - n_processes) / len(texts):.0%}, {len(texts) - n_processes} of 33 rows read"
+    )
     words = [(row, word) for row, text in enumerate(texts) if "!" not in text for word in text.split()]
     assert ["".join(map(chr, found.tokens[index])) for index in range(len(words))] == [word for _, word in words]
     assert found.row.tolist() == [row for row, _ in words]

@@ -8,12 +8,14 @@ import urllib.request
 from collections.abc import AsyncIterator, Callable
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from sgl_prefill.answer import Answer
-from sgl_prefill.batch.backends import RequestOf
+from sgl_prefill.batch.__main__ import only_plan, open_input
+from sgl_prefill.batch.backends import OwnEngine, RequestOf
 from sgl_prefill.batch.batch_job import ALL_ANSWERED, SOME_NOT, Job
 from sgl_prefill.batch.options import options_of, parser
 from sgl_prefill.batch.progress import Progress
@@ -137,6 +139,19 @@ def test_shards_answer_each_row_once_and_split_no_group(job_file: Path, tmp_path
     assert [len({int(one[1:]) % 3 for one in of_shard}) for of_shard in found] == [1, 1, 1]
 
 
+def test_a_dry_run_loads_no_model(job_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Engine:
+        async def prompts_of(self, url: str, body: dict[str, Any]) -> list[SimpleNamespace]:
+            return [SimpleNamespace(tokens=[ord(one) for one in body["prompt"]], max_new_tokens=1)]
+
+        def start(self) -> None:
+            pytest.fail("it loads the model")
+
+    options = options_of(parser().parse_args(["-i", str(job_file), "-o", str(tmp_path / "out.jsonl"), "--dry-run"]))
+    assert only_plan(options, OwnEngine(cast(Any, Engine())), open_input(options)) == ALL_ANSWERED
+    assert f"rows: {N_ROWS}, prompts: {N_ROWS}\ntokens of all prompts: " in capsys.readouterr().out
+
+
 def test_progress_is_served_to_prometheus_and_a_taken_port_says_so() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -160,10 +175,9 @@ def test_progress_is_served_to_prometheus_and_a_taken_port_says_so() -> None:
 def test_a_job_without_a_tokenizer_says_how_long_it_takes_by_its_rows() -> None:
     """Its plan has counted bytes, and answers tell of tokens."""
     progress = Progress(100, 20, 1_000_000, 500_000, "bytes", out=StringIO())
-    progress._began_s -= 1000
+    progress.bar._began_s -= 1000
     progress.add(20, 0, 4_000, 1_000)
-    assert progress.left_s == pytest.approx(3 * 1000, rel=0.01)
-    assert "4,000 tokens" in progress.line()
+    assert progress.line().startswith("25%, 40 of 100 rows, 50:00 left, 4 tokens/s")
 
 
 @pytest.mark.parametrize(("mass", "is_said"), [(0.0006, True), (0.59, False)])

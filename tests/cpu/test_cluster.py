@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import socket
+import subprocess
 from contextlib import ExitStack
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from sgl_prefill.cluster import __main__ as cluster
+from sgl_prefill.entry import local_server
 from sgl_prefill.entry.local_server import free_port
 from sgl_prefill.errors import ConfigurationError
 from sgl_prefill.startup import examine
@@ -97,6 +100,33 @@ def test_more_engines_than_the_machine_holds_are_refused_with_the_numbers(argv: 
     options, flags = cluster.parsed(argv)
     with pytest.raises(ConfigurationError, match=told):
         cluster.shares(options.engines, flags)
+
+
+@pytest.mark.usefixtures("_much_memory")
+@pytest.mark.parametrize(("budget_gb", "is_together"), [("1.5", True), ("1.6", False)])
+def test_engines_start_together_where_all_fit_while_they_start(
+    budget_gb: str, is_together: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """8 GiB are free, and each engine takes 2.5 beside its budget while it starts."""
+    engines = cluster.shares(2, ["--memory-budget-gb", budget_gb])
+    assert cluster.start_together(engines) == is_together
+    said = "one after the other: together they could take 8.2 GiB while they start, and 8.0 GiB are free"
+    assert (said in capsys.readouterr().err) != is_together
+
+
+def test_each_engine_is_a_line_when_it_serves(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """In the order in which they do; a start had been silent for two minutes."""
+    answers = iter([False, False, False, True, True])
+    monkeypatch.setattr(local_server, "is_healthy", lambda server, elapsed_s: next(answers))
+    process = cast("subprocess.Popen[bytes]", None)
+    server = local_server.LocalServer("http://127.0.0.1:1", [], process, tmp_path / "log")
+    cluster._await([cluster.Child(f"engine {number} of 2", server) for number in (1, 2)])
+    assert capsys.readouterr().err.splitlines() == [
+        "sgl_prefill.cluster: engine 2 of 2 serves after 0 s",
+        "sgl_prefill.cluster: engine 1 of 2 serves after 0 s",
+    ]
 
 
 def test_without_the_gateway_nothing_starts_and_the_extra_is_named(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from typing import Any
 
@@ -49,6 +50,18 @@ def test_two_ranks_meet_on_the_loopback_interface() -> None:
         if one.status == psutil.CONN_LISTEN and one.laddr.port == PORT
     }
     assert listening == {"127.0.0.1"}
+
+
+def test_one_rank_takes_another_port_where_its_own_is_taken() -> None:
+    """SGLang chooses a port seconds before it listens: an engine of a cluster had ended because another one had it then."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        server_args = type("Args", (), {"nnodes": 1, "dist_init_addr": None})()
+        url = rank_group.around_resolve_dist_init_method(
+            lambda **_: "tcp://10.0.0.1:5", server_args=server_args, dist_port=taken.getsockname()[1]
+        )
+        store, rank, n_ranks = next(rendezvous(url, 0, 1))
+        store.set("key", "value")
+    assert (rank, n_ranks, store.get("key")) == (0, 1, b"value")
 
 
 @pytest.mark.parametrize("found", ["env://", "file:///tmp/x"])

@@ -15,6 +15,7 @@ from sgl_prefill.port.runner.runner_state import RunnerState
 from sgl_prefill.port.runner.sglang_model import SglangModel, weights_bytes
 from sgl_prefill.startup import examine
 from sgl_prefill.startup.device import device_of
+from sgl_prefill.startup.disk_cache import measuring_in_turn
 from sgl_prefill.startup.prepare import ANSWER_MARGIN_TOKENS, prepare
 from sgl_prefill.startup.record import ANSWERS_KEY, PACKS_WEIGHTS_KEY, RECORD_KEY, StartRecord
 
@@ -91,7 +92,8 @@ def around_get_worker_info(
     if record.memory_plan is None:
         model = SglangModel(state, worker.model_runner)
         try:
-            prepare(record, model)
+            with measuring_in_turn(model.ranks):
+                prepare(record, model)
         except BaseException:
             model.close()
             raise

@@ -93,9 +93,12 @@ def _meet_on_loopback(url: str, timeout: Any = None, **_: Any) -> Iterator[tuple
     address = urlsplit(url)
     rank, n_ranks = (int(parse_qs(address.query)[name][0]) for name in ("rank", "world_size"))
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    port = address.port or 0
     if rank == 0:
-        listener = socket.create_server((LOOPBACK, address.port or 0))
+        # SGLang has chosen the port seconds ago, and another engine that starts may have taken it: one rank needs no known one.
+        listener = socket.create_server((LOOPBACK, port if n_ranks > 1 else 0))
+        port = listener.getsockname()[1]
         options |= {"master_listen_fd": listener.detach(), "use_libuv": True}  # the store closes it
-    store = TCPStore(LOOPBACK, address.port or 0, n_ranks, is_master=rank == 0, wait_for_workers=False, **options)
+    store = TCPStore(LOOPBACK, port, n_ranks, is_master=rank == 0, wait_for_workers=False, **options)
     yield store, rank, n_ranks
     raise RuntimeError("a second rendezvous of the ranks is not possible")
