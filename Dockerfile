@@ -1,10 +1,10 @@
 # The engine on a CPU: docker build -t sgl-prefill . && docker run -p 127.0.0.1:30000:30000 -v models:/models sgl-prefill
 FROM python:3.11-slim
 RUN apt-get update -q && apt-get install -yq --no-install-recommends g++ && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home engine && mkdir /models && chown engine /models
-COPY --chown=engine . /home/engine/sgl_prefill
+    && useradd --create-home engine && mkdir /engine /models && chown engine /engine /models
+COPY --chown=engine . /engine
 USER engine
-WORKDIR /home/engine/sgl_prefill
+WORKDIR /engine
 RUN scripts/install.sh
 # Downloads, measurements of the machine and the demo model stay in the volume.
 ENV XDG_CACHE_HOME=/models/cache HF_HOME=/models/huggingface

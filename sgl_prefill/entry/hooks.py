@@ -247,7 +247,13 @@ FEATURES: tuple[Feature, ...] = (
             Override(
                 TOKENIZER_MANAGER,
                 "PrefillTokenizerManager",
-                ("__init__", "generate_request", "_validate_one_request", "_handle_abort_finish_reason"),
+                (
+                    "__init__",
+                    "generate_request",
+                    "_validate_one_request",
+                    "_handle_batch_request",
+                    "_handle_abort_finish_reason",
+                ),
                 "Requests that can never be answered get a 400, and late ones a 429 or 504, before SGLang computes anything.",
             ),
             Override(

@@ -1,4 +1,4 @@
-"""Routes of `/dashboard` (the page, and its stream of snapshots) and `/scheduler/decisions`.
+"""Routes of `/dashboard` (the page, and its stream of snapshots), `/docs` and `/scheduler/decisions`.
 
 All open pages share one request to the schedulers at a time. None is sent while no page is open.
 """
@@ -24,6 +24,7 @@ from sglang.srt.managers.io_struct import GetInternalStateReq
 from sgl_prefill import dashboard as dashboard_files
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError, NotFoundError
+from sgl_prefill.http import api_docs
 from sgl_prefill.http.shutdown import Ending
 from sgl_prefill.port.dashboard.watch import DECISIONS_NAME, NAME
 from sgl_prefill.port.steps.recent import N_STEPS
@@ -33,14 +34,21 @@ if TYPE_CHECKING:
 
     from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
 
-PATH, EVENTS_PATH, DECISIONS_PATH = "/dashboard", "/dashboard/events", "/scheduler/decisions"
+PATH, EVENTS_PATH, DOCS_PATH, DECISIONS_PATH = "/dashboard", "/dashboard/events", "/docs", "/scheduler/decisions"
 MOST_PER_S = 5  # snapshots
 PART_OF_TIME = 0.005  # largest share of the scheduler's time for snapshots
 LONGEST_PAUSE_S = 5.0  # between two snapshots
 LOOK_S = 1.0  # between two checks for shutdown
 FILES = Path(dashboard_files.__file__).parent
-SCRIPTS = ("vendor/uPlot.iife.min.js", "vendor/d3-hierarchy.min.js", "page.js")
-STYLES = ("vendor/uPlot.min.css", "page.css")
+# By path: HTML, scripts and styles.
+PAGES = {
+    PATH: (
+        "page.html",
+        ("vendor/uPlot.iife.min.js", "vendor/d3-hierarchy.min.js", "page.js"),
+        ("vendor/uPlot.min.css", "page.css"),
+    ),
+    DOCS_PATH: ("docs.html", ("docs.js",), ("page.css", "docs.css")),
+}
 
 
 class Page(NamedTuple):
@@ -49,10 +57,11 @@ class Page(NamedTuple):
 
 
 @functools.cache
-def page() -> Page:
-    scripts, styles = "\n".join(map(_text, SCRIPTS)), "\n".join(map(_text, STYLES))
+def page(path: str = PATH) -> Page:
+    html_name, script_names, style_names = PAGES[path]
+    scripts, styles = "\n".join(map(_text, script_names)), "\n".join(map(_text, style_names))
     assert "</script" not in scripts, "it would end the script element"
-    html = _text("page.html").replace("/*STYLES*/", styles).replace("/*SCRIPTS*/", scripts)
+    html = _text(html_name).replace("/*STYLES*/", styles).replace("/*SCRIPTS*/", scripts)
     policy = (
         f"default-src 'none'; script-src {_hash(scripts)}; style-src {_hash(styles)}; connect-src 'self'; img-src data:;"
         " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -145,9 +154,9 @@ async def _is_set(event: asyncio.Event) -> bool:
 
 
 def add_routes(app: FastAPI, feed: Feed) -> None:
-    @app.get(PATH, include_in_schema=False)
-    async def show_page() -> Response:
-        return _page_response(HTTPStatus.OK)
+    for path in PAGES:
+        show_page = functools.partial(_page_response, path, HTTPStatus.OK)
+        app.get(path, include_in_schema=False)(show_page)
 
     @app.get(EVENTS_PATH, include_in_schema=False)
     async def stream_snapshots(per_second: int = 1) -> StreamingResponse:
@@ -157,8 +166,8 @@ def add_routes(app: FastAPI, feed: Feed) -> None:
         return StreamingResponse(feed.events(per_second), media_type="text/event-stream", headers=headers)
 
 
-def _page_response(status: HTTPStatus) -> Response:
-    made = page()
+def _page_response(path: str, status: HTTPStatus) -> Response:
+    made = page(path)
     headers = {
         "content-security-policy": made.policy,
         "cache-control": "no-store",
@@ -169,7 +178,7 @@ def _page_response(status: HTTPStatus) -> Response:
 
 
 class AskForKey:
-    """ASGI middleware around SGLang's check of API keys: the body of a 401 for `/dashboard` is the page, which asks for the key.
+    """ASGI middleware around SGLang's check of API keys: the body of a 401 for a page is the page, which asks for the key.
 
     A browser cannot send a key with an address. The page itself holds no data of this server.
     """
@@ -178,11 +187,8 @@ class AskForKey:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (
-            scope["type"] != "http"
-            or scope["method"] != "GET"
-            or scope["path"].removeprefix(scope.get("root_path", "")) != PATH
-        ):
+        path = scope["path"].removeprefix(scope.get("root_path", "")) if scope["type"] == "http" else None
+        if path not in PAGES or scope["method"] != "GET":
             await self._app(scope, receive, send)
             return
         is_refused = False
@@ -196,13 +202,13 @@ class AskForKey:
 
         await self._app(scope, receive, send_or_ask)
         if is_refused:
-            await _page_response(HTTPStatus.UNAUTHORIZED)(scope, receive, send)
+            await _page_response(path, HTTPStatus.UNAUTHORIZED)(scope, receive, send)
 
 
 def add_decisions_route(app: FastAPI, config: PrefillConfig, manager: Callable[[], PrefillTokenizerManager]) -> None:
     """The requests of the last steps, one JSON object a line. manager: called per request, since SGLang creates it later."""
 
-    @app.get(DECISIONS_PATH)
+    @app.get(DECISIONS_PATH, response_class=api_docs.JsonLines, **api_docs.of(DECISIONS_PATH))
     async def show_decisions(last: str = "200") -> Any:
         if not (last.isascii() and last.isdigit() and len(last) < 6 and 1 <= int(last) <= N_STEPS):
             raise BadRequestError(
@@ -218,4 +224,4 @@ def add_decisions_route(app: FastAPI, config: PrefillConfig, manager: Callable[[
         found.auto_create_handle_loop()
         replies = await found.get_internal_state_communicator(GetInternalStateReq(rid=DECISIONS_NAME))
         lines = [line for reply in replies for line in reply.internal_state[DECISIONS_NAME].splitlines(keepends=True)]
-        return Response("".join(lines[-int(last) :]), media_type="application/x-ndjson")
+        return api_docs.JsonLines("".join(lines[-int(last) :]))

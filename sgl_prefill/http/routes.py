@@ -23,7 +23,7 @@ from starlette.routing import BaseRoute, Route
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError, SeamError
-from sgl_prefill.http import conversations, protocol, scores
+from sgl_prefill.http import api_docs, conversations, protocol, scores
 from sgl_prefill.http import dashboard_routes as dashboard
 from sgl_prefill.http.cut_requests import CutRequests, PartsOfPrompts, with_parts
 from sgl_prefill.http.error_format import Refusal
@@ -98,7 +98,7 @@ KEPT_ROUTES = frozenset(
         *("/v1/embeddings", "/v1/classify", "/classify", "/encode", "/v1/models", "/v1/models/{model:path}"),
         *("/health", "/health_generate", "/ping", "/model_info", "/get_model_info", "/server_info", "/get_server_info"),
         *("/get_load", "/v1/loads", "/flush_cache", "/abort_request", "/start_profile", "/stop_profile"),
-        *("/openapi.json", "/docs"),
+        "/openapi.json",
     }
 )
 CHAT_PATH = "/v1/chat/completions"
@@ -316,21 +316,26 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
     app.router.default = _refuse_path
     n_stock = len(app.router.routes)
     only_json = [Depends(http_server.validate_json_request)]
-    app.post("/v1/completions", dependencies=only_json)(endpoints.completions)
-    app.post("/v1/chat/completions", dependencies=only_json)(endpoints.chat_completions)
+    for path, endpoint in (
+        ("/v1/completions", endpoints.completions),
+        ("/v1/chat/completions", endpoints.chat_completions),
+        ("/v1/score", endpoints.score),
+        ("/rerank", endpoints.rerank_of_jina),
+        ("/v2/rerank", endpoints.rerank_of_cohere),
+    ):
+        app.post(path, dependencies=only_json, **api_docs.of(path))(endpoint)
     for prefix in ("", "/v1"):
         app.post(f"{prefix}/tokenize", dependencies=only_json)(endpoints.tokenize)
         app.post(f"{prefix}/detokenize", dependencies=only_json)(endpoints.detokenize)
-    app.api_route("/generate", methods=["POST", "PUT"])(endpoints.generate)
-    app.api_route("/v1/rerank", methods=["POST", "PUT"], dependencies=only_json)(endpoints.rerank)
-    app.post("/v1/score", dependencies=only_json)(endpoints.score)
+    methods = ["POST", "PUT"]
+    app.api_route("/generate", methods=methods, **api_docs.of("/generate"))(endpoints.generate)
+    app.api_route("/v1/rerank", methods=methods, dependencies=only_json, **api_docs.of("/v1/rerank"))(endpoints.rerank)
     n_refused: Counter[str] = Counter()
     dashboard.add_routes(
         app, dashboard.Feed(lambda: http_server._global_state.tokenizer_manager, config, ending, n_refused)
     )
     dashboard.add_decisions_route(app, config, lambda: http_server._global_state.tokenizer_manager)
-    app.post("/rerank", dependencies=only_json)(endpoints.rerank_of_jina)
-    app.post("/v2/rerank", dependencies=only_json)(endpoints.rerank_of_cohere)
+    api_docs.describe(app)
     # Before the kept routes, since requests are matched against one route after another.
     app.router.routes[:] = [*app.router.routes[n_stock:], *app.router.routes[:n_stock]]
     app.add_exception_handler(ValueError, answer_bad_request)

@@ -232,6 +232,14 @@ def test_tiles_show_what_metrics_say_under_live_traffic(browser: Any, server: Se
         assert looked.value("waiting") == metric(server, "waiting_requests") == 0
 
 
+def test_the_docs_list_the_fields_of_replies(browser: Any, server: Server) -> None:
+    with looking(browser, server.url) as looked:
+        looked.page.goto(server.url + "/docs")
+        looked.page.locator("summary", has_text="POST /v1/completions").click()
+        field = looked.page.get_by_text("choices[].label_scores.labels[].probability", exact=True)
+        expect(field.first).to_be_visible(timeout=WAIT_MS)
+
+
 def test_a_labelled_prompt_is_answered_as_the_route_answers_it(browser: Any, server: Server) -> None:
     """The same best label and probability, and an error as a sentence."""
     prompt, labels = "The capital of France is", [" Paris", " Rome"]
