@@ -318,7 +318,6 @@ FEATURES: tuple[Feature, ...] = (
             Relied((f"{MANAGERS}.io_struct.GenerateReqInput.regenerate_rid",), "It appends to a request's id."),
             Relied((f"{TOKENIZER_MANAGER}._handle_batch_output",), "It puts label scores into meta_info."),
             Relied((f"{TOKENIZER_MANAGER}._remove_req_state",), "It forgets a refused request."),
-            Relied((f"{TOKENIZER_MANAGER}._handle_batch_request",), "It sends all prompts of a request, then waits."),
             Relied(
                 (f"{STATS}.ReqTimeStatsBase.new_from_obj",),
                 "It copies the arrival time into the scheduler's stats, on the scheduler's clock.",
