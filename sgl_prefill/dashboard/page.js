@@ -76,11 +76,11 @@ function draw(id, series, data, text, more = {}) {
     const host = $(id), size = { width: Math.max(host.clientWidth, 50), height: host.clientHeight };
     let chart = charts.get(id);
     if (!chart) {
-      const axis = { stroke: color("--muted"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
+      const axis = { stroke: color("--muted"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif", labelFont: "11px system-ui, sans-serif", labelSize: 16, labelGap: 0 };
       chart = new uPlot({
         ...size, cursor: { show: false }, legend: { show: false },
         scales: { x: { time: false }, y: { range: (_, low, high) => [0, high > 0 ? high * 1.05 : 1] } },
-        axes: [{ ...axis, size: 24, ...more.x }, { ...axis, size: 46, values: (_, ticks) => ticks.map((tick) => ticked.format(tick)) }],
+        axes: [{ ...axis, size: 24, ...more.x }, { ...axis, size: 46, values: (_, ticks) => ticks.map((tick) => ticked.format(tick)), ...more.y }],
         series: [{}, ...series], ...more.options,
       }, data, host);
       charts.set(id, chart);
@@ -92,13 +92,14 @@ function draw(id, series, data, text, more = {}) {
 }
 const line = (name) => ({ stroke: color(name), width: 1.5, points: { show: false } });
 const bars = (name) => ({ stroke: color(name), fill: color(name), width: 0, paths: uPlot.paths.bars({ size: [0.8, 60] }), points: { show: false } });
-function histogram(id, found, what) {
+function histogram(id, found, what, unit) {
   if (!found) { label($(id), `${what}: unknown`); return; }
   const names = [...found.edges.map((edge) => `≤${edge >= 1000 ? edge / 1000 + "k" : edge}`), "more"];
   const text = names.map((name, place) => `${name}: ${found.counts[place]}`).join(", ");
   $(id).dataset.counts = found.counts.join(",");
   draw(id, [bars("--one")], [found.counts.map((_, place) => place), found.counts], `${what}: ${text}`, {
-    x: { values: (_, ticks) => ticks.map((tick) => tick % 2 ? "" : names[tick] ?? ""), splits: () => names.map((_, place) => place), space: 20, grid: { show: false } },
+    y: { label: "requests" },
+    x: { label: unit, values: (_, ticks) => ticks.map((tick) => tick % 2 ? "" : names[tick] ?? ""), splits: () => names.map((_, place) => place), space: 20, grid: { show: false } },
     options: { scales: { x: { time: false, range: [-0.6, names.length - 0.4] }, y: { range: (_, low, high) => [0, Math.max(high, 1) * 1.05] } } },
   });
 }
@@ -162,18 +163,19 @@ function showNow({ now, steps, knee_tokens: knee }) {
   put("waiting", now.waiting);
   put("waiting-tokens", now.waiting_tokens);
   put("oldest", now.oldest_s);
-  histogram("by-age", now.by_age, "Waiting requests by age in seconds");
-  histogram("by-predicted", now.by_predicted, "Waiting requests by predicted milliseconds");
+  histogram("by-age", now.by_age, "Waiting requests by age in seconds", "age, s");
+  histogram("by-predicted", now.by_predicted, "Waiting requests by predicted milliseconds", "predicted, ms");
   fill("next", now.next.map((one) => [one.rides ? "rides along" : "first", one.input_tokens, `${shown(one.cached_tokens)} (${percent(one.cached_tokens / one.input_tokens)})`,
     one.cost, one.credit, one.score, one.wait_s, one.background ? "background" : one.client || "–"]));
   const many = now.next.length && now.next[0].of > now.next.length ? ` The step takes ${now.next[0].of} requests.` : "";
   write($("next-note"), now.next.length ? `Score = cost - credit, in ${now.unit}; the smallest runs.${many}` : "Nobody waits.");
   const places = steps.forward_ms.map((_, place) => place - steps.forward_ms.length);
+  const perStep = { x: { label: "step, -1 is the last" } };
   const middle = (list) => shown([...list].sort((a, b) => a - b)[list.length >> 1]);
   draw("predicted-actual", [line("--one"), line("--two")], [places, steps.predicted_ms, steps.forward_ms],
-    `${places.length} steps; median actual ${middle(steps.forward_ms)} ms, predicted ${middle(steps.predicted_ms)} ms`);
+    `${places.length} steps; median actual ${middle(steps.forward_ms)} ms, predicted ${middle(steps.predicted_ms)} ms`, { ...perStep, y: { label: "ms" } });
   draw("step-tokens", [bars("--one"), line("--two")], [places, steps.tokens, places.map(() => knee || null)],
-    `${places.length} steps; median ${middle(steps.tokens)} computed tokens, packing knee ${knee || "none"}`);
+    `${places.length} steps; median ${middle(steps.tokens)} computed tokens, packing knee ${knee || "none"}`, { ...perStep, y: { label: "tokens" } });
 }
 function showMemory({ memory, cache, totals }) {
   const rows = memory ? memory.rows : [];
@@ -202,7 +204,7 @@ function showSpeed({ start, at_s: at, totals, steps, speed }) {
     put("tokens-per-s", point[2]);
     history.forEach((column, place) => { column.push(place === 2 ? point[2] / 1000 : point[place]); if (column.length > HISTORY) column.shift(); });
     draw("rates", [line("--one"), line("--two")], [history[0].map((one) => one - at), history[1], history[2]],
-      `${shown(point[1])} requests and ${shown(point[2])} prompt tokens a second now`);
+      `${shown(point[1])} requests and ${shown(point[2])} prompt tokens a second now`, { x: { label: "time, s; 0 is now" }, y: { label: "per second" } });
   }
   before = { start, at, requests: totals.requests, tokens: totals.input_tokens };
   bar("parts", Object.entries(steps.parts_ms), "ms");
@@ -305,6 +307,9 @@ document.addEventListener("visibilitychange", () => { if (document.hidden) liste
 $("tree-by").onchange = () => last && show(last);
 $("ask-form").onsubmit = ask;
 for (const table of ["next", "refusals", "memory-table", "most-hit", "latency", "client-table", "distribution"]) $(table).hidden = true;
+// Tooltips need a pointer: the same texts as a list.
+const told = [...document.querySelectorAll("[title]")].map((term) => [term.textContent, term.title]);
+$("terms").append(...told.flatMap(([term, text]) => [element("dt", term), element("dd", text)]));
 paint(chosen());
 listen();
 })();

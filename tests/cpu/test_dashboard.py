@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from array import array
 from collections import Counter
@@ -188,6 +189,12 @@ def test_the_page_asks_for_nothing_and_runs_its_own_script_alone() -> None:
     assert html.count("<script>") == 1
     assert "'unsafe-inline'" not in page().policy
     assert "innerHTML" not in html.rpartition("d3-hierarchy")[2]
+
+
+def test_every_number_and_column_has_a_tooltip() -> None:
+    terms = re.findall(r"<(?:dt|th)( title=\"[^\"]+\.\")?>", page().html.decode())
+    assert len(terms) > 40
+    assert all(terms)
 
 
 def test_an_engine_without_our_prefix_cache_has_none_to_show() -> None:

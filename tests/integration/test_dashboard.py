@@ -132,6 +132,11 @@ def test_axe_finds_nothing_and_a_phone_scrolls_only_down(browser: Any, filled: s
         problems = "\n".join(f"{one['id']}: {one['nodes'][0]['html']}" for one in found)
         assert not problems, problems
         assert looked.page.evaluate("document.scrollingElement.scrollWidth") <= width
+        cells = looked.page.locator("#next td, #client-table td")
+        heights = cells.evaluate_all(
+            "all => all.map((one) => one.clientHeight / parseFloat(getComputedStyle(one).fontSize))"
+        )
+        assert max(heights) < 3  # one line: no word is broken
 
 
 def test_everything_is_reached_by_keyboard(browser: Any, filled: str) -> None:
