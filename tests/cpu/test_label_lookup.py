@@ -70,7 +70,9 @@ def test_an_end_that_prompts_or_requests_share_is_looked_up_once() -> None:
     for _ in range(2):
         found = asyncio.run(scorer._resolve(AllowedAnswers(["x", "y"], None), prompts))
         assert [[label.token_id for label in of_prompt] for of_prompt in found] == [[ord("x"), ord("y")]] * 3
-    assert len(tokenizer.encoded) == 2 * 2 * (1 + 2), "two ends, each alone and with two labels, as given and in their other form"
+    assert len(tokenizer.encoded) == 2 * 2 * (1 + 2), (
+        "two ends, each alone and with two labels, as given and in their other form"
+    )
 
 
 def test_a_short_look_up_does_not_wait_for_the_end_of_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
