@@ -78,11 +78,11 @@ def sharing(*lengths: int) -> list[Job]:
 
 
 def test_who_is_refused_delays_nobody() -> None:
-    """Three that cannot be in time, two of them because their time has passed on the way, stand before one that can."""
+    """Three that cannot be in time, two of them because their time has passed, stand before one that can."""
     late = [job(300, 0.0, deadline_ms=1000.0) for _ in range(2)]
     hopeless, possible = job(310, 10.0, deadline_ms=200.0), job(320, 10.0, deadline_ms=500.0)
     decision = policy_of(*late, hopeless, possible).decide(10.0)
-    assert [refusal.status for refusal in decision.refuse.values()] == [429, 429, 429]
+    assert [refusal.status for refusal in decision.refuse.values()] == [504, 504, 429]
     assert decision.run == [possible]
 
 
@@ -111,6 +111,14 @@ def test_a_deadline_that_cannot_be_met_is_refused_with_the_prediction_and_a_pass
     assert expired.run == []
     assert expired.refuse[reachable].status == HTTPStatus.GATEWAY_TIMEOUT
     assert "after 2050 ms in the queue" in expired.refuse[reachable].message
+
+
+def test_a_deadline_shorter_than_the_work_is_refused_with_the_prediction_although_it_has_passed() -> None:
+    """1 ms of 405: it is over before the first look at the queue."""
+    hopeless = job(300, 9.99, deadline_ms=1.0)
+    refusal = policy_of(hopeless).decide(10.0).refuse[hopeless]
+    assert refusal.status == HTTPStatus.TOO_MANY_REQUESTS
+    assert "predicted to finish 415 ms after its arrival" in refusal.message
 
 
 def test_without_a_model_of_milliseconds_nobody_is_refused_on_arrival() -> None:
