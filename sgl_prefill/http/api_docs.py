@@ -60,6 +60,9 @@ class Labels(Schema):
     label_mass: float = _always("the labels' share of the vocabulary's probability, 0 to 1")
     calibration: str | None = _optional("name of the calibration, if one was asked for")
     top_alternatives: list[Alternative] | None = _optional("the likeliest tokens of the vocabulary, if asked for")
+    hint: str | None = _optional(
+        "there if labels with a blank before them, or without theirs, hold more of the probability"
+    )
 
 
 class PromptPart(Schema):
@@ -147,14 +150,17 @@ class ScoreReply(Schema):
     label_scores: list[LabelScores] | None = _optional("per item, with calibration, raw_scores or top_alternatives")
 
 
-class RerankResult(Schema):
+class RerankedDocument(Schema):
     index: int = _always("of the document in the request")
-    relevance_score: float = _always("P(relevant), calibrated if asked for; the best document first")
-    score: float | None = _optional("the same number")
     document: Any = _optional("as sent, with return_documents")
     probability: float | None = _optional("with calibration: the score before it")
     label_scores: Labels | None = _optional("with raw_scores or top_alternatives")
     cut_tokens: int | None = _optional("tokens left out of a document that was cut")
+
+
+class RerankResult(RerankedDocument):
+    relevance_score: float = _always("P(relevant), calibrated if asked for; the best document first")
+    score: float | None = _optional("the same number")
 
 
 class RerankError(Schema):
@@ -176,15 +182,10 @@ class RerankReply(CohereReply):
     usage: Any = _optional("token counts")
 
 
-class SGLangResult(Schema):
+class SGLangResult(RerankedDocument):
     score: float | None = _always("null for a document that is too long")
-    document: Any = _optional("as sent, with return_documents")
     text: Any = _optional("the document, in text-embeddings-inference's format")
-    index: int
     meta_info: Any = None
-    probability: float | None = _optional("with calibration: the score before it")
-    label_scores: Labels | None = _optional("with raw_scores or top_alternatives")
-    cut_tokens: int | None = _optional("tokens left out of a document that was cut")
     error: str | None = _optional("why a document has no score")
 
 

@@ -40,6 +40,7 @@ SCORED = [
     ScoredPrompt(LABELS, DISTRIBUTION, META_INFO, ScoredLabels(FORMS, DISTRIBUTION, [-0.5, -1.0]), 2),
     ScoredPrompt(LABELS, DISTRIBUTION, META_INFO, None, 0, ReplyOptions(raw_scores=True), [0.3, 0.7]),
     ScoredPrompt(LABELS, DISTRIBUTION, META_INFO, alternatives=[Alternative(3, " c", -0.1, False)]),
+    ScoredPrompt(LABELS, DISTRIBUTION, META_INFO, hint="mind the blank"),
 ]
 
 
