@@ -1,6 +1,6 @@
 """What does one step cost on a GPU, and for how much of it does the card compute?
 
-    python benchmarks/gpu_step_table/run.py [--quick] [--at-once 5] [--json PATH]
+    python benchmarks/gpu_step_table/run.py [--quick] [--json PATH]         # BENCH_AT_ONCE=5: processes side by side
 
 One process for each setting, without HTTP: a scheduler with its model, whose steps hold exactly the requests of a row. The
 processes start side by side and measure one after the other. See the README beside this file.
@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from benchmarks import report, shapes
+from benchmarks.harness.turns import AT_ONCE_ON_A_DEVICE
 from sgl_prefill.config import PrefillConfig
 from tests.support.in_process import InProcessScheduler
 
@@ -81,14 +82,9 @@ SETTINGS = {
 def main() -> int:
     if len(sys.argv) == 4 and sys.argv[1] in SETTINGS:
         return child(sys.argv[1], Path(sys.argv[2]), is_quick=sys.argv[3] == "quick")
-    at_once = 5
-    if "--at-once" in sys.argv:
-        where = sys.argv.index("--at-once")
-        at_once = int(sys.argv.pop(where + 1))
-        sys.argv.pop(where)
     arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
     conditions = {**report.conditions(), "model": shapes.config(MODEL), "scaled_by": SCALE, "rounds": N_ROUNDS}
-    conditions["processes_at_once"] = at_once
+    conditions["processes_at_once"] = at_once = AT_ONCE_ON_A_DEVICE
     rows: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
     names = list(SETTINGS)[: 2 if arguments.quick else None]

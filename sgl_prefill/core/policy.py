@@ -166,24 +166,17 @@ class Policy:
     def decide(self, now_s: float) -> Decision:
         """Refuses jobs that cannot meet their deadline, then chooses among the rest. Later forecasts leave refused jobs
         out."""
-        new, refuse = self._deadlines.take_new(), self._deadlines.take_expired(now_s)
-        for job in refuse:
-            forecast = self.forecast(job) if job in new else None
-            if forecast is not None and forecast.ms > (
-                job.deadline_ms or 0.0
-            ):  # it could not have been met at its arrival
-                finish_ms = 1000 * (now_s - job.arrival_s) + forecast.ms
-                refuse[job] = Refusal.unreachable(job.deadline_ms or 0.0, finish_ms, forecast.n_before)
-            self.remove(job)
-        for job in new:
-            if job in refuse:
-                continue
+        new, refuse = dict.fromkeys(self._deadlines.take_new()), self._deadlines.take_expired(now_s)
+        for job in [*refuse, *(one for one in new if one not in refuse)]:
             assert job.deadline_ms is not None
-            if (forecast := self.forecast(job)) is not None:
-                finish_ms = 1000 * (now_s - job.arrival_s) + forecast.ms
-                if finish_ms > job.deadline_ms:
-                    refuse[job] = Refusal.unreachable(job.deadline_ms, finish_ms, forecast.n_before)
-                    self.remove(job)
+            forecast = self.forecast(job) if job in new else None
+            waited_ms = 1000 * (now_s - job.arrival_s)
+            # Of a job whose deadline has passed only the work counts: could it have been met at its arrival?
+            past_ms = 0.0 if job in refuse else waited_ms
+            if forecast is not None and past_ms + forecast.ms > job.deadline_ms:
+                refuse[job] = Refusal.unreachable(job.deadline_ms, waited_ms + forecast.ms, forecast.n_before)
+            if job in refuse:
+                self.remove(job)
         return Decision(self.choose(now_s), refuse)
 
     def oldest(self) -> Job | None:

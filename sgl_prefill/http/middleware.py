@@ -85,10 +85,9 @@ class Middleware:
             if encoding := headers.get(b"content-encoding"):
                 limit = self._config.max_body_bytes
                 body = await asyncio.to_thread(encoded_bodies.decode, body, encoding.decode("latin-1"), limit)
-            kept = [*_headers_of(scope["headers"], len(body) if encoding else None)]
-            if scope["path"].startswith(METRICS_PATH):
-                kept = [header for header in kept if header[0] != b"accept"]
-            scope = {**scope, "headers": kept}
+            kept = _headers_of(scope["headers"], len(body) if encoding else None)
+            is_scrape = scope["path"].startswith(METRICS_PATH)
+            scope = {**scope, "headers": [one for one in kept if not (is_scrape and one[0] == b"accept")]}
             # SGLang's comparison of keys fails at others.
             if not headers.get(b"authorization", b"").isascii():
                 raise HTTPException(HTTPStatus.UNAUTHORIZED, "the Authorization header contains non-ASCII bytes")

@@ -6,7 +6,6 @@ The right answers are transformers' in float32; those of `--set shared_prefix_at
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +15,7 @@ import requests
 import torch
 
 from sgl_prefill.port.runner.shared_prefixes import COUNTS_KEY
-from tests.gpu.conftest import MEMORY, Scored, Server, difference, prompt
+from tests.gpu.conftest import MEMORY, Scored, Server, difference, mean_difference, prompt
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -44,11 +43,6 @@ def counts(server: Server) -> dict[str, int] | None:
     """What the server says that it has shared so far."""
     found: dict[str, int] | None = server.info()["internal_states"][0].get(COUNTS_KEY)
     return found
-
-
-def mean_difference(one: Sequence[Scored], other: Sequence[Scored]) -> float:
-    pairs = [pair for a, b in zip(one, other, strict=True) for pair in zip(a.logprobs, b.logprobs, strict=True)]
-    return statistics.fmean(abs(a - b) for a, b in pairs)
 
 
 @pytest.fixture(scope="session")
