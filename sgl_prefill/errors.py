@@ -15,6 +15,7 @@
     +-- BatchJobError           a batch job cannot start or go on
     +-- BadRequestError         HTTP 400: the request is wrong; also a ValueError, which SGLang's routes answer with 400
         +-- NotFoundError       HTTP 404: it names what is not there
+        +-- PromptTooLongError  HTTP 400: a prompt has more tokens than the server takes
 
 Bugs of this package are assertions, not errors of this tree.
 """
@@ -87,3 +88,7 @@ class NotFoundError(BadRequestError):
     """The request names something that is not there; the message lists what is."""
 
     status = HTTPStatus.NOT_FOUND
+
+
+class PromptTooLongError(BadRequestError):
+    """A prompt, by itself or of a batch, has more tokens than the server takes."""

@@ -95,6 +95,18 @@ class Usage(Schema):
     prompt_tokens_details: CachedTokens
 
 
+class OpenAIError(Schema):
+    message: str
+    type: str | None
+    param: str | None
+    code: int | None
+
+
+class ItemError(Schema):
+    index: int
+    message: str
+
+
 class Choice(Schema):
     index: int
     logprobs: Any = _optional("OpenAI's format: the likeliest labels, if asked for")
@@ -104,6 +116,8 @@ class Choice(Schema):
 
 class CompletionChoice(Choice):
     text: str = _always("the best label")
+    label_scores: LabelScores | None = _optional("missing for a prompt that is too long")  # type: ignore[assignment]
+    error: OpenAIError | None = _optional("of a batch's prompt that is too long: finish_reason is then error")
 
 
 class Message(Schema):
@@ -137,17 +151,23 @@ class MetaInfo(BaseModel):
 
 class GenerateReply(Schema):
     text: str = _always("the best label")
-    output_ids: list[int] = _always("its tokens")
-    meta_info: MetaInfo = _always("SGLang's facts about the request, and label_scores")
+    output_ids: list[int] | None = _optional("its tokens")
+    meta_info: MetaInfo | None = _optional("SGLang's facts about the request, and label_scores")
+    error: OpenAIError | None = _optional("of a batch's prompt that is too long, in the place of both")
 
 
 class ScoreReply(Schema):
-    scores: list[list[float]] = _always("one list per item: a score per label")
+    scores: list[list[float] | None] = _always(
+        "one list per item: a score per label; null for an item that is too long"
+    )
     model: str
     usage: Any = _optional("token counts")
     object: str
     pooled_hidden_states: Any = _optional("SGLang's, for models that pool")
-    label_scores: list[LabelScores] | None = _optional("per item, with calibration, raw_scores or top_alternatives")
+    label_scores: list[LabelScores | None] | None = _optional(
+        "per item, with calibration, raw_scores or top_alternatives"
+    )
+    errors: list[ItemError] | None = _optional("items that are too long")
 
 
 class RerankedDocument(Schema):
@@ -163,16 +183,11 @@ class RerankResult(RerankedDocument):
     score: float | None = _optional("the same number")
 
 
-class RerankError(Schema):
-    index: int
-    message: str
-
-
 class CohereReply(Schema):
     id: str
     results: list[RerankResult]
     meta: Any = _always("billed units and token counts in Cohere's format")
-    errors: list[RerankError] | None = _optional("documents that are too long")
+    errors: list[ItemError] | None = _optional("documents that are too long")
 
 
 class RerankReply(CohereReply):
@@ -205,13 +220,6 @@ class Decision(Schema):
     cost: float | None = _optional("of the first request, where the policy has scores")
     credit: float | None = _optional("of the first request for its waiting; the smallest cost - credit runs")
     requests: list[DecidedRequest] = _always("the first was chosen, the others shared its step")
-
-
-class OpenAIError(Schema):
-    message: str
-    type: str | None
-    param: str | None
-    code: int | None
 
 
 class ErrorReply(BaseModel):

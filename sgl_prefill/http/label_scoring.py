@@ -11,7 +11,7 @@ import copy
 import functools
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -30,10 +30,16 @@ from sgl_prefill.core.labels import (
     text_of_bytes,
     tokens_in_context,
 )
-from sgl_prefill.errors import BadRequestError
+from sgl_prefill.errors import BadRequestError, PromptTooLongError
 from sgl_prefill.http.long_label_requests import TreeRequests
-from sgl_prefill.http.request_checks import MOST_LABELS, check_ids_in_vocabulary, count_prompts
-from sgl_prefill.http.scored_prompt import PLAIN, ReplyOptions, ScoredPrompt, scored_of, with_reply
+from sgl_prefill.http.request_checks import (
+    MOST_LABELS,
+    PER_PROMPT_FIELDS,
+    check_ids_in_vocabulary,
+    count_prompts,
+    media_of,
+)
+from sgl_prefill.http.scored_prompt import PLAIN, ReplyOptions, ScoredPrompt, UnscoredPrompt, scored_of, with_reply
 from sgl_prefill.port.steps import custom_params
 
 if TYPE_CHECKING:
@@ -108,9 +114,14 @@ class LabelScorer:
         """Returns one result per prompt, in order. Raises BadRequestError for labels that cannot be scored; SGLang's errors pass.
 
         Args:
-            obj: the prompts, adapter, priority and images; is changed.
+            obj: the prompts, adapter and priority; is changed.
             deadline_ms: of each prompt; a late one raises fastapi.HTTPException (429 or 504).
         """
+        if media := media_of(obj):
+            raise BadRequestError(
+                f"the request holds {media[0]} beside {answers.field}, and labels are scored after text only: leave one of"
+                " the two out"
+            )
         if answers.long is not None:
             names = [label.name for label in answers.long.labels]
             self._check_reply(reply, answers, [names] * len(_prompts_of(obj)), obj)
@@ -120,6 +131,27 @@ class LabelScorer:
             outputs = await self._answered(obj, raw_request)
             scored = [scored_of(of_prompt, output) for of_prompt, output in zip(labels, outputs, strict=True)]
         return await self._with_reply(scored, reply)
+
+    async def score_what_fits(
+        self,
+        obj: GenerateReqInput,
+        answers: AllowedAnswers,
+        raw_request: fastapi.Request | None = None,
+        deadline_ms: float | None = None,
+        reply: ReplyOptions = PLAIN,
+    ) -> list[ScoredPrompt | UnscoredPrompt]:
+        """As `score`, with an UnscoredPrompt in the place of each prompt of a batch that is too long, if others are not."""
+        given = copy.copy(obj)
+        try:
+            return list(await self.score(obj, answers, raw_request, deadline_ms, reply))
+        except PromptTooLongError:
+            prompts = _prompts_of(given)
+            too_long = await self._manager.run_in_thread(lambda twin: dict(_too_long(twin, prompts)))
+            if not 0 < len(too_long) < len(prompts):
+                raise
+        kept = [index for index in range(len(prompts)) if index not in too_long]
+        scored = iter(await self.score(_of_prompts(given, kept), answers, raw_request, deadline_ms, reply))
+        return [UnscoredPrompt(too_long[index]) if index in too_long else next(scored) for index in range(len(prompts))]
 
     async def _tenant(self, raw_request: fastapi.Request | None) -> str:
         return self._manager.tenant_of(await self._manager.caller_of(raw_request))
@@ -410,6 +442,30 @@ def _prompts_of(obj: GenerateReqInput) -> list[str] | list[list[int]]:
     if not prompts:
         raise BadRequestError("the prompt is empty: it must hold at least one token")
     return prompts  # type: ignore[no-any-return]
+
+
+def _too_long(manager: PrefillTokenizerManager, prompts: list[str] | list[list[int]]) -> Iterator[tuple[int, str]]:
+    """Yields the index of each prompt that is too long, and the error. manager: with a tokenizer of this thread."""
+    for index, prompt in enumerate(prompts):
+        try:
+            if isinstance(prompt, str):
+                manager.check_text(prompt)
+                if len(prompt.encode(errors="replace")) <= manager.longest_input_tokens:
+                    continue
+                prompt = manager.tokenizer(prompt)["input_ids"]
+            manager.check_length(len(prompt))
+        except PromptTooLongError as error:
+            yield index, str(error).replace("the prompt", f"prompt {index}", 1)
+
+
+def _of_prompts(obj: GenerateReqInput, kept: list[int]) -> GenerateReqInput:
+    """Returns a request for these prompts of a batch."""
+    n_prompts, found = count_prompts(obj), copy.copy(obj)
+    for name in ("text", "input_ids", "sgl_prefill_parts", *PER_PROMPT_FIELDS):
+        value = getattr(obj, name, None)
+        if isinstance(value, list) and len(value) == n_prompts:
+            setattr(found, name, [value[index] for index in kept])
+    return found
 
 
 def _ask_for_logprobs(obj: GenerateReqInput, deadline_ms: float | None, n_alternatives: int) -> None:

@@ -48,6 +48,16 @@ OFF_LOOP_CHARACTERS = 20_000
 CUT_CHARACTERS_PER_TOKEN = 64
 
 
+def media_of(obj: GenerateReqInput | EmbeddingReqInput) -> list[str]:
+    """Returns the names of the fields that hold images, video or audio."""
+    values = {name: getattr(obj, name) for name in MEDIA}
+    return [
+        name
+        for name, value in values.items()
+        if any(one is not None for one in (value if isinstance(value, list) else [value]))
+    ]
+
+
 def check_session(params: dict[str, Any]) -> None:
     """Raises BadRequestError naming an unknown or wrong option of a session."""
     types = {field.name: field.type for field in msgspec.structs.fields(SessionParams)}

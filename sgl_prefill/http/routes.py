@@ -7,7 +7,7 @@ import functools
 import pkgutil
 import warnings
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response, StreamingResponse
 from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.utils.json_response import orjson_response
 from starlette.routing import BaseRoute, Route
 
@@ -42,6 +43,7 @@ from sgl_prefill.http.scored_prompt import (
     LAST_EVENT,
     ReplyOptions,
     ScoredPrompt,
+    UnscoredPrompt,
     chat_choice,
     check_reply_fields,
     completion_choice,
@@ -53,6 +55,7 @@ from sgl_prefill.http.scored_prompt import (
 )
 from sgl_prefill.http.scores import LabelScoringRequest
 from sgl_prefill.http.shutdown import Ending
+from sgl_prefill.http.text_offsets import with_offsets
 from sgl_prefill.startup import calibrations
 
 if TYPE_CHECKING:
@@ -159,11 +162,14 @@ class PrefillRoutes:
                 request.logprobs = 1  # SGLang fails at 0 with echo
             protocol.pass_deadline(request)
             parts = await self.cuts.of_completion(serving, request)
-            return with_parts(await self._stock["/v1/completions"](request, raw_request), request, parts)
+            found = await self._stock["/v1/completions"](request, raw_request)
+            return with_parts(found if request.logprobs is None else with_offsets(found), request, parts)
         protocol.check_label_request(request, request.max_tokens)
         request.max_tokens = 1
         parts = await self.cuts.of_completion(serving, request)
-        scored = await self._score(serving, request, answers, raw_request, reply, parts)
+        with _value_errors_are_bad_requests():
+            obj = self._request_of(serving, request, raw_request, parts)
+            scored = await self.scorer.score_what_fits(obj, answers, raw_request, request.deadline_ms, reply)
         choices = [completion_choice(index, one, request.logprobs) for index, one in enumerate(scored)]
         return _openai_reply(request, choices, scored)
 
@@ -185,7 +191,9 @@ class PrefillRoutes:
         protocol.check_label_request(request, max_tokens)
         request.max_tokens, request.max_completion_tokens = None, 1
         parts = await self._fill(serving, request, raw_request)
-        scored = await self._score(serving, request, answers, raw_request, reply, parts)
+        with _value_errors_are_bad_requests():
+            obj = self._request_of(serving, request, raw_request, parts)
+            scored = await self.scorer.score(obj, answers, raw_request, request.deadline_ms, reply)
         name = "delta" if request.stream else "message"
         choices = [
             chat_choice(index, one, (request.top_logprobs or 0) if request.logprobs else None, name)
@@ -206,7 +214,7 @@ class PrefillRoutes:
         protocol.check_generate_label_request(obj)
         is_batch, streams = count_prompts(obj) is not None, obj.stream
         with _value_errors_are_bad_requests():
-            scored = await self.scorer.score(obj, answers, request, obj.deadline_ms, reply)
+            scored = await self.scorer.score_what_fits(obj, answers, request, obj.deadline_ms, reply)
         outputs = [generate_output(one) for one in scored]
         body: Any = outputs if is_batch else outputs[0]
         return _stream([body]) if streams else orjson_response(body)
@@ -214,14 +222,15 @@ class PrefillRoutes:
     async def score(self, request: LabelScoringRequest, raw_request: Request) -> Any:
         check_reply_fields(request, has_answers=True)
         request.model = self._served(request.model)
-        if not given_reply_fields(request):
+        if not given_reply_fields(request) and scores.needs_sglangs(request, self._manager):
             return await self._stock["/v1/score"](request, raw_request)
         with _value_errors_are_bad_requests():
             scores.check(request, self._manager)
-            obj, reply, scored = scores.prompts_of(request), self._reply_options(request), []
+            obj, reply = scores.prompts_of(request), self._reply_options(request)
+            scored: list[ScoredPrompt | UnscoredPrompt] = []
             if obj is not None:
                 answers = AllowedAnswers(None, request.label_token_ids)
-                scored = await self.scorer.score(obj, answers, raw_request, reply=reply)
+                scored = await self.scorer.score_what_fits(obj, answers, raw_request, reply=reply)
             found = scores.reply_of(request, scored, self._manager)
         return Response(orjson.dumps(found), media_type="application/json")
 
@@ -275,21 +284,14 @@ class PrefillRoutes:
         with _value_errors_are_bad_requests():
             return await self.cuts.of_chat(serving, request, raw_request)
 
-    async def _score(
-        self,
-        serving: Any,
-        request: Any,
-        answers: Any,
-        raw_request: Request,
-        reply: ReplyOptions,
-        parts: PartsOfPrompts = None,
-    ) -> list[ScoredPrompt]:
+    def _request_of(self, serving: Any, request: Any, raw_request: Request, parts: PartsOfPrompts) -> GenerateReqInput:
+        """Returns SGLang's request for the prompts of an OpenAI request."""
         if problem := serving._validate_request(request):
             raise BadRequestError(problem)
-        with _value_errors_are_bad_requests():
-            obj, _ = serving._convert_to_internal_request(request, raw_request)
-            attach_parts(obj, parts)
-            return await self.scorer.score(obj, answers, raw_request, request.deadline_ms, reply)
+        obj: GenerateReqInput
+        obj, _ = serving._convert_to_internal_request(request, raw_request)
+        attach_parts(obj, parts)
+        return obj
 
     def _reply_options(self, request: Any, has_answers: bool = True) -> ReplyOptions:
         """Raises BadRequestError for reply fields without answers, wrong values and an unknown calibration."""
@@ -412,7 +414,9 @@ def _value_errors_are_bad_requests() -> Iterator[None]:
         raise BadRequestError(str(error)) from error
 
 
-def _openai_reply(request: Any, choices: list[dict[str, Any]], scored: list[ScoredPrompt]) -> Response:
+def _openai_reply(
+    request: Any, choices: list[dict[str, Any]], scored: Sequence[ScoredPrompt | UnscoredPrompt]
+) -> Response:
     """The whole reply, or for a stream one chunk with everything (and one with the usage if requested)."""
     head = envelope(request, is_chunk=request.stream)
     if not request.stream:

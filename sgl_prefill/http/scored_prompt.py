@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import orjson
@@ -166,6 +168,16 @@ class ScoredPrompt(NamedTuple):
         }
 
 
+class UnscoredPrompt(NamedTuple):
+    """A prompt of a batch that is too long, among others that are scored."""
+
+    message: str
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return {"message": self.message, "type": "BadRequestError", "param": None, "code": HTTPStatus.BAD_REQUEST}
+
+
 def scored_of(labels: list[Label], output: dict[str, Any]) -> ScoredPrompt:
     """Makes the answer for labels of one token from SGLang's output. Raises HTTPException if the request failed."""
     meta_info = output["meta_info"]
@@ -193,8 +205,10 @@ def with_reply(scored: ScoredPrompt, reply: ReplyOptions, texts: dict[int, str])
     return scored._replace(options=reply, calibrated=calibrated, alternatives=alternatives)
 
 
-def completion_choice(index: int, scored: ScoredPrompt, logprobs: int | None) -> dict[str, Any]:
+def completion_choice(index: int, scored: ScoredPrompt | UnscoredPrompt, logprobs: int | None) -> dict[str, Any]:
     """One choice of /v1/completions. Log-probabilities are over the whole vocabulary."""
+    if isinstance(scored, UnscoredPrompt):
+        return {"index": index, "text": "", "logprobs": None, "finish_reason": "error", "error": scored.error}
     shown = None
     if logprobs is not None:
         shown = {
@@ -229,15 +243,18 @@ def _choice(index: int, text: dict[str, Any], logprobs: Any, scored: ScoredPromp
     return {"index": index, **text, "logprobs": logprobs, "finish_reason": "stop", "label_scores": scored.to_json()}
 
 
-def generate_output(scored: ScoredPrompt) -> dict[str, Any]:
+def generate_output(scored: ScoredPrompt | UnscoredPrompt) -> dict[str, Any]:
     """One output of /generate."""
+    if isinstance(scored, UnscoredPrompt):
+        return {"text": "", "error": scored.error}
     n_tokens, label_scores = len(scored.best.token_ids), scored.to_json()
     meta_info = {**scored.meta_info, "completion_tokens": n_tokens, "label_scores": label_scores}
     return {"text": scored.best.text, "output_ids": list(scored.best.token_ids), "meta_info": meta_info}
 
 
-def usage(scored: list[ScoredPrompt]) -> dict[str, Any]:
+def usage(answers: Sequence[ScoredPrompt | UnscoredPrompt]) -> dict[str, Any]:
     """The token counts of all prompts together. Cached tokens count as prompt tokens, the best label's as completion tokens."""
+    scored = [one for one in answers if isinstance(one, ScoredPrompt)]
     prompt_tokens = sum(one.meta_info["prompt_tokens"] for one in scored)
     answer_tokens = sum(len(one.best.token_ids) for one in scored)
     return {

@@ -1,7 +1,7 @@
-"""/v1/score with raw scores, alternatives and calibrations. A request without these goes to SGLang's own handler.
+"""/v1/score: prompts are scored as on the label routes, and SGLang's arithmetic computes `scores` from the outputs.
 
-SGLang's handler keeps only the labels' log-probabilities. Here the same prompts are scored as on the label routes, and SGLang's
-arithmetic computes `scores` from the outputs.
+What only SGLang's handler knows (embeddings as tokens, items in one sequence, models without a vocabulary) and what it
+refuses goes to it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sgl_prefill.core.labels import check_distinct
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.http.request_checks import check_ids_in_vocabulary
-from sgl_prefill.http.scored_prompt import ReplyFields, ScoredPrompt, given_reply_fields
+from sgl_prefill.http.scored_prompt import ReplyFields, ScoredPrompt, UnscoredPrompt, given_reply_fields
 
 if TYPE_CHECKING:
     from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
@@ -26,6 +26,19 @@ UNSERVED = ("embed_override_token_id", "query_embed_overrides", "item_embed_over
 
 class LabelScoringRequest(ReplyFields, ScoringRequest):  # type: ignore[misc]
     """The body of /v1/score."""
+
+
+def needs_sglangs(request: LabelScoringRequest, manager: PrefillTokenizerManager) -> bool:
+    """Whether only SGLang's handler serves a request without reply fields, or refuses it."""
+    items, query = request.items, request.query
+    is_ours = (
+        manager.is_generation
+        and not manager.server_args.enable_mis
+        and not any(getattr(request, name) for name in UNSERVED)
+        and bool(request.label_token_ids and items and query is not None)
+        and isinstance(query, str) == isinstance(items if isinstance(items, str) else items[0], str)
+    )
+    return not is_ours
 
 
 def check(request: LabelScoringRequest, manager: PrefillTokenizerManager) -> None:
@@ -71,11 +84,24 @@ def prompts_of(request: LabelScoringRequest) -> GenerateReqInput | None:
 
 
 def reply_of(
-    request: LabelScoringRequest, scored: Sequence[ScoredPrompt], manager: PrefillTokenizerManager
+    request: LabelScoringRequest, answers: Sequence[ScoredPrompt | UnscoredPrompt], manager: PrefillTokenizerManager
 ) -> dict[str, Any]:
-    """Returns SGLang's reply with the label scores of each item."""
+    """Returns SGLang's reply, with the label scores of each item where reply fields are given. An item that is too long has null
+    in both and an entry of `errors`.
+    """
+    scored = [one for one in answers if isinstance(one, ScoredPrompt)]
     outputs = [{"meta_info": one.meta_info} for one in scored]
     found = manager._process_single_item_scoring_results(outputs, request.label_token_ids, request.apply_softmax)
     usage = UsageInfo(prompt_tokens=found.prompt_tokens, total_tokens=found.prompt_tokens)
-    stock = ScoringResponse(scores=found.scores, model=request.model, usage=usage)
-    return {**stock.model_dump(), "label_scores": [one.to_json() for one in scored]}
+    reply: dict[str, Any] = ScoringResponse(scores=found.scores, model=request.model, usage=usage).model_dump()
+    if given_reply_fields(request):
+        reply["label_scores"] = [one.to_json() if isinstance(one, ScoredPrompt) else None for one in answers]
+    if len(scored) < len(answers):
+        of_scored = iter(found.scores)
+        reply["scores"] = [next(of_scored) if isinstance(one, ScoredPrompt) else None for one in answers]
+        reply["errors"] = [
+            {"index": index, "message": one.message}
+            for index, one in enumerate(answers)
+            if isinstance(one, UnscoredPrompt)
+        ]
+    return reply

@@ -19,7 +19,7 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.errors import BadRequestError
+from sgl_prefill.errors import BadRequestError, PromptTooLongError
 from sgl_prefill.http import request_checks
 from sgl_prefill.http.parted_requests import show_parts
 from sgl_prefill.http.rids import Rids
@@ -245,7 +245,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                     f"{name} has {len(text)} characters, and texts to be cut may have {most}, {longest} for each of the"
                     f" {self.longest_input_tokens} tokens that this server takes at most: shorten it"
                 )
-            raise BadRequestError(
+            raise PromptTooLongError(
                 f"{name} has {len(text)} characters, which are more than {self.longest_input_tokens} tokens, and this server"
                 f" takes at most {self.longest_input_tokens} (the model's context length is {self.context_len}): shorten it"
             )
@@ -286,11 +286,8 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 )
 
     def _check_media(self, obj: GenerateReqInput | EmbeddingReqInput) -> None:
-        if self.mm_processor is None:
-            for name in request_checks.MEDIA:
-                value = getattr(obj, name)
-                if any(one is not None for one in (value if isinstance(value, list) else [value])):
-                    raise BadRequestError(f"the request holds {name}, and this server's model takes text only")
+        if self.mm_processor is None and (found := request_checks.media_of(obj)):
+            raise BadRequestError(f"the request holds {found[0]}, and this server's model takes text only")
 
     def abort_request(self, rid: str | list[str] = "", abort_all: bool = False) -> None:
         """Aborts requests with exactly this id: a client's of a batch or prompt, or an internal one.
@@ -465,7 +462,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         except BadRequestError as error:
             if isinstance(obj.rid, list) and len(obj.rid) > 1 and error.rid in obj.rid:
                 named = str(error).replace("the prompt", f"prompt {obj.rid.index(error.rid)}", 1)
-                raise BadRequestError(named) from error
+                raise type(error)(named) from error
             raise
 
     def _check_prompt(self, obj: GenerateReqInput | EmbeddingReqInput, input_ids: list[int]) -> None:
@@ -474,11 +471,14 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             raise BadRequestError("the prompt is empty: it must hold at least one token")
         if obj.input_ids is not None and n_input > 0:
             request_checks.check_ids_in_vocabulary(input_ids, self.model_config.vocab_size, "the prompt")
+        self.check_length(n_input, n_answer=answer_trees.count_nodes(obj.sampling_params or {}))
+
+    def check_length(self, n_input: int, n_answer: int = 0) -> None:
+        """Raises PromptTooLongError. n_answer: tokens of the answers, beyond the prompt."""
         limit = self.longest_input_tokens
-        n_answer = answer_trees.count_nodes(obj.sampling_params or {})
         if n_input + n_answer > limit:
             beside = f" and its answers {n_answer} more" if n_answer else ""
-            raise BadRequestError(
+            raise PromptTooLongError(
                 f"the prompt has {n_input} tokens{beside}, and this server takes at most {limit} (the model's context length is"
                 f" {self.context_len}): shorten it, or start the server with a larger --max-input-length, and more memory or a"
                 " larger --context-length where that asks for it"

@@ -91,6 +91,20 @@ REQUIRED: tuple[Required, ...] = (
     Required("enable_memory_saver", False, "--enable-memory-saver", "aliased KV buffers cannot be released", (EVICT,)),
     Required("enable_page_major_kv_layout", False, "--enable-page-major-kv-layout", "layers share scratch", (EVICT,)),
     Required("enable_unified_memory", False, "--enable-unified-memory", "layers share scratch", (EVICT,)),
+    Required(
+        "disable_hybrid_swa_memory",
+        True,
+        "--disable-hybrid-swa-memory",
+        "layers with a sliding window share the others' slots: policy and scratch know one pool",
+        (POLICY, EVICT),
+    ),
+    Required(
+        "swa_full_tokens_ratio",
+        0.8,
+        "--swa-full-tokens-ratio",
+        "layers with a sliding window have no pool",
+        (POLICY, EVICT),
+    ),
     Required("enable_hisparse", False, "--enable-hisparse", "layers share scratch", (EVICT,)),
     Required(
         "prefill_only_disable_kv_cache",

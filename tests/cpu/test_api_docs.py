@@ -19,7 +19,7 @@ from sgl_prefill.http import api_docs, protocol, routes, scored_prompt
 from sgl_prefill.http.dashboard_routes import DOCS_PATH, page
 from sgl_prefill.http.rerank import Reply, Result, to_cohere, to_infinity, to_jina, to_sglang, to_tei
 from sgl_prefill.http.rerank_request import RerankRequest
-from sgl_prefill.http.scored_prompt import Alternative, ReplyOptions, ScoredPrompt
+from sgl_prefill.http.scored_prompt import Alternative, ReplyOptions, ScoredPrompt, UnscoredPrompt
 from sgl_prefill.http.shutdown import Ending
 from sgl_prefill.port.steps.recent import Step
 from sgl_prefill.port.steps.step_state import Answered
@@ -71,6 +71,14 @@ def test_label_replies_are_what_the_schemas_say(scored: ScoredPrompt) -> None:
     check("/generate", [output])
     stock = {"scores": [[0.6, 0.4]], "model": "m", "usage": None, "object": "scoring", "pooled_hidden_states": None}
     check("/v1/score", stock | {"label_scores": [scored.to_json()]})
+
+
+def test_errors_in_the_place_of_a_prompt_are_what_the_schemas_say() -> None:
+    head = scored_prompt.envelope(protocol.LabelCompletionRequest(model="m", prompt="p"), is_chunk=False)
+    answers: list[ScoredPrompt | UnscoredPrompt] = [SCORED[0], UnscoredPrompt("prompt 1 has 9 tokens")]
+    choices = [scored_prompt.completion_choice(index, one, 1) for index, one in enumerate(answers)]
+    check("/v1/completions", {**head, "choices": choices, "usage": scored_prompt.usage(answers)})
+    check("/generate", [scored_prompt.generate_output(one) for one in answers])
 
 
 def test_rerank_replies_and_decisions_are_what_the_schemas_say() -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.labels import CONTEXT_CHARACTERS
@@ -106,3 +107,10 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         asyncio.run(scorer._resolve(AllowedAnswers(labels(2 + n % 3), None), [f"prompt {n}"]))
         held = sum(len(of_end) for ends in scorer._known.values() for of_end in ends.values())
         assert held == scorer._n_known <= 10
+
+
+@pytest.mark.parametrize("field", ["image_data", "video_data", "audio_data"])
+def test_labels_after_an_image_are_refused_by_name(field: str) -> None:
+    request = GenerateReqInput(text=["a", "b"], **{field: [None, "data:,x"]})
+    with pytest.raises(BadRequestError, match=f"the request holds {field} beside allowed_tokens, "):
+        asyncio.run(scorer_with(Characters()).score(request, AllowedAnswers(["x", "y"], None)))

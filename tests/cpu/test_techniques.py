@@ -125,14 +125,16 @@ def test_the_server_of_sglang_gets_the_users_command_line(
         ("gemma2", set()),
         ("glm4-moe-lite", set()),
         ("glm-moe-dsa", {EVICT.name}),
-        ("laguna", {POLICY.name, EVICT.name}),
-        ("gpt-oss", {POLICY.name, EVICT.name}),
+        ("laguna", set()),
+        ("gpt-oss", set()),
+        ("gemma4", {POLICY.name, EVICT.name}),
         ("qwen3-next", {POLICY.name, EVICT.name}),
         ("lfm2", {POLICY.name, EVICT.name}),
     ],
 )
 def test_a_model_switches_off_what_its_cache_does_not_allow(tmp_path: Path, family: str, lost: set[str]) -> None:
-    model = ModelConfig(str(tiny_models.write(tmp_path / family, family)))
+    one_pool = {need.field: need.value for need in REQUIRED if need.field == "disable_hybrid_swa_memory"}
+    model = ModelConfig(str(tiny_models.write(tmp_path / family, family)), **one_pool)
     config = techniques.step_back(PrefillConfig(), admission.unsupported(model))
     assert set(config.stepped_back) == lost
     if lost:

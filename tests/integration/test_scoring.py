@@ -114,16 +114,60 @@ def test_a_reply_hints_at_the_blank_before_labels_that_the_model_would_not_write
     assert [entry["label"] for entry in without["labels"]] == ["Paris", "Rome"]
 
 
+def longest_input(server: Server) -> int:
+    memory = requests.get(f"{server.url}/server_info", timeout=60).json()["sgl_prefill"]["memory"]
+    return int(memory["max_input_tokens"])
+
+
 def test_an_error_of_a_batch_names_the_prompt(server: Server, tokenizer: Any) -> None:
-    info = requests.get(f"{server.url}/server_info", timeout=60).json()
-    longest = info["sgl_prefill"]["memory"]["max_input_tokens"]
-    ids = tokenizer.encode(FRANCE)
-    too_long = [ids[0]] * (longest + 1)
-    for prompts in ([ids, ids, too_long], [FRANCE, FRANCE, "a " * (longest + 1)]):
-        for more in ({"allowed_tokens": CITIES}, {"max_tokens": 1}):
-            reply = server.post("/v1/completions", {"model": "demo", "prompt": prompts, **more})
-            assert reply.status_code == 400
-            assert "prompt 2 has" in reply.json()["message"], reply.text
+    longest, ids = longest_input(server), tokenizer.encode(FRANCE)
+    for prompts in ([ids, ids, [ids[0]] * (longest + 1)], [FRANCE, FRANCE, "a " * (longest + 1)]):
+        reply = server.post("/v1/completions", {"model": "demo", "prompt": prompts, "max_tokens": 1})
+        assert reply.status_code == 400
+        assert "prompt 2 has" in reply.json()["message"], reply.text
+
+
+def test_a_prompt_that_is_too_long_has_an_error_in_its_place(server: Server, tokenizer: Any) -> None:
+    """As text and as ids, on each route of batches; the others are answered as alone."""
+    longest, ids = longest_input(server), tokenizer.encode(FRANCE)
+    alone = server.scores(FRANCE, allowed_tokens=CITIES)[0]["labels"]
+    for prompts in ([ids, [ids[0]] * (longest + 1), ids], [FRANCE, "a " * (longest + 1), FRANCE]):
+        body = {"model": "demo", "prompt": prompts, "allowed_tokens": CITIES, "logprobs": 2}
+        reply = server.post("/v1/completions", body).json()
+        assert [choice["finish_reason"] for choice in reply["choices"]] == ["stop", "error", "stop"]
+        assert f"prompt 1 has {longest + 1} tokens" in reply["choices"][1]["error"]["message"]
+        assert [one["label_scores"]["labels"] for one in (reply["choices"][0], reply["choices"][2])] == [alone, alone]
+        assert reply["usage"]["prompt_tokens"] == 2 * len(ids)
+        field = "text" if isinstance(prompts[0], str) else "input_ids"
+        outputs = server.post("/generate", {field: prompts, "allowed_tokens": CITIES}).json()
+        assert ["error" in output for output in outputs] == [False, True, False]
+        assert outputs[2]["meta_info"]["label_scores"]["labels"] == alone
+        query: Any = "" if isinstance(prompts[0], str) else []
+        labels = [entry["token_id"] for entry in alone]
+        asked = {"model": "demo", "query": query, "items": prompts, "label_token_ids": labels, "apply_softmax": True}
+        for more in ({}, {"raw_scores": True}):
+            scored = server.post("/v1/score", {**asked, **more}).json()
+            assert scored["scores"][0] == scored["scores"][2] == pytest.approx([one["probability"] for one in alone])
+            assert scored["scores"][1] is None
+            assert [one["index"] for one in scored["errors"]] == [1]
+            assert ("label_scores" in scored) == bool(more)
+
+
+def test_text_offsets_say_where_tokens_begin_in_the_text(server: Server) -> None:
+    for more in ({}, {"allowed_tokens": CITIES}):
+        body = {"model": "demo", "prompt": [FRANCE, "a"], "max_tokens": 1, "logprobs": 1, **more}
+        reply = server.post("/v1/completions", body).json()
+        assert [choice["logprobs"]["text_offset"] for choice in reply["choices"]] == [[0], [0]]
+        streamed = server.post("/v1/completions", {**body, "stream": True}).text
+        assert '"text_offset":[0]' in streamed
+        assert '"text_offset":[-1]' not in streamed
+
+
+def test_prompts_that_are_all_too_long_are_refused(server: Server) -> None:
+    body = {"model": "demo", "prompt": ["a " * (longest_input(server) + 1)] * 2, "allowed_tokens": CITIES}
+    reply = server.post("/v1/completions", body)
+    assert reply.status_code == 400
+    assert "prompt 0 has" in reply.json()["message"]
 
 
 def test_a_field_that_would_be_ignored_is_refused(server: Server) -> None:

@@ -104,14 +104,15 @@ def unsupported_with(server_args: ServerArgs) -> list[StepBack]:
 def unsupported(model: ModelConfig) -> list[StepBack]:
     """Returns the techniques that the model does not allow."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa, is_minimax_sparse
+    from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa, is_deepseek_v4, is_minimax_sparse
 
     is_mla = model.attention_arch == AttentionArch.MLA
+    needs_two_pools = model.is_hybrid_swa_compress or is_deepseek_v4(model.hf_config)
     kinds = {
         # The pool for it is not tested on an accelerator.
         "multi-head latent attention (MLA)": (is_mla and not this_device().is_host, (EVICT,)),
         "an index for sparse attention (DSA)": (is_deepseek_dsa(model.hf_config), (EVICT,)),
-        "a separate sliding-window pool": (model.is_hybrid_swa, (POLICY, EVICT)),
+        "a separate sliding-window pool": (model.is_hybrid_swa or needs_two_pools, (POLICY, EVICT)),
         "linear-attention or Mamba state": (mambaish_config(model) is not None, (POLICY, EVICT)),
         "sparse attention with an index": (is_minimax_sparse(model.hf_config), (EVICT,)),
         "an encoder whose output every layer reads": (model.is_encoder_decoder, (POLICY, EVICT)),
