@@ -83,6 +83,7 @@ async def render_long_chat(
     if work_characters(request) < OFF_LOOP_CHARACTERS:
         return
     manager: PrefillTokenizerManager = serving.tokenizer_manager
+    await manager.caller_of(raw_request)
     _rendered.set(Future())
     context = contextvars.copy_context()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -73,6 +73,10 @@ class TextCache:
         # Least recently used first. A parent is always more recent than its children: the first node is a leaf.
         self._nodes: OrderedDict[_Key, _Node] = OrderedDict()
         self._numbers = count()
+
+    def state(self) -> dict[str, Any]:
+        """For /server_info."""
+        return asdict(self.counters) if self.why_not is None else {"why_not": self.why_not}
 
     def encode(self, text: str, tenant: str = "", add_special_tokens: bool = True) -> list[int]:
         """What `tokenizer(text).input_ids` would be, or its error. Tenants share nothing."""

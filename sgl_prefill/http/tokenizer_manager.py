@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import copy
 import functools
 import logging
 import math
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
@@ -20,9 +22,10 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError, PromptTooLongError
-from sgl_prefill.http import request_checks
+from sgl_prefill.http import request_checks, text_cache
 from sgl_prefill.http.parted_requests import show_parts
 from sgl_prefill.http.rids import Rids
+from sgl_prefill.http.text_cache import TextCache
 from sgl_prefill.port.kv import namespaces
 from sgl_prefill.port.runner import answer_trees
 from sgl_prefill.port.steps import clients, custom_params, traces
@@ -41,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 LARGEST_JSON_INTEGER = 2**63 - 1  # that orjson writes
 LOOK_FOR_CLIENT_S = 2.0  # between two checks whether the client of a batch has disconnected
+TEXT_CACHE_BYTES = 64 << 20  # some 14 million characters and their tokens
+ENCODERS = 4  # threads that tokenise texts, if there are so many cores
 T = TypeVar("T")
 GRAMMARS = ("regex", "json_schema", "ebnf", "structural_tag")
 
@@ -60,6 +65,8 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self.scheduler_info: dict[str, Any] | None = None  # set by the offline engine; in a server SGLang holds it
         self._rids = Rids()
         self._watched: set[fastapi.Request] = set()  # requests of several prompts
+        self._text_cache = None if self.tokenizer is None else TextCache(self.tokenizer, TEXT_CACHE_BYTES)
+        self._encoders = ThreadPoolExecutor(min(ENCODERS, os.cpu_count() or 1), thread_name_prefix="encoders")
 
     @property
     def packs_weights(self) -> bool:
@@ -215,7 +222,8 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         return masked(super().resolved_config_dict(base))
 
     async def get_internal_state(self) -> list[dict[Any, Any]]:
-        return [masked(state) for state in await super().get_internal_state()]
+        found = {} if self._text_cache is None else {"text_cache": self._text_cache.state()}
+        return [masked({**state, **found}) for state in await super().get_internal_state()]
 
     def convert_to_span_attrs(self, state: ReqState, recv_obj: Any, i: int) -> dict[str, Any]:
         """Adds kept tokens and predicted time to the attributes of a trace."""
@@ -251,27 +259,67 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             )
 
     async def _tokenize_texts(self, texts: Any, is_cross_encoder: bool = False) -> Any:
-        """Tokenises long texts in another thread, so that the event loop serves other requests meanwhile."""
+        """Tokenises long texts in other threads, so that the event loop serves other requests meanwhile, and what begins as an
+        earlier text only from there on.
+        """
         given = [texts] if isinstance(texts, str) else texts
         flat = [text for one in given for text in ([one] if isinstance(one, str) else one)]
         for text in flat:
             self.check_text(text)
+        tenant = self._tenant_of_texts()
+        if tenant is not None and self._may_be_cached(flat) and not is_cross_encoder:
+            ids = await self._encode_cached(flat, tenant)
+            return (ids[0] if isinstance(texts, str) else ids), None
         if sum(map(len, flat)) < request_checks.OFF_LOOP_CHARACTERS:
             return await super()._tokenize_texts(texts, is_cross_encoder)
         stock = TokenizerManager._tokenize_texts
         return await self.run_in_thread(lambda twin: asyncio.run(stock(twin, texts, is_cross_encoder)))
 
+    def _may_be_cached(self, texts: list[str]) -> bool:
+        is_cached = self._text_cache is not None and self._text_cache.why_not is None and self.is_generation
+        return is_cached and any(len(text) >= text_cache.LEAST for text in texts)
+
+    async def _encode_cached(self, texts: list[str], tenant: str) -> list[list[int]]:
+        cache = self._text_cache
+        assert cache is not None
+
+        def encode() -> list[list[int]]:
+            return [cache.encode(text, tenant) for text in texts]
+
+        return await asyncio.get_running_loop().run_in_executor(self._encoders, encode)
+
+    def _tenant_of_texts(self) -> str | None:
+        """Whose texts may have been tokenised before, which the time of a request tells; None while it is not known."""
+        caller = clients.current()
+        if caller is None:
+            return ""
+        return self.tenant_of(caller) + caller.salt if caller.is_read else None
+
     async def run_in_thread(self, work: Callable[[PrefillTokenizerManager], T]) -> T:
         """Runs `work` in the thread for long texts, with a copy of this manager whose tokenizer only that thread uses."""
         thread, twin = self._tokenizer_thread
-        return await asyncio.get_running_loop().run_in_executor(thread, work, twin)
+        context = contextvars.copy_context()  # names the caller
+        return await asyncio.get_running_loop().run_in_executor(thread, context.run, work, twin)
 
     @functools.cached_property
     def _tokenizer_thread(self) -> tuple[ThreadPoolExecutor, PrefillTokenizerManager]:
         """The thread for long texts, and the copy of this manager in it: tokenizers are not thread-safe."""
         twin = copy.copy(self)
         twin.tokenizer, twin.async_dynamic_batch_tokenizer = copy.deepcopy(self.tokenizer), None
+        if self._text_cache is not None and self._text_cache.why_not is None:
+            twin.tokenizer.encode = self._encode_of_twin(self._text_cache, twin.tokenizer.encode)
         return ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-texts"), twin
+
+    def _encode_of_twin(self, cache: TextCache, original: Callable[..., list[int]]) -> Callable[..., list[int]]:
+        """Rendered conversations are tokenised by `encode`."""
+
+        def encode(text: Any, add_special_tokens: bool = True, **options: Any) -> list[int]:
+            tenant = self._tenant_of_texts()
+            if tenant is None or not isinstance(text, str) or options:
+                return original(text, add_special_tokens=add_special_tokens, **options)
+            return cache.encode(text, tenant, add_special_tokens)
+
+        return encode
 
     def check_count(self, n_prompts: int) -> None:
         quotas = self.prefill_config.quotas

@@ -7,9 +7,10 @@ from work import LABELS, MODEL, PROMPT, URL
 
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=300)
 (model,) = client.models.list()
-assert model.id == MODEL
 labels = {"allowed_tokens": LABELS}
-alone = client.completions.create(model=MODEL, prompt=PROMPT, logprobs=2, extra_body=labels).choices[0]
+reply = client.completions.create(model=MODEL, prompt=PROMPT, logprobs=2, extra_body=labels)
+assert reply.model == model.id, "the model that answered"
+alone = reply.choices[0]
 assert alone.text == LABELS[0], alone
 assert alone.logprobs is not None
 assert alone.logprobs.text_offset == [0]

@@ -153,6 +153,35 @@ def test_a_prompt_that_is_too_long_has_an_error_in_its_place(server: Server, tok
             assert ("label_scores" in scored) == bool(more)
 
 
+def test_a_text_that_begins_as_an_earlier_one_has_the_tokens_of_the_whole(server: Server, tokenizer: Any) -> None:
+    """Its beginning comes from the cache of texts, on the routes of prompts and of long conversations."""
+
+    def cached() -> dict[str, int]:
+        found = requests.get(f"{server.url}/server_info", timeout=60).json()["internal_states"][0]["text_cache"]
+        return dict(found)
+
+    beginning = "The cafe\u0301 on the corner serves 12,345 guests a day; it isn't large.\n" * 60
+    before = cached()
+    for end in ("Is it large? Answer:", "Is it small? Answer:"):
+        ids = tokenizer.encode(beginning + end)
+        whole, of_ids = (
+            server.scores([beginning + end] * 2, allowed_tokens=CITIES),
+            server.scores(ids, allowed_tokens=CITIES),
+        )
+        assert whole[0]["prompt_tokens"] == len(ids)
+        assert whole[0]["labels"] == whole[1]["labels"] == of_ids[0]["labels"]
+    after = cached()
+    assert after["hits"] - before["hits"] == 3
+    assert after["mismatches"] == before["mismatches"]
+    messages = [{"role": "system", "content": beginning * 5}, {"role": "user", "content": "Is it large?"}]
+    body = {"model": "demo", "messages": messages, "allowed_tokens": ["Yes", "No"], "logprobs": True}
+    first, second = (server.post("/v1/chat/completions", body).json() for _ in range(2))
+    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert first["usage"]["prompt_tokens"] == len(rendered)
+    assert first["choices"][0]["logprobs"] == second["choices"][0]["logprobs"]
+    assert cached()["hits"] - after["hits"] == 1
+
+
 def test_text_offsets_say_where_tokens_begin_in_the_text(server: Server) -> None:
     for more in ({}, {"allowed_tokens": CITIES}):
         body = {"model": "demo", "prompt": [FRANCE, "a"], "max_tokens": 1, "logprobs": 1, **more}

@@ -37,6 +37,7 @@ class Caller:
     refused_for: str | None = None  # label of the refusal metric
     retry_after_s: int | None = None
     is_background: bool = False  # a background job: runs on capacity that other requests leave
+    is_read: bool = False  # the body may add to the fields above, and has been read
 
     @classmethod
     def of_headers(cls, headers: Mapping[bytes, bytes]) -> Caller:
@@ -51,6 +52,7 @@ class Caller:
 
     async def read_body(self, request: fastapi.Request | None) -> None:
         """Adds user, salt and background mark of a JSON body; headers take precedence. Raises BadRequestError."""
+        self.is_read = True
         try:
             body = None if request is None else await request.json()
         except (RuntimeError, json.JSONDecodeError, UnicodeDecodeError):  # a form, or an empty body
