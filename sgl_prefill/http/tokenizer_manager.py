@@ -53,6 +53,8 @@ GRAMMARS = ("regex", "json_schema", "ebnf", "structural_tag")
 class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     """Refuses generation unless it is allowed, prompts over the limit, and values that would stop the scheduler."""
 
+    _text_cache: TextCache | None = None  # without a tokenizer
+
     def __init__(
         self, server_args: ServerArgs, port_args: PortArgs, *, config: PrefillConfig, ending: Ending | None = None
     ) -> None:
@@ -65,7 +67,8 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self.scheduler_info: dict[str, Any] | None = None  # set by the offline engine; in a server SGLang holds it
         self._rids = Rids()
         self._watched: set[fastapi.Request] = set()  # requests of several prompts
-        self._text_cache = None if self.tokenizer is None else TextCache(self.tokenizer, TEXT_CACHE_BYTES)
+        if self.tokenizer is not None:
+            self._text_cache = TextCache(self.tokenizer, TEXT_CACHE_BYTES)
         self._encoders = ThreadPoolExecutor(min(ENCODERS, os.cpu_count() or 1), thread_name_prefix="encoders")
 
     @property

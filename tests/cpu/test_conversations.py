@@ -30,10 +30,16 @@ class Serving:
 
     def __init__(self, fails: bool = False) -> None:
         self.tokenizer_manager: Any = SimpleNamespace(
-            name="ours", longest_input_tokens=LONGEST_INPUT_TOKENS, run_in_thread=self._run_in_thread
+            name="ours",
+            longest_input_tokens=LONGEST_INPUT_TOKENS,
+            run_in_thread=self._run_in_thread,
+            caller_of=self._caller_of,
         )
         self.filled: list[tuple[threading.Thread, str]] = []
         self._fails = fails
+
+    async def _caller_of(self, _: Any) -> None:
+        """The middleware's; nothing here asks who it is."""
 
     async def _run_in_thread(self, work: Callable[[Any], Any]) -> Any:
         twin = SimpleNamespace(**{**vars(self.tokenizer_manager), "name": "twin"})

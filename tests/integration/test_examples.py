@@ -39,6 +39,15 @@ def assert_has_the_fields_of(printed: Any, reply: Any) -> None:
             assert_has_the_fields_of(one, other)
 
 
+def test_the_engine_of_the_readme_runs_as_printed(demo_folder: Path, tmp_path: Path) -> None:
+    """DIR is a model's folder."""
+    (block,) = [one for one in re.findall(r"```python\n(.*?)```", README, re.S) if "Engine(" in one]
+    script = tmp_path / "readme.py"
+    script.write_text(block.replace('"DIR"', repr(str(demo_folder))))
+    done = subprocess.run([sys.executable, script], check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1].startswith(" Paris [0.99")
+
+
 def test_the_job_of_the_readme_runs_as_printed(tmp_path: Path) -> None:
     (block,) = re.findall(r"```sh\n([^`]*sgl_prefill\.batch[^`]*)```", README)
     for line in block.splitlines():

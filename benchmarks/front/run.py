@@ -1,0 +1,203 @@
+"""What the way to the engine costs: text and token ids behind one cached prefix, on a model of one layer.
+
+    python benchmarks/front/run.py [--quick] [--json PATH]
+
+See the README beside this file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import aiohttp
+import orjson
+import psutil
+from transformers import AutoTokenizer
+
+from benchmarks import process_memory, report, shapes
+from benchmarks.harness import engines
+from sgl_prefill.examples import demo_model
+
+TURNS, AT_ONCE = 3, 16
+TOKENIZER_FLAGS = ("--tokenizer-worker-num", "2", "--enable-dynamic-batch-tokenizer")
+STOCK = engines.stock("lpm").on(engines.AS_SHIPPED)
+STOCK_TOKENIZERS = (
+    engines.stock("lpm", *TOKENIZER_FLAGS).on(engines.AS_SHIPPED)._replace(name="stock lpm, tokenizer options")
+)
+ENGINES = (engines.OURS, STOCK, STOCK_TOKENIZERS)
+FORMS = ("text", "ids")
+LABEL_IDS = [500, 600]
+
+
+class Work(NamedTuple):
+    prefix: str
+    texts: list[str]  # whole prompts
+    ids: list[list[int]]  # of the same
+
+
+def main() -> int:
+    arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
+    conditions = report.conditions()
+    n_turns, n_requests, n_words = (1, 20, 1000) if arguments.quick else (TURNS, 200, 14_000)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = one_layer(Path(scratch) / "model")
+        work = make_work(folder, n_words, n_requests)
+        rows = [row for turn in range(1, n_turns + 1) for row in measure(folder, work, turn, Path(scratch))]
+    medians = medians_of(rows)
+    conditions |= {
+        "requests": n_requests,
+        "at_once": AT_ONCE,
+        "characters": len(work.prefix),
+        "tokens": len(work.ids[0]),
+    }
+    report.finish({"conditions": conditions, "medians": medians, "rows": rows}, targets_of(medians), arguments.json)
+    return 0
+
+
+def one_layer(folder: Path) -> Path:
+    """A model of one layer with the demo model's tokenizer, and random weights."""
+    folder.mkdir()
+    config = {
+        **shapes.config("llama-small"),
+        "num_hidden_layers": 1,
+        "vocab_size": 49_152,
+        "max_position_embeddings": 32_768,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes.write_weights(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo_model.ensure() / name, folder)
+    return folder
+
+
+def make_work(folder: Path, n_words: int, n_requests: int) -> Work:
+    """A prefix of words that are one token each, and different ends of some 15 tokens."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    rng = random.Random(0)
+    tokens = {tokenizer.decode([token_id]) for token_id in range(2000, 20_000)}
+    words = sorted(word for word in tokens if word.startswith(" ") and word[1:].isascii() and word[1:].isalpha())
+    prefix = "".join(rng.choices(words, k=n_words))
+    texts = [prefix + "".join(rng.choices(words, k=15)) for _ in range(n_requests)]
+    return Work(prefix, texts, [tokenizer.encode(text) for text in texts])
+
+
+def measure(folder: Path, work: Work, turn: int, scratch: Path) -> Iterator[dict[str, Any]]:
+    """Yields a row for each engine and form. The engines run one at a time: stock's idle processes take a core."""
+    common = [*shapes.weight_flags(folder, shapes.DTYPE), "--max-total-tokens", "60000", "--context-length", "32768"]
+    for engine in ENGINES:
+        memory = shapes.budget(3) if engine.is_ours else shapes.stock_budget()
+        with engines.running(engine, [*common, *memory], scratch / f"{turn}.log") as server:
+            for form in FORMS:
+                prompts: Sequence[Any] = work.texts if form == "text" else work.ids
+                field = "text" if form == "text" else "input_ids"
+                bodies = [body_of(field, prompt) for prompt in prompts]
+                send(server.url, bodies[:2], 1)  # the prefix is cached, tokenised and in shape
+                before = cpu_ms(server.pid)
+                seconds, answers = send(server.url, bodies, AT_ONCE)
+                spent = {name: (ms - before[name]) / len(bodies) for name, ms in cpu_ms(server.pid).items()}
+                row = {
+                    "engine": engine.name,
+                    "prompts": form,
+                    "turn": turn,
+                    "hits_per_s": len(bodies) / seconds,
+                    "cpu_ms": spent,
+                }
+                least = min(answer["meta_info"]["cached_tokens"] for answer in answers)
+                if least < len(work.ids[0]) - 100:
+                    raise report.InvalidRunError(f"{engine.name}, {form}: {least} tokens were cached")
+                if [one["meta_info"]["prompt_tokens"] for one in answers] != list(map(len, work.ids)):
+                    raise report.InvalidRunError(f"{engine.name}, {form}: the texts have other tokens")
+                print(row, file=sys.stderr)
+                yield row
+
+
+def body_of(field: str, prompt: Any) -> bytes:
+    asked = {"sampling_params": {"max_new_tokens": 0, "temperature": 0}, "return_logprob": True}
+    return orjson.dumps({field: prompt, **asked, "token_ids_logprob": LABEL_IDS})
+
+
+def send(url: str, bodies: Sequence[bytes], n_at_once: int) -> tuple[float, list[Any]]:
+    """Sends each as soon as one of n_at_once has been answered. Returns the seconds of all, and the answers."""
+
+    async def run() -> tuple[float, list[Any]]:
+        slots = asyncio.Semaphore(n_at_once)
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
+
+            async def one(body: bytes) -> bytes:
+                async with (
+                    slots,
+                    session.post(f"{url}/generate", data=body, headers={"content-type": "application/json"}) as reply,
+                ):
+                    read = await reply.read()
+                    if reply.status != 200:
+                        raise report.InvalidRunError(f"a request failed with {reply.status}: {read[:300]!r}")
+                    return read
+
+            started = time.perf_counter()
+            replies = await asyncio.gather(*map(one, bodies))
+            seconds = time.perf_counter() - started
+        return seconds, [orjson.loads(reply) for reply in replies]
+
+    return asyncio.run(run())
+
+
+def cpu_ms(pid: int) -> dict[str, float]:
+    """CPU time of the scheduler process, and of the server's other processes."""
+    scheduler = process_memory.scheduler_pid(pid)
+    found = {"scheduler": 0.0, "http_and_tokenizer": 0.0}
+    for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+        times = process.cpu_times()
+        name = "scheduler" if process.pid == scheduler else "http_and_tokenizer"
+        found[name] += 1000 * (times.user + times.system)
+    return found
+
+
+def medians_of(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    found = {}
+    for engine in ENGINES:
+        for form in FORMS:
+            of = [row for row in rows if (row["engine"], row["prompts"]) == (engine.name, form)]
+            cpu = {name: statistics.median(row["cpu_ms"][name] for row in of) for name in of[0]["cpu_ms"]}
+            found[f"{engine.name}, {form}"] = {
+                "hits_per_s": statistics.median(row["hits_per_s"] for row in of),
+                "slowest": min(row["hits_per_s"] for row in of),
+                "fastest": max(row["hits_per_s"] for row in of),
+                **{f"{name}_cpu_ms": ms for name, ms in cpu.items()},
+            }
+    return found
+
+
+def targets_of(medians: dict[str, dict[str, float]]) -> list[report.Target]:
+    def rate(engine: engines.Engine, form: str) -> float:
+        return medians[f"{engine.name}, {form}"]["hits_per_s"]
+
+    ours = engines.OURS
+    scheduler = [medians[f"{engine.name}, ids"]["scheduler_cpu_ms"] for engine in (ours, STOCK)]
+    return [
+        report.Target.at_least("text: hits a second, ours / stock", rate(ours, "text") / rate(STOCK, "text"), 5.0),
+        report.Target.at_least(
+            "text: hits a second, ours / stock with its tokenizer options",
+            rate(ours, "text") / rate(STOCK_TOKENIZERS, "text"),
+            1.5,
+        ),
+        report.Target.at_least("ids: hits a second, ours / stock", rate(ours, "ids") / rate(STOCK, "ids"), 1.1),
+        report.Target.at_most("ids: CPU ms of the scheduler, ours / stock", scheduler[0] / scheduler[1], 1.0),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

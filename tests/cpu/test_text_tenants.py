@@ -1,0 +1,38 @@
+"""Whose texts the tokenizer's cache may know: the time of a request would tell tenants of each other's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
+from sgl_prefill.port.steps import clients
+
+
+def tenant(caller: Any, isolate_by: str) -> str | None:
+    manager: Any = SimpleNamespace(prefill_config=SimpleNamespace(isolate_by=isolate_by))
+    manager.tenant_of = lambda one: PrefillTokenizerManager.tenant_of(manager, one)
+    with clients.calling(caller):
+        return PrefillTokenizerManager._tenant_of_texts(manager)
+
+
+@pytest.mark.parametrize("isolate_by", ["none", "user"])
+def test_tenants_and_salts_have_texts_of_their_own(isolate_by: str) -> None:
+    callers = [
+        clients.Caller(user="ann", is_read=True),
+        clients.Caller(user="bob", is_read=True),
+        clients.Caller(user="bob", salt="s", is_read=True),
+    ]
+    found = {tenant(caller, isolate_by) for caller in callers}
+    assert len(found) == (2 if isolate_by == "none" else 3)
+
+
+def test_a_client_has_no_texts_before_its_body_is_read() -> None:
+    """The body may name another user than the headers."""
+    assert tenant(clients.Caller(user="ann"), "user") is None
+
+
+def test_the_offline_engine_has_one_tenant() -> None:
+    assert tenant(None, "none") == ""
