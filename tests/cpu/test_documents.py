@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness import engines
-from benchmarks.make_report import wanted
 from scripts import models_page, options_page
 from sgl_prefill.config import PrefillConfig, flag_of
 
@@ -22,9 +21,9 @@ README = (ROOT / "README.md").read_text()
 OPTIONS = (ROOT / "sgl_prefill" / "OPTIONS.md").read_text()
 
 
-def test_a_newcomer_reads_no_more_than_1200_words() -> None:
+def test_a_newcomer_reads_no_more_than_1050_words() -> None:
     """Everything deeper is in pages beside the code."""
-    assert len(README.split()) <= 1200
+    assert len(README.split()) <= 1050
 
 
 def test_the_table_of_families_is_what_was_measured() -> None:
@@ -150,18 +149,6 @@ def test_the_speeds_of_the_readme_are_in_the_results() -> None:
             if name.startswith("stock") and name.endswith("torch_native")
         ]
         assert f"{max(as_installed):.1f}" == stock_per_s
-
-
-def test_what_the_readme_says_was_measured_is_in_the_results() -> None:
-    """Each row names a target of a benchmark, and shows its value, what was asked for, and whether it was missed."""
-    section = README[README.index("## Measured") :].partition("## The code")[0]
-    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][2:]
-    assert len(rows) == 6
-    for what, measured, target, benchmark in rows:
-        result = json.loads((ROOT / "benchmarks" / benchmark.strip("`") / "result.json").read_text())
-        (one,) = (one for one in result["targets"] if one["name"] == what)
-        assert measured == f"{one['value']:.2f}{'' if one['met'] else ' (missed)'}", what
-        assert target == wanted(one), what
 
 
 def test_nothing_of_one_machine_is_tracked() -> None:
