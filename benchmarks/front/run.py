@@ -32,11 +32,11 @@ from benchmarks import process_memory, report, shapes
 from benchmarks.harness import engines
 from sgl_prefill.examples import demo_model
 
-TURNS, AT_ONCE = 3, 16
+TURNS, AT_ONCE = 2, 16
 TOKENIZER_FLAGS = ("--tokenizer-worker-num", "2", "--enable-dynamic-batch-tokenizer")
-STOCK = engines.stock("lpm").on(engines.AS_SHIPPED)
+STOCK = engines.stock("lpm").on(engines.NEW_KERNEL)
 STOCK_TOKENIZERS = (
-    engines.stock("lpm", *TOKENIZER_FLAGS).on(engines.AS_SHIPPED)._replace(name="stock lpm, tokenizer options")
+    engines.stock("lpm", *TOKENIZER_FLAGS).on(engines.NEW_KERNEL)._replace(name="stock lpm, tokenizer options")
 )
 ENGINES = (engines.OURS, STOCK, STOCK_TOKENIZERS)
 FORMS = ("text", "ids")
