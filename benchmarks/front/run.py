@@ -33,12 +33,8 @@ from benchmarks.harness import engines
 from sgl_prefill.examples import demo_model
 
 TURNS, AT_ONCE = 2, 16
-TOKENIZER_FLAGS = ("--tokenizer-worker-num", "2", "--enable-dynamic-batch-tokenizer")
 STOCK = engines.stock("lpm").on(engines.NEW_KERNEL)
-STOCK_TOKENIZERS = (
-    engines.stock("lpm", *TOKENIZER_FLAGS).on(engines.NEW_KERNEL)._replace(name="stock lpm, tokenizer options")
-)
-ENGINES = (engines.OURS, STOCK, STOCK_TOKENIZERS)
+ENGINES = (engines.OURS, STOCK)
 FORMS = ("text", "ids")
 LABEL_IDS = [500, 600]
 
@@ -189,11 +185,6 @@ def targets_of(medians: dict[str, dict[str, float]]) -> list[report.Target]:
     scheduler = [medians[f"{engine.name}, ids"]["scheduler_cpu_ms"] for engine in (ours, STOCK)]
     return [
         report.Target.at_least("text: hits a second, ours / stock", rate(ours, "text") / rate(STOCK, "text"), 5.0),
-        report.Target.at_least(
-            "text: hits a second, ours / stock with its tokenizer options",
-            rate(ours, "text") / rate(STOCK_TOKENIZERS, "text"),
-            1.5,
-        ),
         report.Target.at_least("ids: hits a second, ours / stock", rate(ours, "ids") / rate(STOCK, "ids"), 1.1),
         report.Target.at_most("ids: CPU ms of the scheduler, ours / stock", scheduler[0] / scheduler[1], 1.0),
     ]
