@@ -153,7 +153,9 @@ class GenerateReply(Schema):
     text: str = _always("the best label")
     output_ids: list[int] | None = _optional("its tokens")
     meta_info: MetaInfo | None = _optional("SGLang's facts about the request, and label_scores")
-    error: OpenAIError | None = _optional("of a batch's prompt that is too long, in the place of both")
+    error: OpenAIError | None = _optional(
+        "why this prompt of a batch was too long; output_ids and meta_info are then missing"
+    )
 
 
 class ScoreReply(Schema):

@@ -140,7 +140,9 @@ class LabelScorer:
         deadline_ms: float | None = None,
         reply: ReplyOptions = PLAIN,
     ) -> list[ScoredPrompt | UnscoredPrompt]:
-        """As `score`, with an UnscoredPrompt in the place of each prompt of a batch that is too long, if others are not."""
+        """As `score`, but a batch with prompts that are too long is not refused: it scores the others, and returns an
+        UnscoredPrompt for each of these. If all are too long, it raises PromptTooLongError.
+        """
         given = copy.copy(obj)
         try:
             return list(await self.score(obj, answers, raw_request, deadline_ms, reply))
