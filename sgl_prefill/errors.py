@@ -15,6 +15,7 @@
     +-- BatchJobError           a batch job cannot start or go on
     +-- BadRequestError         HTTP 400: the request is wrong; also a ValueError, which SGLang's routes answer with 400
         +-- NotFoundError       HTTP 404: it names what is not there
+        +-- UnknownPrefixError  HTTP 409: it names a prefix that is not held
         +-- PromptTooLongError  HTTP 400: a prompt has more tokens than the server takes
 
 Bugs of this package are assertions, not errors of this tree.
@@ -88,6 +89,12 @@ class NotFoundError(BadRequestError):
     """The request names something that is not there; the message lists what is."""
 
     status = HTTPStatus.NOT_FOUND
+
+
+class UnknownPrefixError(BadRequestError):
+    """The request names a prefix that was never sent, or was forgotten; the remedy is to send it again."""
+
+    status = HTTPStatus.CONFLICT
 
 
 class PromptTooLongError(BadRequestError):

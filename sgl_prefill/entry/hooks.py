@@ -259,7 +259,10 @@ FEATURES: tuple[Feature, ...] = (
             Override(
                 TOKENIZER_MANAGER,
                 "PrefillTokenizerManager",
-                ("abort_request", "_tokenize_texts", "_wait_one_response", "_process_single_item_scoring_results"),
+                (
+                    *("abort_request", "_tokenize_texts", "_create_tokenized_object", "_wait_one_response"),
+                    "_process_single_item_scoring_results",
+                ),
                 "A client cancels its own requests only; long texts do not stop other clients; an answer may come before the last"
                 " prompt of its request was sent; an aborted score has no log-probabilities.",
             ),
@@ -535,8 +538,8 @@ FEATURES: tuple[Feature, ...] = (
             Override(
                 ALLOCATOR,
                 "SuffixKVAllocator",
-                ("__init__", "available_size", "alloc", "alloc_extend", "clear"),
-                "Slots are handed out by the KV plans of a step.",
+                ("__init__", "available_size", "alloc", "alloc_extend", "clear", "_release_page_ids"),
+                "Slots are handed out by the KV plans of a step, and given back without a copy of the list of free ones.",
             ),
         ),
         patches=(

@@ -206,6 +206,16 @@ class SGLangResult(RerankedDocument):
     error: str | None = _optional("why a document has no score")
 
 
+class PrefixReply(Schema):
+    id: str = _always("for the field prefix of later requests")
+    object: str
+    made_of: str = _always("text, messages or input_ids")
+    prompt_tokens: int
+    cached_tokens: int = _always("found in the prefix cache")
+    kept_tokens: int | None = _always("in the prefix cache now")
+    ttl_s: float | None = _always("seconds that it will not be forgotten; null: until others need its memory")
+
+
 class DecidedRequest(Schema):
     id: str
     client: str
@@ -255,6 +265,7 @@ LABEL_FIELDS = {
     "prompt_parts": "instead of the prompt: [{text, keep}, ...], joined; keep is true, start, end or middle",
     "on_overflow": "refuse (default) or cut, for prompt_parts and messages with keep: false",
     "max_prompt_tokens": "a limit below the server's",
+    "prefix": "id of /v1/prefixes: its text, messages or token ids come first",
     "cache_salt": "prefix hits only among requests with the same value",
 }
 RERANK_FIELDS = {
@@ -288,6 +299,7 @@ REPLIES: dict[str, tuple[str, Any]] = {
     "/v1/rerank": ("Rerank: Jina's format with `model`, else SGLang's", RerankReply | list[SGLangResult]),
     "/rerank": ("Rerank: Jina's and infinity's format, or a list for `texts`", RerankReply | list[SGLangResult]),
     "/v2/rerank": ("Rerank: Cohere's format", CohereReply),
+    "/v1/prefixes": ("Computes a prefix and holds it, for requests that name it", PrefixReply),
     "/scheduler/decisions": ("The requests of the last steps, one JSON object a line", Decision),
 }
 ERRORS: dict[int | str, dict[str, Any]] = {

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from sgl_prefill.errors import BadRequestError, ConfigurationError
+from sgl_prefill.http import bodies
 from sgl_prefill.http.request_checks import OFF_LOOP_CHARACTERS
 
 if TYPE_CHECKING:
@@ -22,25 +23,10 @@ if TYPE_CHECKING:
 
     from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
 
-PART_CHARACTERS = 40  # a template's work for a message or a part of one, in characters of text
-FEWEST_PARTS = 4_096  # lower bound of the limit on messages and parts
-# In JSON, a quote within a client's text is escaped, so these count only keys.
-ROLE, TYPE = b'"role"', b'"type"'
 _rendered: contextvars.ContextVar[Future[Any] | None] = contextvars.ContextVar("rendered_template", default=None)
 
 
-def check_size(body: bytes, longest_input_tokens: int) -> None:
-    """Raises BadRequestError for a JSON body with more parts than the server takes tokens, before it is parsed."""
-    most = max(longest_input_tokens, FEWEST_PARTS)
-    for name, things in ((ROLE, "messages"), (TYPE, "parts and tools")):
-        if (n := body.count(name)) > most:
-            raise BadRequestError(
-                f"the request holds {n} {things}, and this server takes at most {most}"
-                f" ({longest_input_tokens} tokens): shorten it"
-            )
-
-
-def check(request: ChatCompletionRequest, longest_input_tokens: int) -> None:
+def check(request: ChatCompletionRequest) -> None:
     """Raises BadRequestError for a conversation that must not be rendered."""
     messages = request.messages
     if "chat_template" in (request.chat_template_kwargs or {}):
@@ -48,8 +34,6 @@ def check(request: ChatCompletionRequest, longest_input_tokens: int) -> None:
             "chat_template_kwargs holds chat_template, and a template is a program that could block all other requests: leave"
             " it out, or start the server with --chat-template"
         )
-    if len(messages) > (most := max(longest_input_tokens, FEWEST_PARTS)):
-        raise BadRequestError(f"the request holds {len(messages)} messages, and this server takes at most {most}")
     last_is_continued = request.continue_final_message and messages and messages[-1].role == "assistant"
     if len(messages) == (1 if last_is_continued else 0) and request.input_ids is None:
         why = " but for the one that continue_final_message goes on with" if last_is_continued else ""
@@ -64,7 +48,7 @@ def around_process_messages(
     if rendered is not None and rendered.done():
         return rendered.result()
     try:
-        check(request, serving.tokenizer_manager.longest_input_tokens)
+        check(request)
         result = original(serving, request, *arguments, **options)
     except Exception as error:
         if rendered is not None:
@@ -80,7 +64,9 @@ async def render_long_chat(
 ) -> None:
     """Renders and tokenises a long conversation in another thread, for the next conversion by `serving` in this request."""
     _rendered.set(None)  # the task may have rendered another conversation before
-    if work_characters(request) < OFF_LOOP_CHARACTERS:
+    sent = getattr(raw_request, "_json", None)  # what of it a template fills in is not known before
+    work = [request.model_dump(exclude_defaults=True)] if sent is None else [sent]
+    if bodies.measure(work).characters < OFF_LOOP_CHARACTERS:
         return
     manager: PrefillTokenizerManager = serving.tokenizer_manager
     await manager.caller_of(raw_request)
@@ -117,12 +103,6 @@ def render_in_thread(serving: Any, request: ChatCompletionRequest, raw_request: 
         if not rendered.done():
             raise
     return rendered.result()
-
-
-def work_characters(request: ChatCompletionRequest) -> int:
-    """The work of rendering and tokenising a conversation, as the length of a text with the same work."""
-    texts = list(texts_of(request))
-    return sum(map(len, texts)) + PART_CHARACTERS * (len(texts) + len(request.tools or ()))
 
 
 def texts_of(request: ChatCompletionRequest) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -41,7 +41,6 @@ class Middleware:
     """The outermost ASGI application of the server.
 
     Args:
-        check_body: raises BadRequestError for a body that would take too long to parse; called with path and body.
         n_refused: counts refusals by reason, for the dashboard.
     """
 
@@ -50,13 +49,11 @@ class Middleware:
         app: ASGIApp,
         config: PrefillConfig,
         ending: Ending,
-        check_body: Callable[[str, bytes], None] | None = None,
         n_refused: Counter[str] | None = None,
     ) -> None:
         self._app = app
         self._config = config
         self._ending = ending
-        self._check_body = check_body
         self._n_refused: Counter[str] = Counter() if n_refused is None else n_refused
         self._refused = metric_list.BY_NAME["refused_requests"].make([])  # after SGLang has set the metrics' directory
 
@@ -92,7 +89,7 @@ class Middleware:
             if not headers.get(b"authorization", b"").isascii():
                 raise HTTPException(HTTPStatus.UNAUTHORIZED, "the Authorization header contains non-ASCII bytes")
             if computes:
-                self._check(scope["path"], body)
+                self._check_serves()
             await self._app(scope, _replay(body, receive), answer.send)
         except Exception as error:
             if answer.has_begun:
@@ -139,15 +136,13 @@ class Middleware:
         self._check_size(n_bytes)
         return b"".join(parts)
 
-    def _check(self, path: str, body: bytes) -> None:
-        """Raises HTTPException at shutdown, BadRequestError for a body that takes too long to parse."""
+    def _check_serves(self) -> None:
+        """Raises HTTPException at shutdown."""
         if self._ending.reason is not None:
             raise HTTPException(
                 HTTPStatus.SERVICE_UNAVAILABLE,
                 f"{self._ending.reason}: send the request again, to another server or later",
             )
-        if self._check_body is not None:
-            self._check_body(path, body)
 
     def _counted(self, caller: clients.Caller, send: Send) -> Send:
         """Counts a refusal, and adds `Retry-After` to it."""

@@ -16,6 +16,7 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, S
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
 from sgl_prefill.errors import BadRequestError
+from sgl_prefill.http.token_ids import is_within
 from sgl_prefill.port.steps import custom_params
 
 # Set by SGLang itself; a client that sent them would bypass its checks.
@@ -203,7 +204,7 @@ def check_deadline(deadline_ms: Any) -> None:
 
 def check_ids_in_vocabulary(token_ids: list[int], vocab_size: int, where: str) -> None:
     """Raises BadRequestError naming the first id outside [0, vocab_size), a range that includes added tokens."""
-    if min(token_ids) >= 0 and max(token_ids) < vocab_size:
+    if is_within(token_ids, vocab_size):
         return
     bad = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
     raise BadRequestError(

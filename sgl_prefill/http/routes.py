@@ -24,13 +24,15 @@ from starlette.routing import BaseRoute, Route
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError, SeamError
-from sgl_prefill.http import api_docs, conversations, protocol, scores
+from sgl_prefill.http import api_docs, bodies, conversations, protocol, scores
 from sgl_prefill.http import dashboard_routes as dashboard
+from sgl_prefill.http.bodies import Bodies
 from sgl_prefill.http.cut_requests import CutRequests, PartsOfPrompts, with_parts
 from sgl_prefill.http.error_format import Refusal
 from sgl_prefill.http.label_scoring import AllowedAnswers, LabelScorer
 from sgl_prefill.http.middleware import Middleware
 from sgl_prefill.http.parted_requests import attach_parts
+from sgl_prefill.http.prefixes import MESSAGES, Prefixes, PrefixRequest
 from sgl_prefill.http.request_checks import (
     OFF_LOOP_CHARACTERS,
     check_ids_in_vocabulary,
@@ -119,6 +121,7 @@ class PrefillRoutes:
             route.path: pkgutil.resolve_name(route.stock_endpoint) for route in ROUTES
         }
         self._scorer: LabelScorer | None = None
+        self.prefixes = Prefixes()
         self._reranker = Reranker(config, lambda: self.scorer, self._stock["/v1/rerank"], self._reply_options)
 
     def stock_endpoint(self, path: str) -> Callable[..., Awaitable[Any]]:
@@ -249,6 +252,24 @@ class PrefillRoutes:
         with _value_errors_are_bad_requests():
             return await self._reranker.answer(self._app.state.openai_serving_rerank, request, raw_request, serialise)
 
+    async def hold_prefix(self, request: PrefixRequest, raw_request: Request) -> Any:
+        """/v1/prefixes, which SGLang does not have: computes a prefix, and gives it an id."""
+        kind, value = request.content()
+        if kind == MESSAGES:
+            value = (await raw_request.json())[MESSAGES]  # as sent
+            chat = protocol.LabelChatCompletionRequest(model=self._served("default"), messages=value)
+            await self._fill(self._app.state.openai_serving_chat, chat, raw_request)
+            with _value_errors_are_bad_requests():
+                obj = self._request_of(self._app.state.openai_serving_chat, chat, raw_request, None)
+        else:
+            obj = GenerateReqInput(**{kind: value})
+        obj.sampling_params = {"max_new_tokens": 0, "temperature": 0}
+        output = await self._manager.generate_request(obj, raw_request).__anext__()
+        caller = await self._manager.caller_of(raw_request)
+        prefix = self.prefixes.add(self._manager.tenant_of(caller) + caller.salt, kind, value, request.ttl_s)
+        facts = {name: output["meta_info"].get(name) for name in ("prompt_tokens", "cached_tokens", "kept_tokens")}
+        return orjson_response({"id": prefix.id, "object": "prefix", "made_of": kind, **facts, "ttl_s": request.ttl_s})
+
     async def detokenize(self, request: DetokenizeRequest, raw_request: Request) -> Any:
         vocab_size = self._manager.model_config.vocab_size
         is_batch = bool(request.tokens) and isinstance(request.tokens[0], list)
@@ -317,6 +338,8 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
     app.router.routes[:] = [one for one in app.router.routes if paths_of(one) <= KEPT_ROUTES]
     app.router.default = _refuse_path
     n_stock = len(app.router.routes)
+    checked = Bodies(lambda: endpoints._manager, endpoints.prefixes)
+    app.router.route_class = bodies.route_class(checked, http_server.ORJSONRequest)
     only_json = [Depends(http_server.validate_json_request)]
     for path, endpoint in (
         ("/v1/completions", endpoints.completions),
@@ -324,6 +347,7 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
         ("/v1/score", endpoints.score),
         ("/rerank", endpoints.rerank_of_jina),
         ("/v2/rerank", endpoints.rerank_of_cohere),
+        ("/v1/prefixes", endpoints.hold_prefix),
     ):
         app.post(path, dependencies=only_json, **api_docs.of(path))(endpoint)
     for prefix in ("", "/v1"):
@@ -346,7 +370,7 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
     build = app.build_middleware_stack
 
     def build_all() -> Middleware:
-        return Middleware(dashboard.AskForKey(build()), config, ending, check_body, n_refused)
+        return Middleware(dashboard.AskForKey(build()), config, ending, n_refused)
 
     app.build_middleware_stack = build_all  # type: ignore[method-assign]
     for route in ROUTES:
@@ -359,12 +383,6 @@ def paths_of(route: Any) -> set[str]:
     """The paths of an entry of FastAPI's list of routes, which may be an included router."""
     included = getattr(route, "original_router", None)
     return {route.path} if included is None else {one.path for one in included.routes}
-
-
-def check_body(path: str, body: bytes) -> None:
-    """Raises BadRequestError for a conversation whose parts would take seconds to parse."""
-    if path == CHAT_PATH:
-        conversations.check_size(body, http_server._global_state.tokenizer_manager.longest_input_tokens)
 
 
 async def _refuse_path(scope: Scope, receive: Receive, send: Send) -> None:

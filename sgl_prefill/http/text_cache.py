@@ -19,9 +19,10 @@ from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from sgl_prefill.http.text_cuts import MARGIN, Cuts, find_cuts
+from sgl_prefill.http.token_ids import TokenIds
 
 BLOCK = 512  # characters
 LEAST = 2000  # characters: shorter texts are encoded whole and not stored
@@ -88,9 +89,9 @@ class TextCache:
             elif len(text) < LEAST:
                 ids = self._cuts.backend.encode(text, add_special_tokens=add_special_tokens).ids
             else:
-                ids, n_cached, is_mismatch = self._encode_long(self._cuts, text, tenant)
-                if add_special_tokens:
-                    ids = [*self._cuts.front, *ids, *self._cuts.back]
+                found, n_cached, is_mismatch = self._encode_long(self._cuts, text, tenant)
+                front, back = (self._cuts.front, self._cuts.back) if add_special_tokens else ((), ())
+                ids = TokenIds.of(np.concatenate([front, *found, back], dtype=np.int64, casting="unsafe"))
         except TypeError:  # of a lone surrogate; Hugging Face's message is another
             ids = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         with self._lock:
@@ -101,8 +102,8 @@ class TextCache:
             self.counters.tokens += len(ids)
         return ids
 
-    def _encode_long(self, cuts: Cuts, text: str, tenant: str) -> tuple[list[int], int, bool]:
-        """Token ids without special tokens, how many of them are cached, and whether the check failed."""
+    def _encode_long(self, cuts: Cuts, text: str, tenant: str) -> tuple[list[ArrayLike], int, bool]:
+        """Parts of the token ids without special tokens, how many of them are cached, and whether the check failed."""
         path = self._walk(text, tenant)
         cached = [node for _, node in path]
         while cached and cached[-1].cut is None:
@@ -111,7 +112,7 @@ class TextCache:
             encoding = cuts.backend.encode(text, add_special_tokens=False)
             whole = _Encoded(0, encoding, encoding.ids, 0)
             self._store(cuts, text, tenant, path, whole)
-            return whole.ids, 0, False
+            return [whole.ids], 0, False
         cut = cached[-1].cut
         assert cut is not None
         window = cuts.window(text, cut)
@@ -121,9 +122,9 @@ class TextCache:
         check_token, token = cuts.boundary(encoding, check - start), cuts.boundary(encoding, cut - start)
         known, ids = np.concatenate([node.ids for node in cached]), encoding.ids
         if check_token is None or token is None or known[check_token - token :].tolist() != ids[check_token:token]:
-            return cuts.backend.encode(text, add_special_tokens=False).ids, 0, True
+            return [cuts.backend.encode(text, add_special_tokens=False).ids], 0, True
         self._store(cuts, text, tenant, path, _Encoded(start, encoding, ids, token))
-        return known.tolist() + ids[token:], len(known), False
+        return [known, ids[token:]], len(known), False
 
     def _walk(self, text: str, tenant: str) -> list[tuple[_Key, _Node]]:
         """The stored nodes of the text's blocks from the root on, now the most recently used."""

@@ -26,6 +26,7 @@ from sgl_prefill.http import request_checks, text_cache
 from sgl_prefill.http.parted_requests import show_parts
 from sgl_prefill.http.rids import Rids
 from sgl_prefill.http.text_cache import TextCache
+from sgl_prefill.http.token_ids import TokenIds
 from sgl_prefill.port.kv import namespaces
 from sgl_prefill.port.runner import answer_trees
 from sgl_prefill.port.steps import clients, custom_params, traces
@@ -297,6 +298,14 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         if caller is None:
             return ""
         return self.tenant_of(caller) + caller.salt if caller.is_read else None
+
+    def _create_tokenized_object(
+        self, obj: Any, input_text: str, input_ids: Any, *arguments: Any, **options: Any
+    ) -> Any:
+        """Passes the array of ids that were converted already; SGLang may have shortened the list."""
+        if isinstance(input_ids, TokenIds) and len(input_ids) == len(input_ids.array):
+            input_ids = input_ids.array
+        return super()._create_tokenized_object(obj, input_text, input_ids, *arguments, **options)
 
     async def run_in_thread(self, work: Callable[[PrefillTokenizerManager], T]) -> T:
         """Runs `work` in the thread for long texts, with a copy of this manager whose tokenizer only that thread uses."""

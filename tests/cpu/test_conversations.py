@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,10 +12,9 @@ import pytest
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.http import conversations
+from sgl_prefill.http import bodies, conversations
 from sgl_prefill.http.request_checks import OFF_LOOP_CHARACTERS
 
-LONGEST_INPUT_TOKENS = 5_000
 SAYS = {"role": "user", "content": "Is it so?"}
 ANSWERS = {"role": "assistant", "content": "Yes"}
 
@@ -31,7 +29,6 @@ class Serving:
     def __init__(self, fails: bool = False) -> None:
         self.tokenizer_manager: Any = SimpleNamespace(
             name="ours",
-            longest_input_tokens=LONGEST_INPUT_TOKENS,
             run_in_thread=self._run_in_thread,
             caller_of=self._caller_of,
         )
@@ -65,13 +62,26 @@ def answer(serving: Serving, request: ChatCompletionRequest) -> Any:
 
 @pytest.mark.parametrize("extra_characters", [0, -1])
 def test_a_long_conversation_is_filled_once_and_beside_the_event_loop(extra_characters: int) -> None:
-    n_characters = OFF_LOOP_CHARACTERS - conversations.PART_CHARACTERS + extra_characters
+    empty = chat({"role": "user", "content": ""}).model_dump(exclude_defaults=True)
+    n_characters = OFF_LOOP_CHARACTERS - bodies.measure([empty]).characters + extra_characters
     serving, request = Serving(), chat({"role": "user", "content": "x" * n_characters})
     assert answer(serving, request) == str(request.messages)
     [(thread, tokenizer)] = serving.filled
     is_beside = extra_characters == 0
     assert (thread is not threading.main_thread()) == is_beside
     assert tokenizer == ("twin" if is_beside else "ours")
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "tools", "tool_calls", "chat_template_kwargs"])
+def test_text_that_is_no_content_counts_as_work_of_the_template(field: str) -> None:
+    long = "x" * OFF_LOOP_CHARACTERS
+    function = {"type": "function", "function": {"name": "f", "description": long, "arguments": long}}
+    of_message = {"reasoning_content": long, "tool_calls": [{"id": "1", **function}]}
+    of_chat = {"tools": [function], "chat_template_kwargs": {"shown": long}}
+    serving = Serving()
+    message = {**ANSWERS, field: of_message[field]} if field in of_message else SAYS
+    answer(serving, chat(message, SAYS, **({field: of_chat[field]} if field in of_chat else {})))
+    assert serving.filled[0][1] == "twin"
 
 
 def test_a_short_conversation_after_a_long_one_is_its_own() -> None:
@@ -101,7 +111,6 @@ def test_what_a_template_refuses_in_the_other_thread_is_refused() -> None:
         (chat(), "messages is empty: give"),
         (chat(ANSWERS, continue_final_message=True), "but for the one that continue_final_message goes on with"),
         (chat(SAYS, chat_template_kwargs={"chat_template": "{{ 1 }}"}), "a template is a program"),
-        (chat(*[SAYS] * (LONGEST_INPUT_TOKENS + 1)), f"{LONGEST_INPUT_TOKENS + 1} messages"),
     ],
 )
 def test_what_no_template_is_filled_with(request_: ChatCompletionRequest, told: str) -> None:
@@ -122,18 +131,3 @@ def test_what_no_template_is_filled_with(request_: ChatCompletionRequest, told: 
 )
 def test_conversations_that_are_fine(request_: ChatCompletionRequest) -> None:
     assert answer(Serving(), request_) == str(request_.messages)
-
-
-def test_messages_are_counted_before_they_are_parsed() -> None:
-    as_it_says = {"role": "user", "content": '"role" "role" "type"'}
-    most = conversations.FEWEST_PARTS
-    for messages, fits in (([as_it_says] * most, True), ([as_it_says] * (most + 1), False)):
-        body = json.dumps({"messages": messages}).encode()
-        if fits:
-            conversations.check_size(body, longest_input_tokens=100)
-        else:
-            with pytest.raises(BadRequestError, match=f"{most + 1} messages"):
-                conversations.check_size(body, longest_input_tokens=100)
-    parts = {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * (most + 1)}]}
-    with pytest.raises(BadRequestError, match="parts and tools"):
-        conversations.check_size(json.dumps(parts).encode(), longest_input_tokens=100)

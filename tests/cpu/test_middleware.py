@@ -54,7 +54,6 @@ def ask(
     *,
     ending: Ending | None = None,
     stays_open: bool = False,
-    check_body: Callable[[str, bytes], None] | None = None,
     headers: Sequence[tuple[bytes, bytes]] = (),
     **options: Any,
 ) -> Answer:
@@ -73,7 +72,7 @@ def ask(
     async def send(message: Message) -> None:
         sent.append(message)
 
-    outermost = Middleware(app, PrefillConfig(**options), ending or Ending(7), check_body)
+    outermost = Middleware(app, PrefillConfig(**options), ending or Ending(7))
     scope = {"type": "http", "method": "POST", "path": "/", "headers": list(headers)}
     asyncio.run(outermost(scope, receive, send))
     start, *rest = sent
@@ -163,18 +162,6 @@ def test_a_server_that_ends_takes_no_more() -> None:
 
 def test_a_key_that_is_no_ascii_is_a_wrong_key() -> None:
     assert ask(reading_app, headers=[(b"authorization", "Bearer \u00e9".encode())]).status == 401
-
-
-def test_a_body_that_need_not_be_parsed_never_gets_to_the_app() -> None:
-    def check(path: str, body: bytes) -> None:
-        assert (path, body) == ("/", b"whole")
-        raise BadRequestError("too long")
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        raise AssertionError
-
-    answer = ask(app, [b"who", b"le"], check_body=check)
-    assert (answer.status, answer.error["message"]) == (400, "too long")
 
 
 async def body_app(scope: Any, receive: Any, send: Any) -> None:

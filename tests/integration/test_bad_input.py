@@ -83,7 +83,9 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
         {**CHAT, "messages": [{"role": "assistant", "content": "x"}], "continue_final_message": True},
         ["messages is empty"],
     ),
-    (CHATS, {**CHAT, "messages": CHAT["messages"] * 9000}, ["9000 messages"]),
+    (CHATS, {**CHAT, "messages": CHAT["messages"] * 17_000}, ["more than 16384 messages"]),
+    (CHATS, {**CHAT, "chat_template_kwargs": {"a": "x" * 5_000_000}}, ["more than 4194304 characters"]),
+    (COMPLETIONS, {**PROMPT, "prompt": ["a"] * 10_001}, ["10001 values", "at most 10000"]),
     (
         GENERATE,
         {**NATIVE, "sampling_params": {"max_new_tokens": 1, "stop": [f"{n}" for n in range(257)]}},
@@ -332,7 +334,8 @@ def test_a_text_that_cannot_fit_is_refused_unread(server: Server) -> None:
         ):
             reply = server.post(route, body)
             assert reply.status_code == 400
-            assert f"{len(text)} characters" in error_of(reply)
+            n = 4194304 if route == CHATS and len(text) > 4194304 else len(text)
+            assert f"{n} characters" in error_of(reply)
 
 
 def test_answers_to_wrong_bodies_name_no_source_files(server: Server) -> None:

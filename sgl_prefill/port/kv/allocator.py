@@ -24,6 +24,7 @@ class SuffixKVAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         self.scratch_tokens = scratch_tokens
         self.n_scratch_lent = 0
         self._plans: Sequence[KVPlan] | None = None
+        self.free_pages: torch.Tensor
         super().__init__(**options)
 
     @contextmanager
@@ -65,6 +66,20 @@ class SuffixKVAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
     def clear(self) -> None:
         super().clear()
         self.n_scratch_lent = 0
+        self._pages: torch.Tensor = self.free_pages  # whose end `free_pages` is
+
+    def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
+        """Writes the pages in front of the free ones, where others were taken. SGLang copies the list of all free pages, some
+        milliseconds with a million slots on a host."""
+        if self.need_sort:
+            super()._release_page_ids(*page_ids)
+            return
+        pages = torch.cat(page_ids)
+        end = len(self._pages) - len(self.free_pages)
+        first = end - len(pages)
+        assert first >= 0, (len(self._pages), len(self.free_pages), len(pages))
+        self._pages[first:end] = pages
+        self.free_pages = self._pages[first:]
 
     def resize_durable(self, durable_tokens: int) -> None:
         """Sets the number of durable slots, and marks all of them as free."""
