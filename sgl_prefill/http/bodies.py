@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from sgl_prefill.http.prefixes import Prefixes
+    from sgl_prefill.http.prefix_handles import Prefixes
     from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
 
 MOST_CHARACTERS = 4 << 20  # outside of prompts, with VALUE_CHARACTERS for each value

@@ -32,7 +32,7 @@ from sgl_prefill.http.error_format import Refusal
 from sgl_prefill.http.label_scoring import AllowedAnswers, LabelScorer
 from sgl_prefill.http.middleware import Middleware
 from sgl_prefill.http.parted_requests import attach_parts
-from sgl_prefill.http.prefixes import MESSAGES, Prefixes, PrefixRequest
+from sgl_prefill.http.prefix_handles import MESSAGES, Prefixes, PrefixRequest
 from sgl_prefill.http.request_checks import (
     OFF_LOOP_CHARACTERS,
     check_ids_in_vocabulary,

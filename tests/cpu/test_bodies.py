@@ -9,7 +9,7 @@ import pytest
 
 from sgl_prefill.errors import BadRequestError, UnknownPrefixError
 from sgl_prefill.http import bodies, token_ids
-from sgl_prefill.http.prefixes import INPUT_IDS, MESSAGES, TEXT, Prefixes, PrefixRequest
+from sgl_prefill.http.prefix_handles import INPUT_IDS, MESSAGES, TEXT, Prefixes, PrefixRequest
 from sgl_prefill.http.token_ids import TokenIds
 
 MOST = 1000
