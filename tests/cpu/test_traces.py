@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from array import array
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import requests
+from sglang.srt.observability import req_time_stats
 from sglang.srt.observability.trace import TraceNullContext
 
 from sgl_prefill.config import PrefillConfig
@@ -80,6 +82,28 @@ def test_a_root_span_gets_numbers_and_nothing_else_of_the_facts() -> None:
     stats = SimpleNamespace()
     time_stats.add_facts(stats, kept_tokens=3, evicted_tokens=4, answers=[[0.5]])
     assert traces.of_answered(stats) == {"sgl_prefill.kept_tokens": 3, "sgl_prefill.evicted_tokens": 4}
+
+
+def test_a_step_of_the_wall_clock_moves_no_time_between_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests once waited for an hour, or had replies without times: a 500."""
+
+    def sent(stats: Any, hook: Any) -> Any:
+        """To a process whose wall clock has been set back since it started."""
+        state = pickle.loads(pickle.dumps(hook(stats.__getstate__(), stats)))
+        received = type(stats)()
+        with monkeypatch.context() as receiver:
+            receiver.setattr(req_time_stats, "global_diff_realtime_monotonic", -86_400.0)
+            received.__setstate__(state)
+        return received
+
+    request = req_time_stats.APIServerReqTimeStats()
+    request.api_server_dispatch_time = 5.0
+    assert sent(request, time_stats.after_getstate_in_http).api_server_dispatch_time == 5.0
+    reply = req_time_stats.SchedulerReqTimeStats(has_timing_data=True)
+    reply.prefill_finished_time = 7.0
+    through_detokenizer = sent(sent(reply, time_stats.after_getstate), time_stats.after_getstate)
+    assert through_detokenizer.prefill_finished_time == 7.0
+    assert type(through_detokenizer.prefill_finished_time) is float
 
 
 def test_tracing_without_its_packages_is_refused_before_anything_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,9 @@ To the scheduler: the time at which the HTTP process dispatches the request. SGL
 from its socket, between two steps: the wait of a request that arrives during a step of 6 s would count neither for fairness nor
 in `queue_ms`. SGLang's message has an unused field for this time, on one clock for all ranks.
 
+The times are those of `time.perf_counter`, which the processes of a machine share. SGLang converts them by the wall clock; after a step
+of that clock a request would have waited for an hour, or its reply would lack times.
+
 From the scheduler: `kept_tokens`, `evicted_tokens`, `predicted_jct_ms` and others, for the reply's `meta_info`.
 """
 
@@ -14,15 +17,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-DISPATCH_TIME = (
-    "api_server_dispatch_time"  # SGLang converts fields whose name ends in `time` between the processes' clocks
-)
+DISPATCH_TIME = "api_server_dispatch_time"
+OFFSET = "diff_realtime_monotonic"  # SGLang adds the sender's to each time, and subtracts the receiver's
 FACTS = "sgl_prefill_facts"
+
+
+class SameClock(float):
+    """An offset that leaves a time as it is, whatever the receiver subtracts."""
+
+    def __radd__(self, time_s: float) -> float:
+        return _Kept(time_s)
+
+
+class _Kept(float):
+    def __sub__(self, offset: float) -> float:
+        return float(self)
 
 
 def after_getstate_in_http(result: dict[str, Any], time_stats: Any) -> dict[str, Any]:
     """Hook: sends the time of dispatch with a request."""
-    return {**result, DISPATCH_TIME: getattr(time_stats, DISPATCH_TIME)}
+    return {**result, DISPATCH_TIME: getattr(time_stats, DISPATCH_TIME), OFFSET: SameClock()}
 
 
 def arrival_s(req: Req) -> float:
@@ -42,7 +56,7 @@ def facts_of(time_stats: Any) -> dict[str, Any]:
 
 def after_getstate(result: dict[str, Any], time_stats: Any) -> dict[str, Any]:
     """Hook: sends the facts on, from the scheduler and from the detokenizer."""
-    return {**result, FACTS: facts_of(time_stats)}
+    return {**result, FACTS: facts_of(time_stats), OFFSET: SameClock()}
 
 
 def after_convert_to_output_meta_info(result: dict[str, Any], time_stats: Any) -> dict[str, Any]:
