@@ -4,8 +4,8 @@ To the scheduler: the time at which the HTTP process dispatches the request. SGL
 from its socket, between two steps: the wait of a request that arrives during a step of 6 s would count neither for fairness nor
 in `queue_ms`. SGLang's message has an unused field for this time, on one clock for all ranks.
 
-The times are those of `time.perf_counter`, which the processes of a machine share. SGLang converts them by the wall clock; after a
-step of that clock a request would have waited for an hour, or its reply would lack times.
+The times are those of `time.perf_counter`, which the processes of a machine share. SGLang converts them by the wall clock; after
+a step of that clock a request would have waited for an hour, or its reply would lack times.
 
 From the scheduler: `kept_tokens`, `evicted_tokens`, `predicted_jct_ms` and others, for the reply's `meta_info`.
 """
