@@ -66,7 +66,8 @@ async def render_long_chat(
     _rendered.set(None)  # the task may have rendered another conversation before
     sent = getattr(raw_request, "_json", None)  # what of it a template fills in is not known before
     work = [request.model_dump(exclude_defaults=True)] if sent is None else [sent]
-    if bodies.measure(work).characters < OFF_LOOP_CHARACTERS:
+    n_characters = bodies.measure(work).characters
+    if n_characters < OFF_LOOP_CHARACTERS:
         return
     manager: PrefillTokenizerManager = serving.tokenizer_manager
     await manager.caller_of(raw_request)
@@ -79,7 +80,7 @@ async def render_long_chat(
         with contextlib.suppress(Exception):  # the next conversion raises it too
             context.run(in_thread._convert_to_internal_request, request, raw_request)
 
-    await manager.run_in_thread(convert)
+    await manager.run_in_thread(convert, n_characters)
 
 
 def use_rendered(result: Any) -> None:

@@ -79,7 +79,7 @@ class CutRequests:
         found = []
         for name, prompt in prompts.items():
             work = functools.partial(self._cut_one, prompt=prompt, limit=limit, name=name)
-            found.append(await self._manager.run_in_thread(work))
+            found.append(await self._manager.run_in_thread(work, len(prompt.text)))
         ids = [one.token_ids for one in found]
         parts = [[part._asdict() for part in one.cut.parts] for one in found]
         return ids if is_batch(given) else ids[0], parts
@@ -124,7 +124,7 @@ class CutRequests:
             raise BadRequestError(f"{name} is for texts, and this server's model takes images: leave keep out")
         limit = limit_of(request, self._manager.longest_input_tokens)
         work = functools.partial(_without_messages, serving, request, raw_request, limit)
-        result, n_dropped = await self._manager.run_in_thread(work)
+        result, n_dropped = await self._manager.run_in_thread(work, sum(map(len, conversations.texts_of(request))))
         conversations.use_rendered(result)
         dropped = _droppable(request)[:n_dropped]
         return [[{"message": mark.message, "dropped": mark.message in dropped} for mark in request.marks]]

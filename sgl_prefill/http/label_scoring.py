@@ -148,7 +148,9 @@ class LabelScorer:
             return list(await self.score(obj, answers, raw_request, deadline_ms, reply))
         except PromptTooLongError:
             prompts = _prompts_of(given)
-            too_long = await self._manager.run_in_thread(lambda twin: dict(_too_long(twin, prompts)))
+            too_long = await self._manager.run_in_thread(
+                lambda twin: dict(_too_long(twin, prompts)), sum(map(len, prompts))
+            )
             if not 0 < len(too_long) < len(prompts):
                 raise
         kept = [index for index in range(len(prompts)) if index not in too_long]

@@ -138,7 +138,8 @@ class Reranker:
         if not values.cuts.are_asked_for and all(len(one.encode(errors="replace")) <= longest for one in prompts):
             return Fitted(prompts, list(range(len(prompts))), {}, {})
         fitted = await manager.run_in_thread(
-            lambda twin: fit(twin.tokenizer, prompts_of, values.query, values.passages, values.cuts, longest)
+            lambda twin: fit(twin.tokenizer, prompts_of, values.query, values.passages, values.cuts, longest),
+            sum(map(len, prompts)),
         )
         if not fitted.prompts:
             index, why = next(iter(fitted.too_long.items()))

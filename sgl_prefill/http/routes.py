@@ -288,7 +288,9 @@ class PrefillRoutes:
         if texts is None or sum(map(len, texts)) < OFF_LOOP_CHARACTERS:
             return await self._stock["/tokenize"](request, raw_request)
         options = {"add_special_tokens": request.add_special_tokens}
-        ids = await self._manager.run_in_thread(lambda twin: [twin.tokenizer.encode(text, **options) for text in texts])
+        ids = await self._manager.run_in_thread(
+            lambda twin: [twin.tokenizer.encode(text, **options) for text in texts], sum(map(len, texts))
+        )
         counts = [len(of_text) for of_text in ids]
         one = isinstance(request.prompt, str)
         return orjson_response(

@@ -9,8 +9,7 @@ import functools
 import logging
 import math
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,6 +22,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError, PromptTooLongError
 from sgl_prefill.http import request_checks, text_cache
+from sgl_prefill.http.fair_threads import FairThreads
 from sgl_prefill.http.parted_requests import show_parts
 from sgl_prefill.http.rids import Rids
 from sgl_prefill.http.text_cache import TextCache
@@ -47,6 +47,7 @@ LARGEST_JSON_INTEGER = 2**63 - 1  # that orjson writes
 LOOK_FOR_CLIENT_S = 2.0  # between two checks whether the client of a batch has disconnected
 TEXT_CACHE_BYTES = 64 << 20  # some 14 million characters and their tokens
 ENCODERS = 4  # threads that tokenise texts, if there are so many cores
+ENCODE_AT_ONCE = 50_000  # characters of several texts for one turn of a thread, some 30 ms
 T = TypeVar("T")
 GRAMMARS = ("regex", "json_schema", "ebnf", "structural_tag")
 
@@ -70,7 +71,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self._watched: set[fastapi.Request] = set()  # requests of several prompts
         if self.tokenizer is not None:
             self._text_cache = TextCache(self.tokenizer, TEXT_CACHE_BYTES)
-        self._encoders = ThreadPoolExecutor(min(ENCODERS, os.cpu_count() or 1), thread_name_prefix="encoders")
+        self._encoders = FairThreads(min(ENCODERS, os.cpu_count() or 1), "encoders")
 
     @property
     def packs_weights(self) -> bool:
@@ -227,6 +228,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
 
     async def get_internal_state(self) -> list[dict[Any, Any]]:
         found = {} if self._text_cache is None else {"text_cache": self._text_cache.state()}
+        found["tokenizer_threads"] = {"threads": self._encoders.n_threads, "waiting": self._encoders.n_waiting}
         return [masked({**state, **found}) for state in await super().get_internal_state()]
 
     def convert_to_span_attrs(self, state: ReqState, recv_obj: Any, i: int) -> dict[str, Any]:
@@ -276,8 +278,8 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             return (ids[0] if isinstance(texts, str) else ids), None
         if sum(map(len, flat)) < request_checks.OFF_LOOP_CHARACTERS:
             return await super()._tokenize_texts(texts, is_cross_encoder)
-        stock = TokenizerManager._tokenize_texts
-        return await self.run_in_thread(lambda twin: asyncio.run(stock(twin, texts, is_cross_encoder)))
+        stock, n_characters = TokenizerManager._tokenize_texts, sum(map(len, flat))
+        return await self.run_in_thread(lambda twin: asyncio.run(stock(twin, texts, is_cross_encoder)), n_characters)
 
     def _may_be_cached(self, texts: list[str]) -> bool:
         is_cached = self._text_cache is not None and self._text_cache.why_not is None and self.is_generation
@@ -287,10 +289,14 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         cache = self._text_cache
         assert cache is not None
 
-        def encode() -> list[list[int]]:
-            return [cache.encode(text, tenant) for text in texts]
+        def encode(some: list[str]) -> list[list[int]]:
+            return [cache.encode(text, tenant) for text in some]
 
-        return await asyncio.get_running_loop().run_in_executor(self._encoders, encode)
+        slices = list(_slices(texts, ENCODE_AT_ONCE))
+        found = await asyncio.gather(
+            *(self._encoders.run(_client(), sum(map(len, some)), functools.partial(encode, some)) for some in slices)
+        )
+        return [ids for of_slice in found for ids in of_slice]
 
     def _tenant_of_texts(self) -> str | None:
         """Whose texts may have been tokenised before, which the time of a request tells; None while it is not known."""
@@ -307,20 +313,23 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             input_ids = input_ids.array
         return super()._create_tokenized_object(obj, input_text, input_ids, *arguments, **options)
 
-    async def run_in_thread(self, work: Callable[[PrefillTokenizerManager], T]) -> T:
-        """Runs `work` in the thread for long texts, with a copy of this manager whose tokenizer only that thread uses."""
+    async def run_in_thread(self, work: Callable[[PrefillTokenizerManager], T], n_characters: int) -> T:
+        """Runs `work` in the thread for long texts, with a copy of this manager whose tokenizer only that thread uses.
+
+        n_characters: of the texts. Clients take turns by them.
+        """
         thread, twin = self._tokenizer_thread
         context = contextvars.copy_context()  # names the caller
-        return await asyncio.get_running_loop().run_in_executor(thread, context.run, work, twin)
+        return await thread.run(_client(), n_characters, lambda: context.run(work, twin))
 
     @functools.cached_property
-    def _tokenizer_thread(self) -> tuple[ThreadPoolExecutor, PrefillTokenizerManager]:
+    def _tokenizer_thread(self) -> tuple[FairThreads, PrefillTokenizerManager]:
         """The thread for long texts, and the copy of this manager in it: tokenizers are not thread-safe."""
         twin = copy.copy(self)
         twin.tokenizer, twin.async_dynamic_batch_tokenizer = copy.deepcopy(self.tokenizer), None
         if self._text_cache is not None and self._text_cache.why_not is None:
             twin.tokenizer.encode = self._encode_of_twin(self._text_cache, twin.tokenizer.encode)
-        return ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-texts"), twin
+        return FairThreads(1, "long-texts"), twin
 
     def _encode_of_twin(self, cache: TextCache, original: Callable[..., list[int]]) -> Callable[..., list[int]]:
         """Rendered conversations are tokenised by `encode`."""
@@ -543,6 +552,23 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 f" {self.context_len}): shorten it, or start the server with a larger --max-input-length, and more memory or a"
                 " larger --context-length where that asks for it"
             )
+
+
+def _client() -> str:
+    caller = clients.current()
+    return "" if caller is None else f"{caller.key}/{caller.user}"
+
+
+def _slices(texts: list[str], n_characters: int) -> Iterator[list[str]]:
+    """Consecutive texts, of so many characters together, or one that is longer."""
+    some, n = list[str](), 0
+    for text in texts:
+        if some and n + len(text) > n_characters:
+            yield some
+            some, n = [], 0
+        some.append(text)
+        n += len(text)
+    yield some
 
 
 def is_probe(request: fastapi.Request | None) -> bool:

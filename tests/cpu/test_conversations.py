@@ -38,7 +38,7 @@ class Serving:
     async def _caller_of(self, _: Any) -> None:
         """The middleware's; nothing here asks who it is."""
 
-    async def _run_in_thread(self, work: Callable[[Any], Any]) -> Any:
+    async def _run_in_thread(self, work: Callable[[Any], Any], n_characters: int) -> Any:
         twin = SimpleNamespace(**{**vars(self.tokenizer_manager), "name": "twin"})
         return await asyncio.get_running_loop().run_in_executor(None, work, twin)
 

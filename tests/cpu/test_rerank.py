@@ -207,7 +207,7 @@ class Manager:
         self.told: list[Any] = []
         self.longest_input_tokens = longest_input_tokens
 
-    async def run_in_thread(self, work: Any) -> Any:
+    async def run_in_thread(self, work: Any, n_characters: int) -> Any:
         return work(SimpleNamespace(tokenizer=Words()))
 
     def abort_request(self, rid: Any) -> None:
