@@ -140,8 +140,9 @@ def verdict(claim: Claim, results: dict[str, Result]) -> tuple[str, str]:
 
 def wanted(target: dict[str, Any]) -> str:
     """The target with the direction that is good: ">= 2.2". target: as a result holds it."""
-    is_above = target["value"] >= target["target"] > 0  # the target of a count is 0
-    return f"{'>=' if is_above == target['met'] else '<='} {target['target']:g}"
+    value, limit = target["value"], target["target"]
+    is_least = limit > 0 if value == limit else (value > limit) == target["met"]  # a count that is 0 may be at most 0
+    return f"{'>=' if is_least else '<='} {limit:g}"
 
 
 def lost_or_wrong(results: dict[str, Result]) -> str:

@@ -38,14 +38,24 @@ def fitted_model(model: LoadedModel, longest_tokens: int) -> FittedJct:
         "steps": (MISS_TOKENS, CACHED_SHARES, SEVERAL, SEVERAL_CACHED_TOKENS),
     }
     fields = dict.fromkeys(FittedJct._fields, float)
-    if (stored := disk_cache.load_for_all(model.ranks, "jct model", depends_on, fields)) is not None:
+    stored = disk_cache.load_for_all(model.ranks, "jct model", depends_on, fields, lambda one: is_plausible(FittedJct(**one)))
+    if stored is not None:
+        logger.info("JCT model %s from an earlier start", FittedJct(**stored))
         return FittedJct(**stored)
     started = time.perf_counter()
     observations = measure(model, longest_tokens)
     jct_ms = fit(observations)
     logger.info("JCT model %s from %d steps in %.1f s", jct_ms, len(observations), time.perf_counter() - started)
-    disk_cache.store("jct model", depends_on, jct_ms._asdict())
+    if is_plausible(jct_ms):
+        disk_cache.store("jct model", depends_on, jct_ms._asdict())
+    else:
+        logger.warning("the timed steps of this start do not grow with their tokens, as on a busy machine: not kept for the next")
     return jct_ms
+
+
+def is_plausible(jct_ms: FittedJct) -> bool:
+    """Whether more tokens take longer. Noise of a busy machine can hide that."""
+    return jct_ms.miss_token_ms > 0
 
 
 def measure(model: LoadedModel, longest_tokens: int) -> list[Observation]:
