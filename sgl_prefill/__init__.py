@@ -5,6 +5,7 @@ Importing this package imports neither torch nor sglang; `Engine` is imported at
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,6 +16,10 @@ __all__ = ["Engine"]
 
 def __getattr__(name: str) -> Any:
     if name == "Engine":
+        if multiprocessing.parent_process() is None:  # not in a process that imports the user's program again
+            from sgl_prefill.entry import prefork
+
+            prefork.begin()  # it imports SGLang for the engine's processes while this one does
         from sgl_prefill.entry.engine import Engine
 
         return Engine

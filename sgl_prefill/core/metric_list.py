@@ -57,5 +57,7 @@ METRICS = (
     Metric("kept_tokens", "counter", "Input tokens whose KV was kept in the prefix cache."),
     Metric("evicted_tokens", "counter", "Input tokens whose KV lived for one layer."),
     Metric("refused_requests", "counter", "Requests refused, by reason.", labels=("reason",)),
+    Metric("text_tokens", "counter", "Tokens of long texts, by whether an earlier text had them.", labels=("cached",)),
+    Metric("waiting_texts", "gauge", "Long texts that wait for a thread that tokenises them."),
 )
 BY_NAME = {metric.name: metric for metric in METRICS}

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import Any
 
+import httpx
 import openai
+
+START = "python -m sgl_prefill.launch_server --port 30000"
 
 
 def parse_url(description: str | None) -> str:
+    """Reads `--url`; ends the program if no server answers there."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="base URL of the server (default: %(default)s)")
-    url: str = parser.parse_args().url
-    return url.rstrip("/")
+    url: str = parser.parse_args().url.rstrip("/")
+    try:
+        httpx.get(f"{url}/health", timeout=60)
+    except httpx.TransportError as error:
+        sys.exit(f"no server answers at {url} ({error}): start one with `{START}`, or give --url")
+    return url
 
 
 def connect(url: str) -> openai.OpenAI:

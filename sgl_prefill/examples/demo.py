@@ -17,17 +17,17 @@ from sgl_prefill.startup.progress_bar import ProgressBar
 
 def main() -> int:
     try:
-        demo_model.ensure()
+        model = demo_model.ensure()
         with tempfile.TemporaryDirectory() as folder, ProgressBar() as bar:
             log = Path(folder) / "server.log"
 
             def on_wait(elapsed_s: float) -> None:
-                bar.show(0, "starting the server (30 to 60 s on 2 cores)")
+                bar.show(0, "starting the server (30 to 90 s on 2 cores)")
 
             with local_server.running("sgl_prefill.launch_server", sys.argv[1:], log, on_wait=on_wait) as server:
                 bar.say(f"the server is ready after {bar.elapsed_s:.0f} s")
                 print(label_reviews.table(label_reviews.label_all(server.url)))
-                print("stopping the server", file=sys.stderr)
+                print(f"stopping the server; the demo model is in {model}", file=sys.stderr)
     except SglPrefillError as error:
         print(error, file=sys.stderr)
         return 1

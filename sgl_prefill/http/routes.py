@@ -108,7 +108,7 @@ KEPT_ROUTES = frozenset(
 )
 CHAT_PATH = "/v1/chat/completions"
 # Limits of an error message about a body that does not match the schema.
-MOST_PROBLEMS, LONGEST_PROBLEM = 10, 300
+MOST_PROBLEMS, LONGEST_PROBLEM, LONGEST_VALUE = 10, 300, 60
 
 
 class PrefillRoutes:
@@ -409,7 +409,11 @@ def _problem(error: dict[str, Any]) -> str:
     if error["type"] == "json_invalid":
         return f"the body is not JSON: {error['ctx']['error']} at character {error['loc'][-1]}"
     field = ".".join(str(part) for part in error["loc"] if part != "body") or "the request body"
-    text = f"{field}: {error['msg']}"
+    if error["type"] == "missing":
+        return f"{field} is missing: this route needs it (/docs lists the fields)"
+    given = repr(error.get("input"))
+    given = given if len(given) <= LONGEST_VALUE else f"{given[:LONGEST_VALUE]}..."
+    text = f"{field} is {given}: {error['msg']}"
     return text if len(text) <= LONGEST_PROBLEM else f"{text[:LONGEST_PROBLEM]}..."
 
 

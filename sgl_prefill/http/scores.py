@@ -30,15 +30,8 @@ class LabelScoringRequest(ReplyFields, ScoringRequest):  # type: ignore[misc]
 
 def needs_sglangs(request: LabelScoringRequest, manager: PrefillTokenizerManager) -> bool:
     """Whether only SGLang's handler serves a request without reply fields, or refuses it."""
-    items, query = request.items, request.query
-    is_ours = (
-        manager.is_generation
-        and not manager.server_args.enable_mis
-        and not any(getattr(request, name) for name in UNSERVED)
-        and bool(request.label_token_ids and items and query is not None)
-        and isinstance(query, str) == isinstance(items if isinstance(items, str) else items[0], str)
-    )
-    return not is_ours
+    is_mis = manager.server_args.enable_mis
+    return not manager.is_generation or is_mis or any(getattr(request, name) for name in UNSERVED)
 
 
 def check(request: LabelScoringRequest, manager: PrefillTokenizerManager) -> None:

@@ -70,10 +70,18 @@ class TextCache:
         self._cuts = None if isinstance(found, str) else found
         self.why_not = found if isinstance(found, str) else None  # why the tokenizer's texts are not cached
         self.counters = Counters()
+        self._taken = (0, 0)  # cached tokens, and all, of the last `take_new`
         self._lock = threading.Lock()  # for the two below and the counters
         # Least recently used first. A parent is always more recent than its children: the first node is a leaf.
         self._nodes: OrderedDict[_Key, _Node] = OrderedDict()
         self._numbers = count()
+
+    def take_new(self) -> dict[str, int]:
+        """Tokens since the last call, by whether they were cached: "yes" or "no"."""
+        with self._lock:
+            now = self.counters.cached_tokens, self.counters.tokens
+            (cached, tokens), self._taken = (a - b for a, b in zip(now, self._taken, strict=True)), now
+        return {"yes": cached, "no": tokens - cached}
 
     def state(self) -> dict[str, Any]:
         """For /server_info."""

@@ -20,6 +20,7 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_prefill.config import PrefillConfig
+from sgl_prefill.core import metric_list
 from sgl_prefill.errors import BadRequestError, PromptTooLongError
 from sgl_prefill.http import request_checks, text_cache
 from sgl_prefill.http.fair_threads import FairThreads
@@ -296,7 +297,19 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         found = await asyncio.gather(
             *(self._encoders.run(_client(), sum(map(len, some)), functools.partial(encode, some)) for some in slices)
         )
+        if self._text_metrics is not None:
+            tokens, waiting = self._text_metrics
+            for cached, n_tokens in cache.take_new().items():
+                tokens.labels(cached=cached).inc(n_tokens)
+            waiting.set(self._encoders.n_waiting)
         return [ids for of_slice in found for ids in of_slice]
+
+    @functools.cached_property
+    def _text_metrics(self) -> tuple[Any, Any] | None:
+        """Of a server, whose metrics' directory SGLang has set by the first request."""
+        if self._ending is None:
+            return None
+        return metric_list.BY_NAME["text_tokens"].make([]), metric_list.BY_NAME["waiting_texts"].make([])
 
     def _tenant_of_texts(self) -> str | None:
         """Whose texts may have been tokenised before, which the time of a request tells; None while it is not known."""
@@ -549,8 +562,8 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             beside = f" and its answers {n_answer} more" if n_answer else ""
             raise PromptTooLongError(
                 f"the prompt has {n_input} tokens{beside}, and this server takes at most {limit} (the model's context length is"
-                f" {self.context_len}): shorten it, or start the server with a larger --max-input-length, and more memory or a"
-                " larger --context-length where that asks for it"
+                f' {self.context_len}): shorten it, send prompt_parts with on_overflow "cut", or start the server with a larger'
+                " --max-input-length, and more memory or a larger --context-length where that asks for it"
             )
 
 

@@ -38,7 +38,9 @@ def fitted_model(model: LoadedModel, longest_tokens: int) -> FittedJct:
         "steps": (MISS_TOKENS, CACHED_SHARES, SEVERAL, SEVERAL_CACHED_TOKENS),
     }
     fields = dict.fromkeys(FittedJct._fields, float)
-    stored = disk_cache.load_for_all(model.ranks, "jct model", depends_on, fields, lambda one: is_plausible(FittedJct(**one)))
+    stored = disk_cache.load_for_all(
+        model.ranks, "jct model", depends_on, fields, lambda one: is_plausible(FittedJct(**one))
+    )
     if stored is not None:
         logger.info("JCT model %s from an earlier start", FittedJct(**stored))
         return FittedJct(**stored)
@@ -49,7 +51,9 @@ def fitted_model(model: LoadedModel, longest_tokens: int) -> FittedJct:
     if is_plausible(jct_ms):
         disk_cache.store("jct model", depends_on, jct_ms._asdict())
     else:
-        logger.warning("the timed steps of this start do not grow with their tokens, as on a busy machine: not kept for the next")
+        logger.warning(
+            "the timed steps of this start do not grow with their tokens, as on a busy machine: not kept for the next"
+        )
     return jct_ms
 
 

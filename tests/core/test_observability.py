@@ -16,7 +16,7 @@ from sgl_prefill.core.metric_list import METRICS, PREFIX, Metric
 
 UNITS = ("seconds", "bytes", "tokens", "ratio", "requests", "lines")
 # Of which our own code is the only author.
-BOUNDED_LABELS = {"reason"}
+BOUNDED_LABELS = {"cached", "reason"}
 NAMES = {metric.exposed for metric in METRICS}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from sgl_prefill.core.jct import FittedJct
+from sgl_prefill.core.ranks import OneRank
 from sgl_prefill.port.runner.sglang_model import SglangModel
-from sgl_prefill.startup import disk_cache
+from sgl_prefill.startup import disk_cache, jct_profile
 from sgl_prefill.startup.device import Host
 
 FIELDS = {"chunk_tokens": int}
@@ -86,3 +89,23 @@ def test_a_half_written_file_is_never_seen(cache: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("os.replace", killed)
     disk_cache.store("chunk size", {}, {"chunk_tokens": 1024})
     assert disk_cache.load("chunk size", {}, FIELDS) == {"chunk_tokens": 512}
+
+
+def test_a_jct_profile_in_which_tokens_cost_nothing_is_neither_kept_nor_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A busy machine's: one was used for months, and predicted 474 ms for each step of 35 ms."""
+    model: Any = SimpleNamespace(
+        circumstances={}, hybrid=None, is_evicting=False, most_replayed_tokens=0, ranks=OneRank()
+    )
+    busy, quiet = FittedJct(441.0, 0.0, 0.0, 0.0), FittedJct(30.4, 0.225, 0.0, 0.0)
+    measured = [busy, quiet]
+    monkeypatch.setattr(jct_profile, "measure", lambda *_: [])
+    monkeypatch.setattr(jct_profile, "fit", lambda _: measured.pop(0))
+    assert jct_profile.fitted_model(model, 100) == busy
+    assert "not kept for the next" in caplog.text
+    assert [jct_profile.fitted_model(model, 100) for _ in range(2)] == [quiet, quiet]
+    (file,) = (disk_cache.cache_root() / "profiles").iterdir()
+    file.write_text(json.dumps(busy._asdict()))
+    measured.append(quiet)
+    assert jct_profile.fitted_model(model, 100) == quiet

@@ -6,24 +6,48 @@ import ast
 import dataclasses
 import importlib.metadata
 import json
+import random
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.harness import engines
 from scripts import models_page, options_page
+from sgl_prefill import plan
 from sgl_prefill.config import PrefillConfig, flag_of
+from sgl_prefill.core import policies
+from sgl_prefill.core.jct import FittedJct
+from sgl_prefill.planner import workloads
+from sgl_prefill.planner.simulate import replay
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 OPTIONS = (ROOT / "sgl_prefill" / "OPTIONS.md").read_text()
 
 
-def test_a_newcomer_reads_no_more_than_1050_words() -> None:
+def test_a_newcomer_reads_no_more_than_1000_words() -> None:
     """Everything deeper is in pages beside the code."""
-    assert len(README.split()) <= 1050
+    assert len(README.split()) <= 1000
+
+
+def test_the_planners_arguments_are_what_it_takes() -> None:
+    (arguments,) = re.findall(r"-m sgl_prefill\.plan (.*?)`", README)
+    plan._parser().parse_args(arguments.split())
+
+
+def test_the_policy_of_the_structure_page_serves_once_it_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "sgl_prefill" / "STRUCTURE.md").read_text()
+    found = dict[str, Any]()
+    exec(re.findall(r"```python\n(.*?)```", text, re.S)[0], found)
+    ((name, kind),) = re.findall(r'`"([a-z-]+)": (\w+)`', text)
+    monkeypatch.setitem(policies.POLICIES, name, found[kind])
+    arrivals = workloads.post_recommendation(random.Random(0), 10.0, n_users=2, n_posts=3)
+    jct_ms = FittedJct(step_ms=5.0, miss_token_ms=0.05, pair_ms=0.0, cached_token_ms=0.0)
+    served = list(replay(arrivals, PrefillConfig(scheduling=name), jct_ms, durable_tokens=40_000))
+    assert len(served) == len(arrivals)
 
 
 def test_the_table_of_families_is_what_was_measured() -> None:
@@ -41,7 +65,7 @@ def test_the_options_page_is_generated() -> None:
 def test_every_script_and_module_that_the_readme_runs_exists() -> None:
     """Copy and paste works: scripts are executable, modules are importable by name."""
     scripts = set(re.findall(r"scripts/[a-z_]+\.sh", README))
-    assert {"scripts/demo.sh", "scripts/test.sh"} <= scripts
+    assert {"scripts/demo.sh", "scripts/install.sh"} <= scripts
     for script in scripts:
         assert (ROOT / script).stat().st_mode & 0o111
     for module in set(re.findall(r"-m (sgl_prefill[\w.]+)", README)):
@@ -71,7 +95,7 @@ def test_the_first_result_is_on_the_first_screen() -> None:
     """The two commands and what they print stand within 30 lines."""
     top = "\n".join(README.splitlines()[:30])
     assert "scripts/demo.sh" in top
-    assert "scripts/test.sh" in top
+    assert "scripts/install.sh" in top
     assert "labelled right: 24 of 24" in top
 
 
