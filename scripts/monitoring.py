@@ -90,6 +90,12 @@ def panels() -> list[Panel]:
             {f"{what} {{{{instance}}}}": _rate(_name(f"{what}_tokens")) for what in ("cached", "kept", "evicted")},
         ),
         Panel("Refused requests a second", "reqps", {"{{reason}}": _rate(_name("refused_requests"), by="reason")}),
+        Panel(
+            "Tokens of long texts a second, cached or not",
+            "short",
+            {"{{cached}}": _rate(_name("text_tokens"), by="cached")},
+        ),
+        Panel("Long texts that wait to be tokenised", "short", {"{{instance}}": _name("text_queue_requests")}),
         Panel("Time of the policy, a step", "s", {"p99 {{instance}}": _quantile(0.99, "policy_seconds")}),
     ]
 

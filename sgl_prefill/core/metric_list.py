@@ -58,6 +58,6 @@ METRICS = (
     Metric("evicted_tokens", "counter", "Input tokens whose KV lived for one layer."),
     Metric("refused_requests", "counter", "Requests refused, by reason.", labels=("reason",)),
     Metric("text_tokens", "counter", "Tokens of long texts, by whether an earlier text had them.", labels=("cached",)),
-    Metric("waiting_texts", "gauge", "Long texts that wait for a thread that tokenises them."),
+    Metric("text_queue_requests", "gauge", "Requests whose long text waits for a thread that tokenises it."),
 )
 BY_NAME = {metric.name: metric for metric in METRICS}

@@ -309,7 +309,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         """Of a server, whose metrics' directory SGLang has set by the first request."""
         if self._ending is None:
             return None
-        return metric_list.BY_NAME["text_tokens"].make([]), metric_list.BY_NAME["waiting_texts"].make([])
+        return metric_list.BY_NAME["text_tokens"].make([]), metric_list.BY_NAME["text_queue_requests"].make([])
 
     def _tenant_of_texts(self) -> str | None:
         """Whose texts may have been tokenised before, which the time of a request tells; None while it is not known."""

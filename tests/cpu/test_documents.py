@@ -6,11 +6,9 @@ import ast
 import dataclasses
 import importlib.metadata
 import json
-import random
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,10 +16,6 @@ from benchmarks.harness import engines
 from scripts import models_page, options_page
 from sgl_prefill import plan
 from sgl_prefill.config import PrefillConfig, flag_of
-from sgl_prefill.core import policies
-from sgl_prefill.core.jct import FittedJct
-from sgl_prefill.planner import workloads
-from sgl_prefill.planner.simulate import replay
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -36,18 +30,6 @@ def test_a_newcomer_reads_no_more_than_1000_words() -> None:
 def test_the_planners_arguments_are_what_it_takes() -> None:
     (arguments,) = re.findall(r"-m sgl_prefill\.plan (.*?)`", README)
     plan._parser().parse_args(arguments.split())
-
-
-def test_the_policy_of_the_structure_page_serves_once_it_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (ROOT / "sgl_prefill" / "STRUCTURE.md").read_text()
-    found = dict[str, Any]()
-    exec(re.findall(r"```python\n(.*?)```", text, re.S)[0], found)
-    ((name, kind),) = re.findall(r'`"([a-z-]+)": (\w+)`', text)
-    monkeypatch.setitem(policies.POLICIES, name, found[kind])
-    arrivals = workloads.post_recommendation(random.Random(0), 10.0, n_users=2, n_posts=3)
-    jct_ms = FittedJct(step_ms=5.0, miss_token_ms=0.05, pair_ms=0.0, cached_token_ms=0.0)
-    served = list(replay(arrivals, PrefillConfig(scheduling=name), jct_ms, durable_tokens=40_000))
-    assert len(served) == len(arrivals)
 
 
 def test_the_table_of_families_is_what_was_measured() -> None:
