@@ -16,7 +16,9 @@ __all__ = ["Engine"]
 
 def __getattr__(name: str) -> Any:
     if name == "Engine":
-        if not getattr(multiprocessing.current_process(), "_inheriting", False):  # else it imports the user's program again
+        if not getattr(
+            multiprocessing.current_process(), "_inheriting", False
+        ):  # else it imports the user's program again
             from sgl_prefill.entry import prefork
 
             prefork.begin()  # it imports SGLang for the engine's processes while this one does

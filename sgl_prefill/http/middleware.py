@@ -13,6 +13,7 @@ from fastapi import HTTPException
 from sgl_prefill.core import metric_list
 from sgl_prefill.http import encoded_bodies
 from sgl_prefill.http.error_format import INTERNAL_ERROR, Refusal, refusal_of, with_nested_error
+from sgl_prefill.http.fair_turns import FairTurns
 from sgl_prefill.port.steps import clients
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Middleware:
         self._app = app
         self._config = config
         self._ending = ending
+        self._turns = FairTurns()
         self._n_refused: Counter[str] = Counter() if n_refused is None else n_refused
         self._refused = metric_list.BY_NAME["refused_requests"].make([])  # after SGLang has set the metrics' directory
 
@@ -67,11 +69,12 @@ class Middleware:
                 send = self._counted(caller, send)
             self._ending.n_in_flight += computes
             try:
-                await self._answer(scope, receive, send, computes=computes)
+                await self._answer(scope, receive, send, caller if computes else None)
             finally:
                 self._ending.n_in_flight -= computes
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, *, computes: bool) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, caller: clients.Caller | None) -> None:
+        """caller: None for a request that computes nothing."""
         answer = _Answer(send)
         try:
             headers = dict(scope["headers"])
@@ -88,8 +91,9 @@ class Middleware:
             # SGLang's comparison of keys fails at others.
             if not headers.get(b"authorization", b"").isascii():
                 raise HTTPException(HTTPStatus.UNAUTHORIZED, "the Authorization header contains non-ASCII bytes")
-            if computes:
+            if caller is not None:
                 self._check_serves()
+                await self._turns.mine(f"{caller.key}/{caller.user}")
             await self._app(scope, _replay(body, receive), answer.send)
         except Exception as error:
             if answer.has_begun:
