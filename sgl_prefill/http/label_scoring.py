@@ -148,6 +148,8 @@ class LabelScorer:
             return list(await self.score(obj, answers, raw_request, deadline_ms, reply))
         except PromptTooLongError:
             prompts = _prompts_of(given)
+            if len(prompts) == 1:
+                raise
             too_long = await self._manager.run_in_thread(
                 lambda twin: dict(_too_long(twin, prompts)), sum(map(len, prompts))
             )
