@@ -22,6 +22,12 @@ TEXTS_OF_SEQUENCE = 20
 CACHE_BYTES = 200_000  # so that blocks are forgotten too
 
 
+def one_token_words(tokenizer: Any) -> list[str]:
+    """Words with a blank before them that are one token each, in any order one after the other."""
+    tokens = {tokenizer.decode([token_id]) for token_id in range(2000, 20_000)}
+    return sorted(word for word in tokens if word.startswith(" ") and word[1:].isascii() and word[1:].isalpha())
+
+
 def compare(n_texts: int) -> list[dict[str, Any]]:
     """A row for each tokenizer; two at a time."""
     with ProcessPoolExecutor(2) as processes:

@@ -31,6 +31,7 @@ class Due(NamedTuple):
     label_ids: Sequence[int] = LABEL_IDS
     n_new_tokens: int = 0  # 0: prefill only
     user: str = ""  # "": the request names no user
+    text: str | None = None  # sent in the place of the ids
 
 
 class Outcome(NamedTuple):
@@ -108,7 +109,7 @@ def body_of(due: Due) -> dict[str, Any]:
     """The body of a request to `/generate`, the same for every engine."""
     ends = {"ignore_eos": True} if due.n_new_tokens else {}  # all engines generate equally many
     return {
-        "input_ids": due.input_ids,
+        **({"input_ids": due.input_ids} if due.text is None else {"text": due.text}),
         "sampling_params": {"max_new_tokens": due.n_new_tokens, "temperature": 0, **ends},
         "return_logprob": True,
         "token_ids_logprob": due.label_ids,

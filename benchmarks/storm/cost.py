@@ -17,7 +17,7 @@ from benchmarks.post_recommendation.run import POSTS, SCALE, USERS
 from benchmarks.post_recommendation.run import SERVED as WL1
 from benchmarks.storm.part import Part
 
-N_TURNS, N_MESSAGES, N_GUARD_USERS = 3, 300, 10
+N_TURNS, N_MESSAGES, N_GUARD_USERS = 9, 300, 10
 WITHOUT = "fair-by none"
 N_WARM_UP = 5
 

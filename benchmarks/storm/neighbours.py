@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import statistics
 import subprocess
 import sys
+import threading
 import time
+from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import requests
 
@@ -42,13 +45,18 @@ def measure(quick: bool, model: Path, folder: Path) -> Part:
                 server.flush_cache()
                 client.run(server.url, live[:5], "warm-up")
                 attacker = None if kind == QUIET else start(server.url, kind, seconds)
-                outcomes = client.run(server.url, live, f"{kind}, turn {turn + 1}")
+                with Health(server.url) as health:
+                    outcomes = client.run(server.url, live, f"{kind}, turn {turn + 1}")
                 answered = {} if attacker is None else end(attacker)
-                of_kind.append({**client.figures(outcomes)._asdict(), "attacker_was_answered": answered})
+                found_here = {"health_p99_s": health.p99_s, "attacker_was_answered": answered}
+                of_kind.append({**client.figures(outcomes)._asdict(), **found_here})
         singles = behind_ten_thousand(server, 2 if quick else N_SINGLES)
         command = server.command
     medians = {
-        kind: {name: statistics.median(one[name] for one in of_kind) for name in ("mean_s", "p50_s", "p99_s")}
+        kind: {
+            name: statistics.median(one[name] for one in of_kind)
+            for name in ("mean_s", "p50_s", "p99_s", "health_p99_s")
+        }
         for kind, of_kind in found.items()
     }
     rows: list[dict[str, Any]] = [
@@ -61,6 +69,10 @@ def measure(quick: bool, model: Path, folder: Path) -> Part:
         )
         for kind in KINDS
     ]
+    targets += [
+        report.Target.at_most(f"GET /health beside one client's {kind}: P99, s", medians[kind]["health_p99_s"], 0.05)
+        for kind in KINDS
+    ]
     targets.append(
         report.Target.at_most(
             "one request behind 10,000 of another client: its wait in steps of the flood, P99",
@@ -69,6 +81,33 @@ def measure(quick: bool, model: Path, folder: Path) -> Part:
         )
     )
     return Part(rows, targets, {"neighbours": command})
+
+
+class Health:
+    """Asks for /health ten times a second, beside the run."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._ended, self._seconds = url, threading.Event(), list[float]()
+        self._thread = threading.Thread(target=self._ask)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    @property
+    def p99_s(self) -> float:
+        return percentile(sorted(self._seconds), 99)
+
+    def _ask(self) -> None:
+        with requests.Session() as session:
+            while not self._ended.wait(0.1):
+                started = time.perf_counter()
+                is_healthy = session.get(f"{self._url}/health", timeout=60).status_code == HTTPStatus.OK
+                self._seconds.append(time.perf_counter() - started if is_healthy else math.inf)
 
 
 def live_requests(n: int) -> list[client.Due]:

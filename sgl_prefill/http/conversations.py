@@ -14,7 +14,6 @@ from jinja2 import TemplateError
 
 from sgl_prefill.errors import BadRequestError, ConfigurationError
 from sgl_prefill.http import bodies
-from sgl_prefill.http.request_checks import OFF_LOOP_CHARACTERS
 
 if TYPE_CHECKING:
     import fastapi
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 
     from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
 
+OFF_LOOP_CHARACTERS = 4_000  # some 2 ms to render and tokenise; only in the thread its beginning may be known
 _rendered: contextvars.ContextVar[Future[Any] | None] = contextvars.ContextVar("rendered_template", default=None)
 
 

@@ -312,11 +312,13 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         return metric_list.BY_NAME["text_tokens"].make([]), metric_list.BY_NAME["text_queue_requests"].make([])
 
     def _tenant_of_texts(self) -> str | None:
-        """Whose texts may have been tokenised before, which the time of a request tells; None while it is not known."""
+        """Whose texts may have been tokenised before, which the time of a request tells; None where that is not known, or
+        differs between the prompts of a request."""
         caller = clients.current()
         if caller is None:
             return ""
-        return self.tenant_of(caller) + caller.salt if caller.is_read else None
+        is_known = caller.is_read and not caller.has_several_salts
+        return self.tenant_of(caller) + caller.salt if is_known else None
 
     def _create_tokenized_object(
         self, obj: Any, input_text: str, input_ids: Any, *arguments: Any, **options: Any
@@ -355,16 +357,16 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
 
         return encode
 
-    def check_count(self, n_prompts: int) -> None:
+    def check_count(self, n: int, things: str = "prompts") -> None:
         quotas = self.prefill_config.quotas
         for flag, most in (
             ("limit", request_checks.MOST_PROMPTS),
             ("--max-waiting", quotas.of_all.requests),
             ("--max-client-waiting", quotas.of_client.requests),
         ):
-            if most is not None and n_prompts > most:
+            if most is not None and n > most:
                 raise BadRequestError(
-                    f"the request has {n_prompts} prompts, and this server's {flag} is {most}: send fewer in one request"
+                    f"the request has {n} {things}, and this server's {flag} is {most}: send fewer in one request"
                 )
 
     def _check_media(self, obj: GenerateReqInput | EmbeddingReqInput) -> None:
@@ -459,15 +461,19 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
 
     def _check_sampling_params(self, obj: GenerateReqInput | EmbeddingReqInput) -> None:
         given = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params or {}]
+        n_prompts_each = 1 if isinstance(obj.sampling_params, list) else request_checks.count_prompts(obj) or 1
+        n_answers = 0
         for params in given:
             if not isinstance(params, dict):
                 raise BadRequestError(f"sampling_params is {params!r}: it must be an object, or a list of objects")
             options = {**(self.preferred_sampling_params or {}), **params}
-            request_checks.check_sampling_options(options, self.model_config.vocab_size, self.tokenizer)
+            request_checks.check_sampling_options(options, self.model_config.vocab_size, self.tokenizer, n_prompts_each)
+            n_answers += n_prompts_each * (options.get("n") or 1)
             self._check_deadline_is_known(options)
             self._check_grammar(options)
             if isinstance(obj, GenerateReqInput):
                 self._check_generation_length(options)
+        self.check_count(n_answers, "answers, n for each prompt")
 
     def _check_grammar(self, options: dict[str, Any]) -> None:
         """SGLang's scheduler refuses these too, but not all of its routes pass the refusal on."""

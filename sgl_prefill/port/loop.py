@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import NextBatchPlan, Scheduler
     from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
 
-RELEASE_EVERY_STEPS = 1000  # releasing memory takes some 20 ms, in which a request may come
+# Releasing memory takes some 20 ms, in which a request may come: an idle host does so after the first number of steps, a busy one
+# after the second.
+RELEASE_EVERY_STEPS, RELEASE_AT_LATEST_STEPS = 500, 2000
 
 
 def around_recv_requests(
@@ -77,9 +79,8 @@ def around_get_new_batch_prefill(
             if req not in picked:
                 waiting.append(req)
         scheduler.waiting_queue = waiting
-    if plan.batch_to_run is None:
-        _release_memory(state, scheduler)
-    elif plan.batch_to_run.prefill_stats is not None:
+    _release_memory(state, scheduler, plan)
+    if plan.batch_to_run is not None and plan.batch_to_run.prefill_stats is not None:
         plan.batch_to_run.prefill_stats.num_pending_tokens = live.n_pending_tokens
     return plan
 
@@ -223,9 +224,11 @@ def around_publish_load_snapshot(
         scheduler.waiting_queue = waiting
 
 
-def _release_memory(state: StepState, scheduler: Scheduler) -> None:
-    """On an idle host, returns memory to the system that steps of many sizes have fragmented."""
-    is_due = scheduler.forward_ct - state.memory_released_at_step >= RELEASE_EVERY_STEPS
-    if is_due and this_device().is_host and scheduler.is_fully_idle():
+def _release_memory(state: StepState, scheduler: Scheduler, plan: NextBatchPlan) -> None:
+    """On a host, returns memory to the system that steps of many sizes have fragmented."""
+    n_steps = scheduler.forward_ct - state.memory_released_at_step
+    if n_steps < RELEASE_EVERY_STEPS or not this_device().is_host:
+        return
+    if n_steps >= RELEASE_AT_LATEST_STEPS or (plan.batch_to_run is None and scheduler.is_fully_idle()):
         this_device().release_unused()
         state.memory_released_at_step = scheduler.forward_ct

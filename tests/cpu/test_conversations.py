@@ -13,7 +13,7 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.http import bodies, conversations
-from sgl_prefill.http.request_checks import OFF_LOOP_CHARACTERS
+from sgl_prefill.http.conversations import OFF_LOOP_CHARACTERS
 
 SAYS = {"role": "user", "content": "Is it so?"}
 ANSWERS = {"role": "assistant", "content": "Yes"}

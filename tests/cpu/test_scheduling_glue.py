@@ -330,15 +330,16 @@ def test_what_a_live_request_has_used_is_no_background_jobs_any_more() -> None:
     assert [count_cached_tokens(tree, tokens) for tokens in ([1, 2, 3, 4, 5, 6], [7, 8, 9])] == [3, 3]
 
 
-def test_an_idle_host_gives_memory_back_after_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("is_idle", "n_steps"), [(True, loop.RELEASE_EVERY_STEPS), (False, loop.RELEASE_AT_LATEST_STEPS)]
+)
+def test_a_host_gives_memory_back_after_many_steps(
+    monkeypatch: pytest.MonkeyPatch, is_idle: bool, n_steps: int
+) -> None:
     released: list[int] = []
     host = SimpleNamespace(is_host=True, release_unused=lambda: released.append(1))
     monkeypatch.setattr(loop, "this_device", lambda: host)
-    engine = engine_with(watched_tree(), [], is_fully_idle=lambda: True)
-    for engine.scheduler.forward_ct in (
-        loop.RELEASE_EVERY_STEPS - 1,
-        loop.RELEASE_EVERY_STEPS,
-        loop.RELEASE_EVERY_STEPS + 1,
-    ):
+    engine = engine_with(watched_tree(), [], is_fully_idle=lambda: is_idle)
+    for engine.scheduler.forward_ct in (n_steps - 1, n_steps, n_steps + 1):
         engine.step(admit_nothing)
     assert len(released) == 1

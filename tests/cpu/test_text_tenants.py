@@ -34,5 +34,10 @@ def test_a_client_has_no_texts_before_its_body_is_read() -> None:
     assert tenant(clients.Caller(user="ann"), "user") is None
 
 
+def test_prompts_with_salts_of_their_own_share_no_texts() -> None:
+    """/generate takes a list of salts."""
+    assert tenant(clients.Caller(user="ann", is_read=True, has_several_salts=True), "none") is None
+
+
 def test_the_offline_engine_has_one_tenant() -> None:
     assert tenant(None, "none") == ""

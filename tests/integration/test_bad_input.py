@@ -93,6 +93,16 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ),
     (
         GENERATE,
+        {"text": ["a"] * 100, "sampling_params": {"max_new_tokens": 1, "stop": [f"{n}" for n in range(50)]}},
+        ["stop holds 50 texts for 100 prompts", "4096"],
+    ),
+    (
+        GENERATE,
+        {"text": ["a"] * 60, "sampling_params": {"max_new_tokens": 1, "n": 1024}},
+        ["61440 answers", "10000"],
+    ),
+    (
+        GENERATE,
         {**NATIVE, "sampling_params": {"max_new_tokens": 1, "logit_bias": {"5": 1e39}}},
         ["logit_bias holds '5': 1e+39", "1e+30"],
     ),

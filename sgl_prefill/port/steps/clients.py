@@ -34,6 +34,7 @@ class Caller:
     key: str = UNNAMED  # SHA-256 of the API key
     user: str = UNNAMED
     salt: str = ""  # requests share prefixes only where their salts are equal
+    has_several_salts: bool = False  # a list, one for each prompt of /generate
     refused_for: str | None = None  # label of the refusal metric
     retry_after_s: int | None = None
     is_background: bool = False  # a background job: runs on capacity that other requests leave
@@ -65,6 +66,7 @@ class Caller:
             raise BadRequestError(f"{custom_params.BACKGROUND_FIELD} is {background!r}: it must be true or false")
         self.is_background = self.is_background or background is True
         self.salt = "".join(_text(body, name) for name in SALTS if not isinstance(body.get(name), list))
+        self.has_several_salts = any(isinstance(body.get(name), list) for name in SALTS)
 
 
 CallerOrNone = TypeVar("CallerOrNone", Caller, None)
