@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ N_WARM_UP = 3
 
 class Workload(NamedTuple):
     name: str
-    model: list[str]  # flags
+    model: tuple[str, ...]  # flags
     dues: list[Due]  # of ids; the text of each has the same
 
 
@@ -34,26 +35,30 @@ def measure(folder: Path, scratch: Path, n_turns: int, *, quick: bool) -> Iterat
     """Yields a row for each engine, workload, form and turn. folder: a model for WL1 with the demo model's tokenizer."""
     tokenizer: Any = AutoTokenizer.from_pretrained(demo_model.ensure())
     workloads = workloads_of(tokenizer, folder, quick=quick)
+    models = list(dict.fromkeys(one.model for one in workloads))
     for turn in range(1, n_turns + 1):
-        for workload in workloads:
-            for engine in ENGINES:
-                common = [*workload.model, "--context-length", "4096", "--max-running-requests", "64"]
-                memory = ["--max-input-length", "4000", *shapes.budget(3)] if engine.is_ours else shapes.stock_budget()
-                with engines.running(engine, [*common, *memory], scratch / f"{workload.name}.log") as server:
-                    for form in FORMS:
-                        server.flush_cache()
-                        sent = dues_of(workload, form, tokenizer)
-                        client.run(server.url, sent[:N_WARM_UP], "warm-up")
-                        outcomes = client.run(server.url, sent, f"{workload.name}, {engine.name}, {form}")
-                        if [one.prompt_tokens for one in outcomes] != [len(due.input_ids) for due in sent]:
-                            raise report.InvalidRunError(f"{workload.name}, {engine.name}: the texts have other tokens")
-                        row = client.figures(outcomes)._asdict()
-                        kept = {name: row[name] for name in ("requests_per_s", "mean_s", "p99_s", "cached_share")}
-                        yield {"workload": workload.name, "engine": engine.name, "prompts": form, "turn": turn, **kept}
+        for model, engine in itertools.product(models, ENGINES):
+            common = [*model, "--context-length", "4096", "--max-running-requests", "64"]
+            memory = ["--max-input-length", "4000", *shapes.budget(3)] if engine.is_ours else shapes.stock_budget()
+            with engines.running(engine, [*common, *memory], scratch / "workloads.log") as server:
+                for workload, form in itertools.product([one for one in workloads if one.model == model], FORMS):
+                    row = run(server, workload, form, tokenizer)
+                    yield {"workload": workload.name, "engine": engine.name, "prompts": form, "turn": turn, **row}
+
+
+def run(server: engines.Running, workload: Workload, form: str, tokenizer: Any) -> dict[str, float]:
+    server.flush_cache()
+    sent = dues_of(workload, form, tokenizer)
+    client.run(server.url, sent[:N_WARM_UP], "warm-up")
+    outcomes = client.run(server.url, sent, f"{workload.name}, {form}")
+    if [one.prompt_tokens for one in outcomes] != [len(due.input_ids) for due in sent]:
+        raise report.InvalidRunError(f"{workload.name}, {form}: the texts have other tokens")
+    figures = client.figures(outcomes)._asdict()
+    return {name: figures[name] for name in ("requests_per_s", "mean_s", "p99_s", "cached_share")}
 
 
 def workloads_of(tokenizer: Any, folder: Path, *, quick: bool) -> list[Workload]:
-    demo = [*shapes.demo_flags(), "--max-total-tokens", "8000"]
+    demo = (*shapes.demo_flags(), "--max-total-tokens", "8000")
     users, posts = (2, 5) if quick else (N_USERS, N_POSTS)
     wl1 = traffic.post_recommendation(None, "single", SCALE, n_users=users, n_posts=posts)
     words = one_token_words(tokenizer)
@@ -66,7 +71,7 @@ def workloads_of(tokenizer: Any, folder: Path, *, quick: bool) -> list[Workload]
         Workload("reranking", demo, [Due(0.0, tokenizer.encode(one)) for one in reranking]),
         Workload(
             "WL1",
-            [*shapes.weight_flags(folder, shapes.DTYPE), "--max-total-tokens", "3430"],
+            (*shapes.weight_flags(folder, shapes.DTYPE), "--max-total-tokens", "3430"),
             [
                 due._replace(input_ids=tokenizer.encode("".join(words[one % len(words)] for one in due.input_ids)))
                 for due in wl1
