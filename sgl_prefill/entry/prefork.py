@@ -12,6 +12,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import signal
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sgl_prefill.entry import quiet_start
@@ -21,28 +22,28 @@ if TYPE_CHECKING:
 
 PRELOADED = "sgl_prefill.entry.preloaded"
 PR_SET_PDEATHSIG = 1
-_begun = False
+_begun_in: int | None = None  # the process that has started the fork server; one that was forked from it has none
 
 
 def begin() -> None:
     """Starts the fork server. Call it before SGLang is imported, and after setting the environment of these imports."""
-    global _begun
+    global _begun_in
     from sgl_prefill.startup.device import (
         this_device,  # imports torch: the fork server's process imports this module first
     )
 
-    if not this_device().is_host or _begun:
+    if not this_device().is_host or _begun_in is not None:
         return
     multiprocessing.set_forkserver_preload([PRELOADED])
     multiprocessing.forkserver.ensure_running()
-    _begun = True
+    _begun_in = os.getpid()
 
 
 def fork_from_here(server_args: ServerArgs) -> None:
     """Makes SGLang fork its processes from the fork server, if there is one, instead of spawning them. With data parallelism or
     several detokenizers SGLang starts further processes, which would not adopt the launcher's environment: they are spawned.
     """
-    if _begun and server_args.dp_size == 1 and server_args.detokenizer_worker_num == 1:
+    if _begun_in == os.getpid() and server_args.dp_size == 1 and server_args.detokenizer_worker_num == 1:
         multiprocessing.set_start_method("forkserver", force=True)
 
 
@@ -81,6 +82,11 @@ class ParentEnvironment:
             os.kill(self._launcher_pid, 0)
         except ProcessLookupError:
             os._exit(1)
+        threads = self._variables.get("OMP_NUM_THREADS", "")
+        if threads.isdigit() and threads != os.environ.get("OMP_NUM_THREADS") and "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(
+                int(threads)
+            )  # the fork server has read the variable before it was set
         for name in os.environ.keys() - self._variables.keys():
             del os.environ[name]
         os.environ.update(self._variables)

@@ -5,6 +5,7 @@ Validating a million parts of a conversation, or filling a template with 30 MB, 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +13,7 @@ from fastapi import HTTPException
 from fastapi.routing import APIRoute
 
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.http.request_checks import MOST_PROMPTS
+from sgl_prefill.http.request_checks import MOST_LABELS, MOST_PROMPTS
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 MOST_CHARACTERS = 4 << 20  # outside of prompts, with VALUE_CHARACTERS for each value
 MOST_PARTS = 16_384  # objects and lists, such as messages, parts of messages and tools
+MOST_PROMPT_PARTS = 65_536  # the same within fields of PROMPTS
 VALUE_CHARACTERS = 40  # a template's work for a value, in characters of text
 # Fields with their own limits: the number of prompts, and the characters and tokens of each.
 PROMPTS = frozenset(
@@ -39,10 +41,16 @@ PROMPTS = frozenset(
             "items",
             "documents",
         ),
-        *("tokens", "label_token_ids", "allowed_token_ids", "allowed_tokens", "token_ids_logprob"),
+        *("tokens", "label_token_ids", "allowed_token_ids", "allowed_tokens", "token_ids_logprob", "sampling_params"),
+        *("image_data", "video_data", "audio_data"),
     }
 )
 PROMPT_DEPTH = 3  # lists in lists of such a field: prompts, tokens, embeddings
+LABELS = ("allowed_tokens", "allowed_token_ids", "label_token_ids", "token_ids_logprob")
+TEXTS = ("text", "texts", "items", "documents")  # numbers are no prompts of these
+STOPS_AT_FIRST = ("input_ids", "prompt", "input_embeds")  # whose validation ends at the first value that is no number
+MANY_NUMBERS = 20_000
+MEDIA = ("url", "data")  # keys of a part of a message whose text no template shows
 
 
 class Size(NamedTuple):
@@ -93,25 +101,28 @@ def route_class(bodies: Bodies, stock: Any) -> type[APIRoute]:
 
 def check(body: dict[str, Any], most_characters: int) -> None:
     """Raises BadRequestError for a body that would take too long to validate or to render."""
-    outside = [body[name] for name in body.keys() - PROMPTS]
-    found = measure(outside, most_characters)
-    n_parts = found.parts + measure(_objects_of(body), most_characters).parts
+    found = measure([body[name] for name in body.keys() - PROMPTS], most_characters)
     if found.characters > most_characters:
         raise BadRequestError(
             f"the request holds more than {most_characters} characters in messages, tools and options, counting"
             f" {VALUE_CHARACTERS} for each value: shorten it"
         )
-    if n_parts > MOST_PARTS:
-        raise BadRequestError(
-            f"the request holds more than {MOST_PARTS} messages, parts, tools and other objects and lists: shorten it"
-        )
+    n_in_prompts = measure(_objects_of(body), sys.maxsize, MOST_PROMPT_PARTS).parts
+    for n, most, where in (
+        (found.parts, MOST_PARTS, "messages, parts, tools"),
+        (n_in_prompts, MOST_PROMPT_PARTS, "prompts"),
+    ):
+        if n > most:
+            raise BadRequestError(
+                f"the request holds more than {most} {where} and other objects and lists in them: send fewer in one request"
+            )
 
 
-def measure(values: Iterable[Any], most_characters: int = MOST_CHARACTERS) -> Size:
+def measure(values: Iterable[Any], most_characters: int = MOST_CHARACTERS, most_parts: int = MOST_PARTS) -> Size:
     """What JSON values hold, at any depth; counting ends above one of the limits."""
     n_characters = n_parts = 0
     left = list(values)
-    while left and n_characters <= most_characters and n_parts <= MOST_PARTS:
+    while left and n_characters <= most_characters and n_parts <= most_parts:
         value = left.pop()
         n_characters += VALUE_CHARACTERS
         if isinstance(value, str):
@@ -119,7 +130,7 @@ def measure(values: Iterable[Any], most_characters: int = MOST_CHARACTERS) -> Si
         elif isinstance(value, dict):
             n_parts += 1
             n_characters += sum(map(len, value))
-            left.extend(value.values())
+            left.extend(one for key, one in value.items() if key not in MEDIA or not isinstance(one, str))
         elif isinstance(value, list):
             n_parts += 1
             left.extend(value)
@@ -131,11 +142,12 @@ def _objects_of(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     left = [(body[name], 1, name) for name in PROMPTS if isinstance(body.get(name), list)]
     while left:
         values, depth, name = left.pop()
-        if not values or isinstance(values[0], int | float):
+        if _are_numbers(values, name) and (depth > 1 or name not in TEXTS):
             continue
-        if depth == 1 and len(values) > MOST_PROMPTS and not name.startswith("allowed"):
+        most = MOST_LABELS if name in LABELS else MOST_PROMPTS
+        if depth == 1 and len(values) > most and name != "input_embeds":
             raise BadRequestError(
-                f"{name} holds {len(values)} values, and a request at most {MOST_PROMPTS}: send fewer in one request"
+                f"{name} holds {len(values)} values, and a request at most {most}: send fewer in one request"
             )
         for one in values:
             if isinstance(one, dict):
@@ -144,3 +156,10 @@ def _objects_of(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 if depth == PROMPT_DEPTH:
                     raise BadRequestError(f"{name} holds lists in lists, {depth + 1} deep: at most {depth}")
                 left.append((one, depth + 1, name))
+
+
+def _are_numbers(values: list[Any], name: str) -> bool:
+    """Of a long list all are looked at: pydantic would make an error of each that is none."""
+    if not values or not isinstance(values[0], int | float):
+        return False
+    return name in STOPS_AT_FIRST or len(values) <= MANY_NUMBERS or {*map(type, values)} <= {int, float}

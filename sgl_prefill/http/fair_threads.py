@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
 LONG_CHARACTERS = 100_000  # some 60 ms of a thread
+FEW_CLIENTS = 1000
 T = TypeVar("T")
 
 
@@ -29,18 +30,22 @@ class FairThreads:
         self._waiting: tuple[list[_Waiting], list[_Waiting]] = ([], [])  # heaps of short and of long texts
         self._numbers = itertools.count()
         self._now = 0.0  # virtual time: where the text that began last started
-        self._ends: dict[str, float] = {}  # of clients: where their next text may start
+        self._ends: dict[int, float] = {}  # of clients: where their next text may start
+        self._most_ends = FEW_CLIENTS
         self._n_running = self._n_long = 0
 
     @property
     def n_waiting(self) -> int:
         return sum(map(len, self._waiting))
 
-    async def run(self, client: str, n_characters: int, work: Callable[[], T]) -> T:
-        """Runs `work` in a thread when it is the client's turn."""
+    async def run(self, client: int, n_characters: int, work: Callable[[], T]) -> T:
+        """Runs `work` in a thread when it is the client's turn. client: as `Caller.turn_of` names it."""
         loop = asyncio.get_running_loop()
         start = max(self._now, self._ends.get(client, 0.0))
         self._ends[client] = start + n_characters
+        if len(self._ends) >= self._most_ends:
+            self._ends = {one: end for one, end in self._ends.items() if end > self._now}
+            self._most_ends = 2 * len(self._ends) + FEW_CLIENTS
         is_long = n_characters >= LONG_CHARACTERS
         one = _Waiting(start, next(self._numbers), n_characters, loop.create_future())
         heapq.heappush(self._waiting[is_long], one)
@@ -65,8 +70,8 @@ class FairThreads:
             self._n_running += 1
             self._n_long += one.n_characters >= LONG_CHARACTERS
             one.turn.set_result(None)
-        if not self.n_waiting:
-            self._ends = {client: end for client, end in self._ends.items() if end > self._now}
+        if not self._n_running:  # and nothing waits
+            self._ends = {}
 
     def _next(self) -> _Waiting | None:
         for heap in self._waiting:

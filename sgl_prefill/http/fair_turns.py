@@ -16,11 +16,11 @@ class FairTurns:
     """Call it in one event loop."""
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # by client, the next one first
+        self._waiting: OrderedDict[int, deque[asyncio.Future[None]]] = OrderedDict()  # by client, the next one first
         self._n_begun = 0  # in this turn of the event loop
 
-    async def mine(self, client: str) -> None:
-        """Returns when a request of this client may begin."""
+    async def mine(self, client: int) -> None:
+        """Returns when a request of this client may begin. client: as `Caller.turn_of` names it."""
         if not self._waiting and self._n_begun < AT_ONCE:
             self._count(1)
             return

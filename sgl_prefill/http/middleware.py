@@ -93,7 +93,7 @@ class Middleware:
                 raise HTTPException(HTTPStatus.UNAUTHORIZED, "the Authorization header contains non-ASCII bytes")
             if caller is not None:
                 self._check_serves()
-                await self._turns.mine(f"{caller.key}/{caller.user}")
+                await self._turns.mine(caller.turn_of(self._config.fair_by))
             await self._app(scope, _replay(body, receive), answer.send)
         except Exception as error:
             if answer.has_begun:

@@ -6,7 +6,6 @@ The id is a hash of content and tenant. A prefix that was forgotten is a 409, wh
 from __future__ import annotations
 
 import hashlib
-import sys
 import time
 from collections import OrderedDict
 from typing import Annotated, Any, NamedTuple
@@ -18,10 +17,11 @@ from sgl_prefill.errors import BadRequestError, UnknownPrefixError
 from sgl_prefill.http import token_ids
 from sgl_prefill.http.token_ids import TokenIds
 
-MOST_BYTES = 64 << 20
+MOST_BYTES, MOST_PREFIXES = 64 << 20, 4096
 PINNED_SHARE = 0.5  # of these, for prefixes with a time to live
 LONGEST_TTL_S = 24 * 3600.0
 ID_START = "prefix-"
+ENTRY_BYTES = 1000  # of a prefix without its content
 TOKEN_BYTES = 48  # of a token id as an object, in a list and in an array
 
 TEXT, MESSAGES, INPUT_IDS = KINDS = "text", "messages", "input_ids"
@@ -58,25 +58,32 @@ class Prefix(NamedTuple):
     id: str
     tenant: str
     kind: str
-    value: Any  # a text, messages or TokenIds
+    value: Any  # a text, the JSON of messages, or TokenIds
     n_bytes: int
     pinned_until_s: float  # monotonic; 0: not pinned
 
 
 class Prefixes:
-    """The prefixes of all tenants, least recently used first."""
+    """The prefixes of all tenants, least recently used first.
 
-    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        self._most_bytes = most_bytes
+    Args:
+        most_expanded_bytes: of the prompts of one request with their prefix; 8 for a token id.
+    """
+
+    def __init__(self, most_bytes: int = MOST_BYTES, most_expanded_bytes: int = 32 << 20) -> None:
+        self._most_bytes, self._most_expanded_bytes = most_bytes, most_expanded_bytes
         self._held: OrderedDict[str, Prefix] = OrderedDict()
         self._n_bytes = 0
 
-    def add(self, tenant: str, kind: str, value: Any, ttl_s: float | None = None) -> Prefix:
-        """Holds a prefix, at least for `ttl_s`. Raises BadRequestError if it is too large, or too much is held for a time."""
+    def make(self, tenant: str, kind: str, value: Any, ttl_s: float | None = None) -> Prefix:
+        """Makes a prefix for `hold`. Raises BadRequestError if it is too large, or too much is held for a time."""
         now_s = time.monotonic()
-        content = orjson.dumps([tenant, kind, value])
+        try:
+            content = orjson.dumps([tenant, kind, value])
+        except TypeError as error:  # nested too deeply, or half of a surrogate pair
+            raise BadRequestError(f"{kind} cannot be written as JSON: {error}") from error
         found = ID_START + hashlib.sha256(content).hexdigest()[:32]
-        n_bytes = TOKEN_BYTES * len(value) if kind == INPUT_IDS else sys.getsizeof(value) + 2 * len(content)
+        n_bytes = ENTRY_BYTES + 2 * len(content) + (TOKEN_BYTES * len(value) if kind == INPUT_IDS else 0)
         pinned = sum(one.n_bytes for one in self._held.values() if one.pinned_until_s > now_s and one.id != found)
         for what, held, most in (
             ("this prefix takes", n_bytes, self._most_bytes),
@@ -90,18 +97,22 @@ class Prefixes:
                 raise BadRequestError(
                     f"{what} {held} bytes, and this server holds at most {most:.0f}: shorten it, or leave ttl_s out"
                 )
-        if (old := self._held.pop(found, None)) is not None:
+        until_s = 0.0 if ttl_s is None else now_s + ttl_s
+        return Prefix(found, tenant, kind, orjson.dumps(value) if kind == MESSAGES else value, n_bytes, until_s)
+
+    def hold(self, prefix: Prefix) -> None:
+        """Holds a prefix until its time is over and others need the memory."""
+        if (old := self._held.pop(prefix.id, None)) is not None:
             self._n_bytes -= old.n_bytes
-        until_s = max(now_s + (ttl_s or 0), old.pinned_until_s if old else 0)
-        prefix = Prefix(found, tenant, kind, value, n_bytes, until_s if ttl_s is not None or old else 0)
-        self._held[found] = prefix
-        self._n_bytes += n_bytes
-        for one in list(self._held.values()):
-            if self._n_bytes <= self._most_bytes:
+            prefix = prefix._replace(pinned_until_s=max(prefix.pinned_until_s, old.pinned_until_s))
+        self._held[prefix.id] = prefix
+        self._n_bytes += prefix.n_bytes
+        now_s = time.monotonic()
+        for one in list(self._held.values())[:-1]:
+            if self._n_bytes <= self._most_bytes and len(self._held) <= MOST_PREFIXES:
                 break
-            if one is not prefix and one.pinned_until_s <= now_s:
+            if one.pinned_until_s <= now_s:
                 self._n_bytes -= self._held.pop(one.id).n_bytes
-        return prefix
 
     def __contains__(self, prefix_id: str) -> bool:
         return prefix_id in self._held
@@ -113,24 +124,43 @@ class Prefixes:
     def expand(self, path: str, body: dict[str, Any], tenant: str) -> dict[str, Any]:
         """Puts the prefix that a body names in front of its prompts. Raises BadRequestError."""
         name = body["prefix"]
+        if not isinstance(name, str) or not name:
+            raise BadRequestError(f"prefix is {token_ids.shown(name)}: give the id that /v1/prefixes has returned")
         fields = FIELDS.get(path)
         if fields is None:
-            raise BadRequestError(f"prefix is {name!r}, and {path} takes none: send the whole prompt")
-        prefix = self._held.get(name) if isinstance(name, str) else None
+            raise BadRequestError(f"prefix is {token_ids.shown(name)}, and {path} takes none: send the whole prompt")
+        prefix = self._held.get(name)
         if prefix is None or prefix.tenant != tenant:
-            raise UnknownPrefixError(f"prefix {name!r} is not held here: send it to /v1/prefixes again")
+            raise UnknownPrefixError(f"prefix {token_ids.shown(name)} is not held here: send it to /v1/prefixes again")
         self._held.move_to_end(prefix.id)
         field = fields.get(prefix.kind)
         if field is None:
             raise BadRequestError(
                 f"prefix {name} was made of {prefix.kind}, and {path} takes one that was made of {' or '.join(fields)}"
             )
+        if prefix.kind == MESSAGES and body.get("input_ids") is not None:
+            raise BadRequestError(
+                "prefix and input_ids are both given, and a chat is made of one of them: leave the other out"
+            )
+        own = body.get(field)
+        n_prompts = len(own) if isinstance(own, list) and own and isinstance(own[0], str | list) else 1
+        n_bytes = n_prompts * (8 * len(prefix.value) if prefix.kind == INPUT_IDS else len(prefix.value))
+        if n_bytes > self._most_expanded_bytes:
+            raise BadRequestError(
+                f"{n_prompts} prompts behind this prefix are {n_bytes} bytes, and a request may be {self._most_expanded_bytes}:"
+                " send fewer prompts in one request, or start the server with a larger --max-body-mb"
+            )
         rest = {key: value for key, value in body.items() if key != "prefix"}
-        return {**rest, field: joined(prefix, body.get(field), field)}
+        return {**rest, field: joined(prefix, own, field)}
 
 
 def joined(prefix: Prefix, own: Any, field: str) -> Any:
     """A request's own prompt, prompts or messages behind the prefix. Raises BadRequestError."""
+    if prefix.kind == MESSAGES:
+        messages = orjson.loads(prefix.value)
+        if isinstance(own, list | None):
+            return [*messages, *(own or [])]
+        raise BadRequestError(f"{field} is {token_ids.shown(own)}: behind prefix {prefix.id} give a list of messages")
     if own is None:
         return prefix.value
     if prefix.kind == TEXT:
@@ -139,10 +169,6 @@ def joined(prefix: Prefix, own: Any, field: str) -> Any:
         if isinstance(own, list) and all(isinstance(one, str) for one in own):
             return [prefix.value + one for one in own]
         wanted = "a text, or a list of texts"
-    elif prefix.kind == MESSAGES:
-        if isinstance(own, list):
-            return [*prefix.value, *own]
-        wanted = "a list of messages"
     else:
         try:
             if isinstance(own, list):

@@ -32,7 +32,8 @@ SAMPLING_OPTION_RANGES = (("top_k", -1, TOP_K_ALL), ("sampling_seed", -(2**63), 
 # In one request: the event loop writes an answer for each prompt and label.
 MOST_PROMPTS, MOST_LABELS = 10_000, 50_000
 # Each stop is tokenised or compiled in the event loop and in the scheduler, again for each prompt.
-MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOPS_OF_PROMPTS = 256, 16_384, 4_096
+MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOPS_OF_PROMPTS = 256, 16_384, 20_000
+STOPS = ("stop", "stop_regex")
 MOST_LOGIT_BIAS = 1e30  # a logit plus a bias must fit float32
 
 # Options of GenerateReqInput that take one value, or a list with one value per prompt.
@@ -152,24 +153,16 @@ def check_lists_against_prompts(obj: GenerateReqInput) -> None:
             raise BadRequestError(f"{field} has {len(value)} values, and the request has {len(prompts)} prompts")
 
 
-def check_sampling_options(options: dict[str, Any], vocab_size: int, tokenizer: Any, n_prompts: int = 1) -> None:
-    """Raises BadRequestError for an unknown or wrong sampling option, which would stop SGLang's scheduler. `null`: not given.
-
-    n_prompts: with these options.
-    """
+def check_sampling_options(options: dict[str, Any], vocab_size: int, tokenizer: Any) -> None:
+    """Raises BadRequestError for an unknown or wrong sampling option, which would stop SGLang's scheduler. `null`: not given."""
     _check_types(options, SAMPLING_OPTION_TYPES, "sampling_params", "sampling option of this server")
     for name, lowest, highest in SAMPLING_OPTION_RANGES:
         value = options.get(name)
         if value is not None and not lowest <= value <= highest:
             raise BadRequestError(f"sampling_params: {name} is {value}: it must be from {lowest} to {highest}")
-    for name in ("stop", "stop_regex"):
-        stops = [options[name]] if isinstance(options.get(name), str) else options.get(name) or []
+    for name in STOPS:
+        stops = _stops(options, name)
         n_characters = sum(map(len, stops))
-        if n_prompts > 1 and len(stops) * n_prompts > MOST_STOPS_OF_PROMPTS:
-            raise BadRequestError(
-                f"sampling_params: {name} holds {len(stops)} texts for {n_prompts} prompts, and they may be"
-                f" {MOST_STOPS_OF_PROMPTS} together: send fewer of either"
-            )
         if len(stops) > MOST_STOPS or n_characters > MOST_STOP_CHARACTERS:
             raise BadRequestError(
                 f"sampling_params: {name} holds {len(stops)} texts with {n_characters} characters: at most {MOST_STOPS}, and"
@@ -192,6 +185,14 @@ def check_sampling_options(options: dict[str, Any], vocab_size: int, tokenizer: 
         parsed.verify(vocab_size)
     except (ValueError, re.error) as error:
         raise BadRequestError(f"sampling_params: {error}") from error
+
+
+def count_stops(options: dict[str, Any]) -> int:
+    return sum(len(_stops(options, name)) for name in STOPS)
+
+
+def _stops(options: dict[str, Any], name: str) -> list[str]:
+    return [options[name]] if isinstance(options.get(name), str) else options.get(name) or []
 
 
 def check_has_logprobs(meta_info: dict[str, Any]) -> None:

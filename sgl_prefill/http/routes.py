@@ -58,6 +58,7 @@ from sgl_prefill.http.scored_prompt import (
 from sgl_prefill.http.scores import LabelScoringRequest
 from sgl_prefill.http.shutdown import Ending
 from sgl_prefill.http.text_offsets import with_offsets
+from sgl_prefill.http.token_ids import shown
 from sgl_prefill.startup import calibrations
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ KEPT_ROUTES = frozenset(
 )
 CHAT_PATH = "/v1/chat/completions"
 # Limits of an error message about a body that does not match the schema.
-MOST_PROBLEMS, LONGEST_PROBLEM, LONGEST_VALUE = 10, 300, 60
+MOST_PROBLEMS, LONGEST_PROBLEM = 10, 300
 
 
 class PrefillRoutes:
@@ -121,7 +122,7 @@ class PrefillRoutes:
             route.path: pkgutil.resolve_name(route.stock_endpoint) for route in ROUTES
         }
         self._scorer: LabelScorer | None = None
-        self.prefixes = Prefixes()
+        self.prefixes = Prefixes(most_expanded_bytes=config.max_body_bytes)
         self._reranker = Reranker(config, lambda: self.scorer, self._stock["/v1/rerank"], self._reply_options)
 
     def stock_endpoint(self, path: str) -> Callable[..., Awaitable[Any]]:
@@ -255,9 +256,13 @@ class PrefillRoutes:
     async def hold_prefix(self, request: PrefixRequest, raw_request: Request) -> Any:
         """/v1/prefixes, which SGLang does not have: computes a prefix, and gives it an id."""
         kind, value = request.content()
+        caller = await self._manager.caller_of(raw_request)
         if kind == MESSAGES:
             value = (await raw_request.json())[MESSAGES]  # as sent
+        prefix = self.prefixes.make(self._manager.tenant_of(caller) + caller.salt, kind, value, request.ttl_s)
+        if kind == MESSAGES:
             chat = protocol.LabelChatCompletionRequest(model=self._served("default"), messages=value)
+            self.cuts.check_texts_of_chat(chat)
             await self._fill(self._app.state.openai_serving_chat, chat, raw_request)
             with _value_errors_are_bad_requests():
                 obj = self._request_of(self._app.state.openai_serving_chat, chat, raw_request, None)
@@ -265,8 +270,7 @@ class PrefillRoutes:
             obj = GenerateReqInput(**{kind: value})
         obj.sampling_params = {"max_new_tokens": 0, "temperature": 0}
         output = await self._manager.generate_request(obj, raw_request).__anext__()
-        caller = await self._manager.caller_of(raw_request)
-        prefix = self.prefixes.add(self._manager.tenant_of(caller) + caller.salt, kind, value, request.ttl_s)
+        self.prefixes.hold(prefix)
         facts = {name: output["meta_info"].get(name) for name in ("prompt_tokens", "cached_tokens", "kept_tokens")}
         return orjson_response({"id": prefix.id, "object": "prefix", "made_of": kind, **facts, "ttl_s": request.ttl_s})
 
@@ -411,9 +415,7 @@ def _problem(error: dict[str, Any]) -> str:
     field = ".".join(str(part) for part in error["loc"] if part != "body") or "the request body"
     if error["type"] == "missing":
         return f"{field} is missing: this route needs it (/docs lists the fields)"
-    given = repr(error.get("input"))
-    given = given if len(given) <= LONGEST_VALUE else f"{given[:LONGEST_VALUE]}..."
-    text = f"{field} is {given}: {error['msg']}"
+    text = f"{field} is {shown(error.get('input'))}: {error['msg']}"
     return text if len(text) <= LONGEST_PROBLEM else f"{text[:LONGEST_PROBLEM]}..."
 
 

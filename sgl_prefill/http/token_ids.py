@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from array import array
 from typing import Any
 
@@ -42,7 +43,7 @@ def read(value: Any) -> Any:
     if value is None or value == []:
         return value
     if not isinstance(value, list):
-        raise ValueError(f"must be a list of token ids, or a list of such lists; it is {_shown(value)}")
+        raise ValueError(f"must be a list of token ids, or a list of such lists; it is {shown(value)}")
     if not isinstance(value[0], list):
         return _read_one(value, "")
     return [_read_one(one, f"prompt {index}: ") for index, one in enumerate(value)]
@@ -55,10 +56,10 @@ def read_prompt(value: Any) -> Any:
     if isinstance(value, list) and value and isinstance(value[0], str):
         for index, one in enumerate(value):
             if not isinstance(one, str):
-                raise ValueError(f"prompt {index}: {_shown(one)} beside texts: give texts only, or token ids only")
+                raise ValueError(f"prompt {index}: {shown(one)} beside texts: give texts only, or token ids only")
         return value
     if value is None or not isinstance(value, list):
-        raise ValueError(f"must be a text, token ids, or a list of either; it is {_shown(value)}")
+        raise ValueError(f"must be a text, token ids, or a list of either; it is {shown(value)}")
     return read(value)
 
 
@@ -66,14 +67,18 @@ def _read_one(ids: Any, where: str) -> TokenIds:
     if isinstance(ids, TokenIds):
         return ids
     if not isinstance(ids, list):
-        raise ValueError(f"{where}{_shown(ids)} is no list of token ids")
+        raise ValueError(f"{where}{shown(ids)} is no list of token ids")
     try:
         return TokenIds(ids)
     except (TypeError, OverflowError):
         bad = next(one for one in ids if not isinstance(one, int) or not -(2**63) <= one < 2**63)
-        raise ValueError(f"{where}{_shown(bad)} is no token id: give whole numbers") from None
+        raise ValueError(f"{where}{shown(bad)} is no token id: give whole numbers") from None
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 50 else f"{text[:50]}..."
+_REPR = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother = 3, 60, 60
+
+
+def shown(value: Any) -> str:
+    """A value of a request for an error message: short, whatever it is."""
+    return _REPR.repr(value)

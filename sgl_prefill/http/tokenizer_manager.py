@@ -282,6 +282,12 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         stock, n_characters = TokenizerManager._tokenize_texts, sum(map(len, flat))
         return await self.run_in_thread(lambda twin: asyncio.run(stock(twin, texts, is_cross_encoder)), n_characters)
 
+    @property
+    def _turn(self) -> int:
+        """Whose turn it must be in a thread that tokenises."""
+        caller = clients.current()
+        return 0 if caller is None else caller.turn_of(self.prefill_config.fair_by)
+
     def _may_be_cached(self, texts: list[str]) -> bool:
         is_cached = self._text_cache is not None and self._text_cache.why_not is None and self.is_generation
         return is_cached and any(len(text) >= text_cache.LEAST for text in texts)
@@ -294,9 +300,8 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             return [cache.encode(text, tenant) for text in some]
 
         slices = list(_slices(texts, ENCODE_AT_ONCE))
-        found = await asyncio.gather(
-            *(self._encoders.run(_client(), sum(map(len, some)), functools.partial(encode, some)) for some in slices)
-        )
+        turns = [(sum(map(len, some)), functools.partial(encode, some)) for some in slices]
+        found = await asyncio.gather(*(self._encoders.run(self._turn, *one) for one in turns))
         if self._text_metrics is not None:
             tokens, waiting = self._text_metrics
             for cached, n_tokens in cache.take_new().items():
@@ -335,7 +340,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         """
         thread, twin = self._tokenizer_thread
         context = contextvars.copy_context()  # names the caller
-        return await thread.run(_client(), n_characters, lambda: context.run(work, twin))
+        return await thread.run(self._turn, n_characters, lambda: context.run(work, twin))
 
     @functools.cached_property
     def _tokenizer_thread(self) -> tuple[FairThreads, PrefillTokenizerManager]:
@@ -462,18 +467,24 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     def _check_sampling_params(self, obj: GenerateReqInput | EmbeddingReqInput) -> None:
         given = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params or {}]
         n_prompts_each = 1 if isinstance(obj.sampling_params, list) else request_checks.count_prompts(obj) or 1
-        n_answers = 0
+        n_answers = n_stops = 0
         for params in given:
             if not isinstance(params, dict):
                 raise BadRequestError(f"sampling_params is {params!r}: it must be an object, or a list of objects")
             options = {**(self.preferred_sampling_params or {}), **params}
-            request_checks.check_sampling_options(options, self.model_config.vocab_size, self.tokenizer, n_prompts_each)
+            request_checks.check_sampling_options(options, self.model_config.vocab_size, self.tokenizer)
+            n_stops += n_prompts_each * request_checks.count_stops(options)
             n_answers += n_prompts_each * (options.get("n") or 1)
             self._check_deadline_is_known(options)
             self._check_grammar(options)
             if isinstance(obj, GenerateReqInput):
                 self._check_generation_length(options)
         self.check_count(n_answers, "answers, n for each prompt")
+        if n_stops > request_checks.MOST_STOPS_OF_PROMPTS:
+            raise BadRequestError(
+                f"the request has {n_stops} stop texts, counted for each prompt, and at most"
+                f" {request_checks.MOST_STOPS_OF_PROMPTS} are served: send fewer of either"
+            )
 
     def _check_grammar(self, options: dict[str, Any]) -> None:
         """SGLang's scheduler refuses these too, but not all of its routes pass the refusal on."""
@@ -571,11 +582,6 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 f' {self.context_len}): shorten it, send prompt_parts with on_overflow "cut", or start the server with a larger'
                 " --max-input-length, and more memory or a larger --context-length where that asks for it"
             )
-
-
-def _client() -> str:
-    caller = clients.current()
-    return "" if caller is None else f"{caller.key}/{caller.user}"
 
 
 def _slices(texts: list[str], n_characters: int) -> Iterator[list[str]]:

@@ -9,10 +9,18 @@ import pytest
 
 from sgl_prefill.errors import BadRequestError, UnknownPrefixError
 from sgl_prefill.http import bodies, token_ids
-from sgl_prefill.http.prefix_handles import INPUT_IDS, MESSAGES, TEXT, Prefixes, PrefixRequest
+from sgl_prefill.http.prefix_handles import INPUT_IDS, MESSAGES, TEXT, Prefix, Prefixes, PrefixRequest
 from sgl_prefill.http.token_ids import TokenIds
 
 MOST = 1000
+
+
+def add(held: Prefixes, *arguments: Any, **options: Any) -> Prefix:
+    prefix = held.make(*arguments, **options)
+    held.hold(prefix)
+    return prefix
+
+
 SAYS = {"role": "user", "content": "Is it so?"}
 CHAT, GENERATE, COMPLETIONS = "/v1/chat/completions", "/generate", "/v1/completions"
 
@@ -55,12 +63,43 @@ def test_prompts_and_labels_have_their_own_limits(body: dict[str, Any]) -> None:
     [
         {"messages": [SAYS] * (bodies.MOST_PARTS + 1)},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * (bodies.MOST_PARTS + 1)}]},
-        {"documents": [{"text": [{}] * 10}] * (bodies.MOST_PARTS // 10)},
+        {"documents": [{"text": [{}] * 100}] * (bodies.MOST_PROMPT_PARTS // 100)},
+        {"documents": [{"x": [{}] * 300_000 + [0] * 110_000}]},
     ],
 )
 def test_objects_are_counted(body: dict[str, Any]) -> None:
-    with pytest.raises(BadRequestError, match=f"more than {bodies.MOST_PARTS} messages"):
+    with pytest.raises(BadRequestError, match=r"more than (16384 messages|65536 prompts)"):
         bodies.check(body, 1 << 30)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"items": [0] * 200_000},
+        {"text": [0] * 200_000},
+        {"label_token_ids": [0, *["a"] * 100_000]},
+        {"tokens": [0, *["a"] * 100_000]},
+    ],
+)
+def test_numbers_where_texts_belong_and_texts_among_numbers_are_refused(body: dict[str, Any]) -> None:
+    """pydantic would make an error of each, 3.8 s for the first."""
+    with pytest.raises(BadRequestError, match="values, and a request at most"):
+        bodies.check(body, MOST)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x" * 2 * MOST}}]}]},
+        {"image_data": ["x" * 2 * MOST]},
+        {"prompt_parts": [[{"text": "a", "keep": True}] * 3] * 5_500},
+        {"text": ["a"] * 9_000, "sampling_params": [{"custom_params": {}}] * 9_000},
+        {"documents": [{"text": "a", "metadata": {}}] * 9_000},
+        {"input_embeds": [[0.5] * 4] * 12_000},
+    ],
+)
+def test_ordinary_large_requests_are_served(body: dict[str, Any]) -> None:
+    bodies.check(body, MOST)
 
 
 def test_too_many_prompts_are_refused_before_they_are_validated() -> None:
@@ -90,7 +129,7 @@ def test_a_prefix_comes_before_what_the_request_says(
     kind: str, value: Any, path: str, own: dict[str, Any], field: str, whole: Any
 ) -> None:
     held = Prefixes()
-    prefix = held.add("", kind, value)
+    prefix = add(held, "", kind, value)
     expanded = held.expand(path, {**own, "model": "m", "prefix": prefix.id}, "")
     assert expanded == {**own, "model": "m", field: whole}
     for one in expanded[field] if kind == INPUT_IDS and isinstance(whole[0], list) else [expanded[field]]:
@@ -112,48 +151,53 @@ def test_a_prefix_comes_before_what_the_request_says(
         (TEXT, "a", GENERATE, {"text": [1]}, "text is not what goes with"),
         (INPUT_IDS, TokenIds([1]), GENERATE, {"input_ids": ["a"]}, "give a list of token ids"),
         (MESSAGES, [SAYS], CHAT, {"messages": "a"}, "give a list of messages"),
+        (MESSAGES, [SAYS], CHAT, {"messages": [], "input_ids": [1]}, "prefix and input_ids are both given"),
+        (TEXT, "a" * 1000, COMPLETIONS, {"prompt": ["b"] * 9000}, "9000 prompts behind this prefix are 9000000 bytes"),
         (TEXT, "a", "/v1/embeddings", {}, "takes none"),
     ],
 )
 def test_a_prefix_that_does_not_go_with_the_request(
     kind: str, value: Any, path: str, own: dict[str, Any], told: str
 ) -> None:
-    held = Prefixes()
+    held = Prefixes(most_expanded_bytes=1 << 20)
     with pytest.raises(BadRequestError, match=told):
-        held.expand(path, {**own, "prefix": held.add("", kind, value).id}, "")
+        held.expand(path, {**own, "prefix": add(held, "", kind, value).id}, "")
 
 
 def test_another_tenants_prefix_is_unknown() -> None:
     held = Prefixes()
-    mine, theirs = held.add("mine", TEXT, "a"), held.add("theirs", TEXT, "a")
+    mine, theirs = add(held, "mine", TEXT, "a"), add(held, "theirs", TEXT, "a")
     assert mine.id != theirs.id
-    assert held.add("mine", TEXT, "a").id == mine.id
-    for name in (theirs.id, "prefix-0", None, 5):
+    assert add(held, "mine", TEXT, "a").id == mine.id
+    for name in (theirs.id, "prefix-0"):
         with pytest.raises(UnknownPrefixError):
-            held.expand(GENERATE, {"prefix": name or ""}, "mine")
+            held.expand(GENERATE, {"prefix": name}, "mine")
+    for wrong in ("", 5, [], {}):
+        with pytest.raises(BadRequestError, match="give the id"):
+            held.expand(GENERATE, {"prefix": wrong}, "mine")
 
 
 def test_the_least_recently_used_prefix_is_forgotten_and_a_pinned_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    size = Prefixes().add("", TEXT, "0" * 1000).n_bytes
+    size = Prefixes().make("", TEXT, "0" * 1000).n_bytes
     held = Prefixes(most_bytes=4 * size)
 
-    ids = {name: held.add("", TEXT, name * 1000, ttl_s=10 if name == "p" else None).id for name in "pabc"}
+    ids = {name: add(held, "", TEXT, name * 1000, ttl_s=10 if name == "p" else None).id for name in "pabc"}
     held.expand(GENERATE, {"prefix": ids["a"]}, "")
-    held.add("", TEXT, "d" * 1000)
+    add(held, "", TEXT, "d" * 1000)
     assert {name for name, one in ids.items() if one in held} == set("pac")
-    held.add("", TEXT, "q" * 1000, ttl_s=10)  # half of the bytes
+    add(held, "", TEXT, "q" * 1000, ttl_s=10)  # half of the bytes
     with pytest.raises(BadRequestError, match=f"ttl_s would take {3 * size} bytes"):
-        held.add("", TEXT, "r" * 1000, ttl_s=10)
+        add(held, "", TEXT, "r" * 1000, ttl_s=10)
     now_s += 11
-    held.add("", TEXT, "r" * 1000, ttl_s=10)
+    add(held, "", TEXT, "r" * 1000, ttl_s=10)
     for name in "efg":
-        held.add("", TEXT, name * 1000)
+        add(held, "", TEXT, name * 1000)
     assert ids["p"] not in held
     assert held.state() == {"prefixes": 4, "held_bytes": 4 * size}
     with pytest.raises(BadRequestError, match="this prefix takes"):
-        held.add("", TEXT, "s" * 20_000)
+        add(held, "", TEXT, "s" * 20_000)
 
 
 @pytest.mark.parametrize(

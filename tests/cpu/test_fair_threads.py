@@ -29,7 +29,7 @@ class Texts:
         return work
 
     def send(self, name: str, client: str, n_characters: int) -> asyncio.Task[str]:
-        return asyncio.ensure_future(self.threads.run(client, n_characters, self.work(name)))
+        return asyncio.ensure_future(self.threads.run(hash(client), n_characters, self.work(name)))
 
     async def until(self, *began: str) -> None:
         async with asyncio.timeout(60):
@@ -101,6 +101,7 @@ def test_a_text_whose_client_has_left_takes_no_thread_and_gives_its_own_back() -
         assert await last == "last"
         assert texts.began == ["running", "last"]
         assert texts.threads.n_waiting == 0
+        assert not texts.threads._ends, "an idle server remembers no client"
 
     run(test())
 
@@ -110,7 +111,7 @@ def test_an_error_of_the_work_is_the_callers() -> None:
         threads = FairThreads(1, "test")
         for _ in range(2):
             try:
-                await threads.run("a", 1, lambda: 1 // 0)
+                await threads.run(1, 1, lambda: 1 // 0)
             except ZeroDivisionError:
                 continue
             raise AssertionError

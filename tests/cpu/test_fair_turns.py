@@ -12,7 +12,7 @@ def test_one_request_begins_soon_although_another_client_has_sent_a_thousand() -
         turns, begun = FairTurns(), list[str]()
 
         async def request(client: str) -> None:
-            await turns.mine(client)
+            await turns.mine(hash(client))
             begun.append(client)
 
         many = [asyncio.ensure_future(request("many")) for _ in range(1000)]
@@ -31,7 +31,7 @@ def test_no_more_begin_in_one_turn_of_the_loop_and_none_is_forgotten() -> None:
         turns, begun = FairTurns(), list[int]()
 
         async def request(number: int) -> None:
-            await turns.mine("a")
+            await turns.mine(1)
             begun.append(number)
 
         tasks = [asyncio.ensure_future(request(number)) for number in range(50)]
@@ -53,7 +53,7 @@ def test_a_client_that_has_left_takes_no_turn() -> None:
         turns, begun = FairTurns(), list[int]()
 
         async def request(number: int) -> None:
-            await turns.mine("a")
+            await turns.mine(1)
             begun.append(number)
 
         tasks = [asyncio.ensure_future(request(number)) for number in range(10 * AT_ONCE)]

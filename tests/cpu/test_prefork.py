@@ -38,12 +38,18 @@ def test_a_process_gets_the_environment_of_the_moment_it_is_started(monkeypatch:
 
 @pytest.mark.parametrize(
     ("begun", "dp_size", "n_detokenizers", "expected"),
-    [(True, 1, 1, "forkserver"), (False, 1, 1, "spawn"), (True, 2, 1, "spawn"), (True, 1, 2, "spawn")],
+    [
+        ("here", 1, 1, "forkserver"),
+        ("nowhere", 1, 1, "spawn"),
+        ("in the process that has forked this one", 1, 1, "spawn"),
+        ("here", 2, 1, "spawn"),
+        ("here", 1, 2, "spawn"),
+    ],
 )
 def test_only_processes_that_adopt_the_environment_are_forked(
-    monkeypatch: pytest.MonkeyPatch, begun: bool, dp_size: int, n_detokenizers: int, expected: str
+    monkeypatch: pytest.MonkeyPatch, begun: str, dp_size: int, n_detokenizers: int, expected: str
 ) -> None:
-    monkeypatch.setattr(prefork, "_begun", begun)
+    monkeypatch.setattr(prefork, "_begun_in", {"here": os.getpid(), "nowhere": None}.get(begun, os.getppid()))
     before = multiprocessing.get_start_method(allow_none=True)
     server_args: Any = SimpleNamespace(dp_size=dp_size, detokenizer_worker_num=n_detokenizers)
     try:

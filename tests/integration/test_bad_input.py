@@ -93,8 +93,8 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ),
     (
         GENERATE,
-        {"text": ["a"] * 100, "sampling_params": {"max_new_tokens": 1, "stop": [f"{n}" for n in range(50)]}},
-        ["stop holds 50 texts for 100 prompts", "4096"],
+        {"text": ["a"] * 500, "sampling_params": {"max_new_tokens": 1, "stop": [f"{n}" for n in range(50)]}},
+        ["25000 stop texts", "at most 20000"],
     ),
     (
         GENERATE,

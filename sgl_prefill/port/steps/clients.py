@@ -47,6 +47,10 @@ class Caller:
         is_background = headers.get(custom_params.BACKGROUND_HEADER.encode()) == b"1"
         return cls(key_of(headers.get(b"authorization", b"").decode("latin-1")), user, is_background=is_background)
 
+    def turn_of(self, by: str) -> int:
+        """Names the client where clients take turns in the HTTP process. by: as --fair-by; with "none" as with "user"."""
+        return hash(self.key if by == "key" else (self.key, self.user))
+
     def name(self, by: str) -> str:
         """by: "user", "key" or "none"."""
         return {"user": self.user, "key": self.key, "none": UNNAMED}[by]
