@@ -2,7 +2,7 @@
 
     python benchmarks/front/run.py [--quick] [--json PATH]
 
-See the README beside this file.
+See the README beside this file. BENCH_PARTS="texts" measures this part alone, and takes the others from the result that is there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,33 +51,29 @@ class Work(NamedTuple):
     ids: list[list[int]]  # of the same
 
 
-def main() -> int:
-    arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
-    conditions = report.conditions()
-    n_turns, n_requests, n_words = (1, 20, 1000) if arguments.quick else (TURNS, 200, 14_000)
+def measure_hits(quick: bool) -> dict[str, Any]:
+    n_turns, n_requests, n_words = (1, 20, 1000) if quick else (TURNS, 200, 14_000)
     with tempfile.TemporaryDirectory() as scratch:
         folder = model_of(Path(scratch) / "model", 1)
         work = make_work(folder, n_words, n_requests)
-        rows = [row for turn in range(1, n_turns + 1) for row in measure(folder, work, turn, Path(scratch))]
+        turns = [row for turn in range(1, n_turns + 1) for row in measure(folder, work, turn, Path(scratch))]
+    medians = medians_of(turns)
+    sizes = {"requests": n_requests, "at_once": AT_ONCE, "characters": len(work.prefix), "tokens": len(work.ids[0])}
+    return report.part(medians, targets_of(medians), turns=turns, **sizes)
+
+
+def measure_workloads(quick: bool) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as scratch:
         wl1 = model_of(Path(scratch) / "wl1", 4)
-        served = list(workloads.measure(wl1, Path(scratch), n_turns, quick=arguments.quick))
-    medians, of_workloads = medians_of(rows), workloads.medians_of(served)
-    compared = texts.compare(600 if arguments.quick else N_TEXTS)
-    conditions |= {
-        "requests": n_requests,
-        "at_once": AT_ONCE,
-        "characters": len(work.prefix),
-        "tokens": len(work.ids[0]),
-    }
-    n_different = sum(row["different"] for row in compared)
-    targets = [
-        *targets_of(medians),
-        *workloads.targets_of(of_workloads),
-        report.Target.at_most("texts with other ids than the tokenizer's", n_different, 0),
-    ]
-    result = {"conditions": conditions, "medians": medians, "workloads": of_workloads, "texts": compared}
-    report.finish({**result, "rows": [*rows, *served]}, targets, arguments.json)
-    return 0
+        turns = list(workloads.measure(wl1, Path(scratch), 1 if quick else TURNS, quick=quick))
+    medians = workloads.medians_of(turns)
+    return report.part(medians, workloads.targets_of(medians), turns=turns)
+
+
+def measure_texts(quick: bool) -> dict[str, Any]:
+    rows = texts.compare(600 if quick else N_TEXTS)
+    n_different = sum(row["different"] for row in rows)
+    return report.part(rows, [report.Target.at_most("texts with other ids than the tokenizer's", n_different, 0)])
 
 
 def model_of(folder: Path, n_layers: int) -> Path:
@@ -222,5 +218,11 @@ def targets_of(medians: list[dict[str, Any]]) -> list[report.Target]:
     ]
 
 
+PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
+    "hits": measure_hits,
+    "workloads": measure_workloads,
+    "texts": measure_texts,
+}
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report.in_parts(__doc__, Path(__file__), PARTS))
