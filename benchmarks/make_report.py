@@ -210,19 +210,7 @@ def _section(folder: Path, name: str, result: Result) -> list[str]:
 
 
 # The lists of a result that are shown as tables, and the benchmarks whose "rows" are too many to show.
-TABLES = (
-    "steps",
-    "rows",
-    "medians",
-    "means",
-    "rivals",
-    "capacities",
-    "long_request",
-    "failed",
-    "hits",
-    "workloads",
-    "texts",
-)
+TABLES = ("steps", "rows", "medians", "means", "rivals", "capacities", "long_request", "failed")
 WITHOUT_ROWS = ("planner", "jct_model", "memory_trace")
 # Columns with a run's conditions, which have no good direction.
 CONDITION_COLUMNS = ("offered_per_s", "load")
