@@ -16,9 +16,8 @@ __all__ = ["Engine"]
 
 def __getattr__(name: str) -> Any:
     if name == "Engine":
-        if not getattr(
-            multiprocessing.current_process(), "_inheriting", False
-        ):  # else it imports the user's program again
+        # A process that is being started imports the user's program again.
+        if not getattr(multiprocessing.current_process(), "_inheriting", False):
             from sgl_prefill.entry import prefork
 
             prefork.begin()  # it imports SGLang for the engine's processes while this one does

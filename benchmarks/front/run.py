@@ -12,7 +12,6 @@ import json
 import os
 import random
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -42,6 +41,7 @@ WORKERS = STOCK._replace(name=f"{STOCK.name}, 2 tokenizer workers", flags=(*STOC
 # What is sent to each. A handle: token ids behind a prefix of /v1/prefixes.
 FORMS = {engines.OURS: ("text", "ids", "handle"), STOCK: ("text", "ids"), WORKERS: ("text",)}
 LABEL_IDS = [500, 600]
+PROCESSES = ("scheduler", "http_and_tokenizer")
 
 
 class Work(NamedTuple):
@@ -57,7 +57,8 @@ def measure_hits(quick: bool) -> dict[str, Any]:
         folder = model_of(Path(scratch) / "model", 1)
         work = make_work(folder, n_words, n_requests)
         turns = [row for turn in range(1, n_turns + 1) for row in measure(folder, work, turn, Path(scratch))]
-    medians = medians_of(turns)
+    cpu = [f"{name}_cpu_ms" for name in PROCESSES]
+    medians = workloads.medians_of(turns, ("engine", "prompts"), "hits_per_s", *cpu)
     sizes = {"requests": n_requests, "at_once": AT_ONCE, "characters": len(work.prefix), "tokens": len(work.ids[0])}
     return report.part(medians, targets_of(medians), turns=turns, **sizes)
 
@@ -66,7 +67,7 @@ def measure_workloads(quick: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         wl1 = model_of(Path(scratch) / "wl1", 4)
         turns = list(workloads.measure(wl1, Path(scratch), 1 if quick else TURNS, quick=quick))
-    medians = workloads.medians_of(turns)
+    medians = workloads.medians_of(turns, ("workload", "engine", "prompts"), "requests_per_s")
     return report.part(medians, workloads.targets_of(medians), turns=turns)
 
 
@@ -113,13 +114,14 @@ def measure(folder: Path, work: Work, turn: int, scratch: Path) -> Iterator[dict
                 send(server.url, bodies[:2], 1)  # the prefix is cached, tokenised and in shape
                 before = cpu_ms(server.pid)
                 seconds, answers = send(server.url, bodies, AT_ONCE)
-                spent = {name: (ms - before[name]) / len(bodies) for name, ms in cpu_ms(server.pid).items()}
+                after = cpu_ms(server.pid)
+                spent = {f"{name}_cpu_ms": (after[name] - before[name]) / len(bodies) for name in PROCESSES}
                 row = {
                     "engine": engine.name,
                     "prompts": form,
                     "turn": turn,
                     "hits_per_s": len(bodies) / seconds,
-                    "cpu_ms": spent,
+                    **spent,
                 }
                 least = min(answer["meta_info"]["cached_tokens"] for answer in answers)
                 if least < len(work.ids[0]) - 100:
@@ -174,29 +176,11 @@ def send(url: str, bodies: Sequence[bytes], n_at_once: int) -> tuple[float, list
 def cpu_ms(pid: int) -> dict[str, float]:
     """CPU time of the scheduler process, and of the server's other processes."""
     scheduler = process_memory.scheduler_pid(pid)
-    found = {"scheduler": 0.0, "http_and_tokenizer": 0.0}
+    found = dict.fromkeys(PROCESSES, 0.0)
     for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
         times = process.cpu_times()
         name = "scheduler" if process.pid == scheduler else "http_and_tokenizer"
         found[name] += 1000 * (times.user + times.system)
-    return found
-
-
-def medians_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    found = []
-    for engine, form in dict.fromkeys((row["engine"], row["prompts"]) for row in rows):
-        of = [row for row in rows if (row["engine"], row["prompts"]) == (engine, form)]
-        cpu = {name: statistics.median(row["cpu_ms"][name] for row in of) for name in of[0]["cpu_ms"]}
-        found.append(
-            {
-                "engine": engine,
-                "prompts": form,
-                "hits_per_s": statistics.median(row["hits_per_s"] for row in of),
-                "slowest": min(row["hits_per_s"] for row in of),
-                "fastest": max(row["hits_per_s"] for row in of),
-                **{f"{name}_cpu_ms": ms for name, ms in cpu.items()},
-            }
-        )
     return found
 
 

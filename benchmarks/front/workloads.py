@@ -91,12 +91,14 @@ def dues_of(workload: Workload, form: str, tokenizer: Any) -> list[Due]:
     return [due._replace(text=tokenizer.decode(due.input_ids)) for due in workload.dues]
 
 
-def medians_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def medians_of(rows: Sequence[dict[str, Any]], names: Sequence[str], *columns: str) -> list[dict[str, Any]]:
+    """Medians of columns over the turns with equal names, with the slowest and fastest of the first column."""
     found = []
-    for key in dict.fromkeys((row["workload"], row["engine"], row["prompts"]) for row in rows):
-        of = [row["requests_per_s"] for row in rows if (row["workload"], row["engine"], row["prompts"]) == key]
-        names = dict(zip(("workload", "engine", "prompts"), key, strict=True))
-        found.append({**names, "requests_per_s": statistics.median(of), "slowest": min(of), "fastest": max(of)})
+    for key in dict.fromkeys(tuple(row[name] for name in names) for row in rows):
+        of = [row for row in rows if tuple(row[name] for name in names) == key]
+        medians = {column: statistics.median(row[column] for row in of) for column in columns}
+        rates = [row[columns[0]] for row in of]
+        found.append({**dict(zip(names, key, strict=True)), **medians, "slowest": min(rates), "fastest": max(rates)})
     return found
 
 

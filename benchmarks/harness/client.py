@@ -31,7 +31,7 @@ class Due(NamedTuple):
     label_ids: Sequence[int] = LABEL_IDS
     n_new_tokens: int = 0  # 0: prefill only
     user: str = ""  # "": the request names no user
-    text: str | None = None  # sent in the place of the ids
+    text: str | None = None  # None: the request has the token ids, else this text
 
 
 class Outcome(NamedTuple):

@@ -84,9 +84,8 @@ class ParentEnvironment:
             os._exit(1)
         threads = self._variables.get("OMP_NUM_THREADS", "")
         if threads.isdigit() and threads != os.environ.get("OMP_NUM_THREADS") and "torch" in sys.modules:
-            sys.modules["torch"].set_num_threads(
-                int(threads)
-            )  # the fork server has read the variable before it was set
+            # PyTorch has read the variable in the fork server, before the program set it.
+            sys.modules["torch"].set_num_threads(int(threads))
         for name in os.environ.keys() - self._variables.keys():
             del os.environ[name]
         os.environ.update(self._variables)

@@ -69,8 +69,7 @@ class Bodies:
         if body.get("prefix") is None:
             return body
         caller = await manager.caller_of(request)
-        path = request.url.path.removeprefix(request.scope.get("root_path", ""))
-        return self._prefixes.expand(path, body, manager.tenant_of(caller) + caller.salt)
+        return self._prefixes.expand(path_of(request), body, manager.tenant_of(caller) + caller.salt)
 
 
 def route_class(bodies: Bodies, stock: Any) -> type[APIRoute]:
@@ -97,6 +96,11 @@ def route_class(bodies: Bodies, stock: Any) -> type[APIRoute]:
             return handle_checked
 
     return CheckedRoute
+
+
+def path_of(request: Request) -> str:
+    """The path of a route, also below a proxy's root path."""
+    return request.url.path.removeprefix(request.scope.get("root_path", ""))
 
 
 def check(body: dict[str, Any], most_characters: int) -> None:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import OrderedDict
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
-from pydantic import BaseModel, Field, PlainValidator
+from pydantic import BaseModel, Field
 
 from sgl_prefill.errors import BadRequestError, UnknownPrefixError
-from sgl_prefill.http import token_ids
-from sgl_prefill.http.token_ids import TokenIds
+from sgl_prefill.http.token_ids import InputIds, TokenIds, shown
 
 MOST_BYTES, MOST_PREFIXES = 64 << 20, 4096
 PINNED_SHARE = 0.5  # of these, for prefixes with a time to live
@@ -40,7 +39,7 @@ class PrefixRequest(BaseModel):
 
     text: str | None = None
     messages: list[Any] | None = None  # validated as those of a chat
-    input_ids: Annotated[Any, PlainValidator(token_ids.read, json_schema_input_type=list[int] | None)] = None
+    input_ids: InputIds = None
     ttl_s: float | None = Field(None, gt=0, le=LONGEST_TTL_S)
 
     def content(self) -> tuple[str, Any]:
@@ -73,7 +72,7 @@ class Prefixes:
     def __init__(self, most_bytes: int = MOST_BYTES, most_expanded_bytes: int = 32 << 20) -> None:
         self._most_bytes, self._most_expanded_bytes = most_bytes, most_expanded_bytes
         self._held: OrderedDict[str, Prefix] = OrderedDict()
-        self._n_bytes = 0
+        self.n_bytes = 0
 
     def make(self, tenant: str, kind: str, value: Any, ttl_s: float | None = None) -> Prefix:
         """Makes a prefix for `hold`. Raises BadRequestError if it is too large, or too much is held for a time."""
@@ -103,35 +102,34 @@ class Prefixes:
     def hold(self, prefix: Prefix) -> None:
         """Holds a prefix until its time is over and others need the memory."""
         if (old := self._held.pop(prefix.id, None)) is not None:
-            self._n_bytes -= old.n_bytes
+            self.n_bytes -= old.n_bytes
             prefix = prefix._replace(pinned_until_s=max(prefix.pinned_until_s, old.pinned_until_s))
         self._held[prefix.id] = prefix
-        self._n_bytes += prefix.n_bytes
+        self.n_bytes += prefix.n_bytes
         now_s = time.monotonic()
         for one in list(self._held.values())[:-1]:
-            if self._n_bytes <= self._most_bytes and len(self._held) <= MOST_PREFIXES:
+            if self.n_bytes <= self._most_bytes and len(self._held) <= MOST_PREFIXES:
                 break
             if one.pinned_until_s <= now_s:
-                self._n_bytes -= self._held.pop(one.id).n_bytes
+                self.n_bytes -= self._held.pop(one.id).n_bytes
 
     def __contains__(self, prefix_id: str) -> bool:
         return prefix_id in self._held
 
-    def state(self) -> dict[str, int]:
-        """For /server_info."""
-        return {"prefixes": len(self._held), "held_bytes": self._n_bytes}
+    def __len__(self) -> int:
+        return len(self._held)
 
     def expand(self, path: str, body: dict[str, Any], tenant: str) -> dict[str, Any]:
         """Puts the prefix that a body names in front of its prompts. Raises BadRequestError."""
         name = body["prefix"]
         if not isinstance(name, str) or not name:
-            raise BadRequestError(f"prefix is {token_ids.shown(name)}: give the id that /v1/prefixes has returned")
+            raise BadRequestError(f"prefix is {shown(name)}: give the id that /v1/prefixes has returned")
         fields = FIELDS.get(path)
         if fields is None:
-            raise BadRequestError(f"prefix is {token_ids.shown(name)}, and {path} takes none: send the whole prompt")
+            raise BadRequestError(f"prefix is {shown(name)}, and {path} takes none: send the whole prompt")
         prefix = self._held.get(name)
         if prefix is None or prefix.tenant != tenant:
-            raise UnknownPrefixError(f"prefix {token_ids.shown(name)} is not held here: send it to /v1/prefixes again")
+            raise UnknownPrefixError(f"prefix {shown(name)} is not held here: send it to /v1/prefixes again")
         self._held.move_to_end(prefix.id)
         field = fields.get(prefix.kind)
         if field is None:
@@ -160,7 +158,7 @@ def joined(prefix: Prefix, own: Any, field: str) -> Any:
         messages = orjson.loads(prefix.value)
         if isinstance(own, list | None):
             return [*messages, *(own or [])]
-        raise BadRequestError(f"{field} is {token_ids.shown(own)}: behind prefix {prefix.id} give a list of messages")
+        raise BadRequestError(f"{field} is {shown(own)}: behind prefix {prefix.id} give a list of messages")
     if own is None:
         return prefix.value
     if prefix.kind == TEXT:

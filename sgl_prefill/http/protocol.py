@@ -6,18 +6,18 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Callable, Collection, Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from pydantic import BaseModel, PlainValidator, StrictBool, StrictInt, field_validator, model_validator
+from pydantic import BaseModel, StrictBool, StrictInt, field_validator, model_validator
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_prefill.core import long_labels
 from sgl_prefill.core.labels import LabelError
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.http import token_ids
 from sgl_prefill.http.label_scoring import AllowedAnswers
 from sgl_prefill.http.scored_prompt import ReplyFields
+from sgl_prefill.http.token_ids import InputIds, PromptOrPrompts
 from sgl_prefill.port.steps import custom_params
 
 # Penalties depend on generated tokens, and cannot change an answer of one token. Each with its neutral value.
@@ -124,10 +124,7 @@ class LabelCompletionRequest(LabelFields, CompletionRequest):  # type: ignore[mi
     """The body of /v1/completions. `max_tokens` left out means 1 on a prefill-only server; 0 is accepted too."""
 
     max_tokens: int | None = None
-    prompt: Annotated[
-        list[int] | list[list[int]] | str | list[str],
-        PlainValidator(token_ids.read_prompt, json_schema_input_type=list[int] | list[list[int]] | str | list[str]),
-    ]
+    prompt: PromptOrPrompts
 
     @model_validator(mode="before")
     @classmethod
@@ -202,10 +199,7 @@ def marks_of(body: Any) -> tuple[Mark, ...]:
 class LabelGenerateReqInput(GenerateReqInput):  # type: ignore[misc]
     """The body of /generate."""
 
-    input_ids: Annotated[
-        list[list[int]] | list[int] | None,
-        PlainValidator(token_ids.read, json_schema_input_type=list[list[int]] | list[int] | None),
-    ] = None
+    input_ids: InputIds = None
     prefix: str | None = None
     allowed_tokens: list[str] | None = None
     allowed_token_ids: list[StrictInt] | None = None

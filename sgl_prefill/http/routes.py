@@ -24,9 +24,9 @@ from starlette.routing import BaseRoute, Route
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError, SeamError
-from sgl_prefill.http import api_docs, bodies, conversations, protocol, scores
+from sgl_prefill.http import api_docs, conversations, protocol, scores
 from sgl_prefill.http import dashboard_routes as dashboard
-from sgl_prefill.http.bodies import Bodies
+from sgl_prefill.http.bodies import Bodies, route_class
 from sgl_prefill.http.cut_requests import CutRequests, PartsOfPrompts, with_parts
 from sgl_prefill.http.error_format import Refusal
 from sgl_prefill.http.label_scoring import AllowedAnswers, LabelScorer
@@ -345,7 +345,7 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
     app.router.default = _refuse_path
     n_stock = len(app.router.routes)
     checked = Bodies(lambda: endpoints._manager, endpoints.prefixes)
-    app.router.route_class = bodies.route_class(checked, http_server.ORJSONRequest)
+    app.router.route_class = route_class(checked, http_server.ORJSONRequest)
     only_json = [Depends(http_server.validate_json_request)]
     for path, endpoint in (
         ("/v1/completions", endpoints.completions),

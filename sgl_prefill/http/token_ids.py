@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import reprlib
 from array import array
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import PlainValidator
 
 
 class TokenIds(list[int]):
@@ -28,12 +29,10 @@ class TokenIds(list[int]):
         return TokenIds([*self, *ids], self.array + array("q", ids))
 
 
-def is_within(ids: list[int] | array[int], size: int) -> bool:
+def is_within(ids: list[int], size: int) -> bool:
     """Whether all ids are from 0 to size - 1."""
     if isinstance(ids, TokenIds):
-        ids = ids.array
-    if isinstance(ids, array):
-        values = np.frombuffer(ids, np.int64)
+        values = np.frombuffer(ids.array, np.int64)
         return bool(values.min() >= 0 and values.max() < size)
     return min(ids) >= 0 and max(ids) < size
 
@@ -82,3 +81,14 @@ _REPR.maxlevel, _REPR.maxstring, _REPR.maxother = 3, 60, 60
 def shown(value: Any) -> str:
     """A value of a request for an error message: short, whatever it is."""
     return _REPR.repr(value)
+
+
+# Types of fields of requests.
+InputIds = Annotated[
+    list[list[int]] | list[int] | None,
+    PlainValidator(read, json_schema_input_type=list[list[int]] | list[int] | None),
+]
+PromptOrPrompts = Annotated[
+    list[int] | list[list[int]] | str | list[str],
+    PlainValidator(read_prompt, json_schema_input_type=list[int] | list[list[int]] | str | list[str]),
+]

@@ -23,6 +23,7 @@ from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core import metric_list
 from sgl_prefill.errors import BadRequestError, PromptTooLongError
 from sgl_prefill.http import request_checks, text_cache
+from sgl_prefill.http.bodies import path_of
 from sgl_prefill.http.fair_threads import FairThreads
 from sgl_prefill.http.parted_requests import show_parts
 from sgl_prefill.http.rids import Rids
@@ -277,9 +278,10 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         if tenant is not None and self._may_be_cached(flat) and not is_cross_encoder:
             ids = await self._encode_cached(flat, tenant)
             return (ids[0] if isinstance(texts, str) else ids), None
-        if sum(map(len, flat)) < request_checks.OFF_LOOP_CHARACTERS:
+        n_characters = sum(map(len, flat))
+        if n_characters < request_checks.OFF_LOOP_CHARACTERS:
             return await super()._tokenize_texts(texts, is_cross_encoder)
-        stock, n_characters = TokenizerManager._tokenize_texts, sum(map(len, flat))
+        stock = TokenizerManager._tokenize_texts
         return await self.run_in_thread(lambda twin: asyncio.run(stock(twin, texts, is_cross_encoder)), n_characters)
 
     @property
@@ -600,4 +602,4 @@ def is_probe(request: fastapi.Request | None) -> bool:
     """Whether this is SGLang's health check, also below a proxy's root path."""
     if request is None:
         return False
-    return request.url.path.removeprefix(request.scope.get("root_path", "")).startswith("/health")
+    return path_of(request).startswith("/health")

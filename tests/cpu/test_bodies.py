@@ -195,7 +195,7 @@ def test_the_least_recently_used_prefix_is_forgotten_and_a_pinned_one_is_not(mon
     for name in "efg":
         add(held, "", TEXT, name * 1000)
     assert ids["p"] not in held
-    assert held.state() == {"prefixes": 4, "held_bytes": 4 * size}
+    assert (len(held), held.n_bytes) == (4, 4 * size)
     with pytest.raises(BadRequestError, match="this prefix takes"):
         add(held, "", TEXT, "s" * 20_000)
 

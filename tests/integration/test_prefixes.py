@@ -105,7 +105,7 @@ def test_an_unknown_prefix_is_a_409_and_the_client_sends_it_again(server: Server
     ("body", "told"),
     [
         ({"text": "a", "input_ids": [1]}, "give one of text, messages, input_ids"),
-        ({"messages": [{"role": "nobody"}]}, "messages"),
+        ({"messages": [{"role": "unknown"}]}, "messages"),
         ({"text": "a", "ttl_s": 1e9}, "ttl_s"),
         ({"input_ids": [10**6]}, "1000000"),
     ],
