@@ -172,6 +172,7 @@ def test_another_tenants_prefix_is_unknown() -> None:
     for name in (theirs.id, "prefix-0"):
         with pytest.raises(UnknownPrefixError):
             held.expand(GENERATE, {"prefix": name}, "mine")
+    wrong: Any
     for wrong in ("", 5, [], {}):
         with pytest.raises(BadRequestError, match="give the id"):
             held.expand(GENERATE, {"prefix": wrong}, "mine")
