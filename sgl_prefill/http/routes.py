@@ -16,6 +16,7 @@ import orjson
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response, StreamingResponse
+from fastapi.routing import APIRoute
 from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
@@ -107,6 +108,7 @@ KEPT_ROUTES = frozenset(
         "/openapi.json",
     }
 )
+BOUNDED_ROUTES = ("/v1/embeddings", "/v1/classify", "/classify", "/encode")  # kept ones whose bodies hold prompts
 CHAT_PATH = "/v1/chat/completions"
 # Limits of an error message about a body that does not match the schema.
 MOST_PROBLEMS, LONGEST_PROBLEM = 10, 300
@@ -343,6 +345,8 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
         app.router.routes.remove(found[0])
     app.router.routes[:] = [one for one in app.router.routes if paths_of(one) <= KEPT_ROUTES]
     app.router.default = _refuse_path
+    bounded = [one for one in app.router.routes if isinstance(one, APIRoute) and one.path in BOUNDED_ROUTES]
+    app.router.routes[:] = [one for one in app.router.routes if one not in bounded]
     n_stock = len(app.router.routes)
     checked = Bodies(lambda: endpoints._manager, endpoints.prefixes)
     app.router.route_class = route_class(checked, http_server.ORJSONRequest)
@@ -359,9 +363,15 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
     for prefix in ("", "/v1"):
         app.post(f"{prefix}/tokenize", dependencies=only_json)(endpoints.tokenize)
         app.post(f"{prefix}/detokenize", dependencies=only_json)(endpoints.detokenize)
-    methods = ["POST", "PUT"]
-    app.api_route("/generate", methods=methods, **api_docs.of("/generate"))(endpoints.generate)
-    app.api_route("/v1/rerank", methods=methods, dependencies=only_json, **api_docs.of("/v1/rerank"))(endpoints.rerank)
+    app.api_route("/generate", methods=["POST", "PUT"], **api_docs.of("/generate"))(endpoints.generate)
+    app.api_route("/v1/rerank", methods=["POST", "PUT"], dependencies=only_json, **api_docs.of("/v1/rerank"))(
+        endpoints.rerank
+    )
+    again: Any = app.api_route  # mypy does not know that it takes a route's own values
+    for one in bounded:
+        again(one.path, methods=one.methods, dependencies=one.dependencies, response_class=one.response_class)(
+            one.endpoint
+        )
     n_refused: Counter[str] = Counter()
     dashboard.add_routes(
         app, dashboard.Feed(lambda: http_server._global_state.tokenizer_manager, config, ending, n_refused)

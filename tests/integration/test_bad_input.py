@@ -163,6 +163,7 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     (COMPLETIONS, {**PROMPT, "response_format": {"type": "json_object"}}, ["grammar"]),
     (GENERATE, {**NATIVE, "sampling_params": {"max_new_tokens": 0}, "image_data": "x"}, ["text only"]),
     ("/v1/embeddings", {"model": "demo", "input": "a"}, ["embedding"]),
+    *((path, {"metadata": [[]] * 17_000}, ["more than 16384"]) for path in ("/v1/embeddings", "/classify", "/encode")),
     *((COMPLETIONS, {**PROMPT, "prompt": ids, "allowed_tokens": LABELS}, [str(ids[-1])]) for ids in ([-1], [10**11])),
     *(
         (route, {**body, field: ["a"], **labels}, [field])
