@@ -190,12 +190,68 @@ int logits_of(float* out, const typename F::Element* hidden, const typename F::E
   return failed ? NO_MEMORY : DONE;
 }
 
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+// Logits of ROWS rows for WIDTH / ROWS outputs. A row's sums have the same order for any number of rows.
+template <int ROWS>
+INLINE void dot_products(float* out, const bf16* hidden, const bf16* weight, int64_t rows, int64_t first, int64_t vocabulary,
+                         int64_t columns) {
+  constexpr int OUTPUTS = WIDTH / ROWS;
+  const bf16 *x[ROWS], *w[OUTPUTS];
+  for (int r = 0; r < ROWS; ++r) x[r] = hidden + std::min<int64_t>(r, rows - 1) * columns;
+  for (int v = 0; v < OUTPUTS; ++v) w[v] = weight + std::min<int64_t>(first + v, vocabulary - 1) * columns;
+  Floats sums[WIDTH] = {};
+  for (int64_t d = 0; d < columns; d += 2 * WIDTH) {
+    __m512bh q[ROWS];
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r) q[r] = (__m512bh)_mm512_loadu_si512(x[r] + d);
+#pragma GCC unroll 16
+    for (int v = 0; v < OUTPUTS; ++v) {
+      const __m512bh k = (__m512bh)_mm512_loadu_si512(w[v] + d);
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; ++r) sums[v * ROWS + r] = (Floats)_mm512_dpbf16_ps((__m512)sums[v * ROWS + r], k, q[r]);
+    }
+  }
+  Words across[WIDTH];
+  for (int i = 0; i < WIDTH; ++i) across[i] = (Words)sums[i];
+  transpose(across);
+  Floats total = {};
+  for (int i = 0; i < WIDTH; ++i) total += (Floats)across[i];
+  for (int v = 0; v < OUTPUTS && first + v < vocabulary; ++v)
+    for (int r = 0; r < ROWS && r < rows; ++r) out[r * vocabulary + first + v] = total[v * ROWS + r];
+}
+
+// As `logits_of`, for a multiple of 32 columns. One row takes the time to read the weight; `logits_of` computes LANES rows for it.
+void logits_by_dot_products(float* out, const bf16* hidden, const bf16* weight, int64_t rows, int64_t vocabulary,
+                            int64_t columns, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t block = 0; block < (vocabulary + WIDTH - 1) / WIDTH; ++block) {
+    const int64_t first = block * WIDTH, end = std::min(first + WIDTH, vocabulary);
+    for (int64_t row = 0; row < rows; row += 4) {
+      const int64_t n = rows - row;
+      float* to = out + row * vocabulary;
+      const bf16* from = hidden + row * columns;
+      if (n == 1) dot_products<1>(to, from, weight, n, first, vocabulary, columns);
+      else if (n == 2)
+        for (int64_t v = first; v < end; v += WIDTH / 2) dot_products<2>(to, from, weight, n, v, vocabulary, columns);
+      else
+        for (int64_t v = first; v < end; v += WIDTH / 4) dot_products<4>(to, from, weight, n, v, vocabulary, columns);
+    }
+  }
+}
+#endif
+
 // hidden @ weight.T accumulated in float32; hidden: [rows, columns], weight: [vocabulary, columns], out: [rows, vocabulary]
 int logits(float* out, const void* hidden, const void* weight, int64_t rows, int64_t vocabulary, int64_t columns,
            int32_t is_float32, int32_t threads) {
   if (columns % 2) return REFUSED;
   if (is_float32)
     return logits_of<Wide<float>>(out, (const float*)hidden, (const float*)weight, rows, vocabulary, columns, threads);
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+  if (columns % (2 * WIDTH) == 0) {
+    logits_by_dot_products(out, (const bf16*)hidden, (const bf16*)weight, rows, vocabulary, columns, threads);
+    return DONE;
+  }
+#endif
   return logits_of<Narrow>(out, (const bf16*)hidden, (const bf16*)weight, rows, vocabulary, columns, threads);
 }
 
