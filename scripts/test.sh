@@ -7,7 +7,7 @@ scripts/install.sh test,bench
 clients=tests/clients/requirements.txt # of other projects, whose pins SGLang's exclude
 if ! cmp -s "$clients" .venv-clients/.installed; then
     .venv/bin/uv venv --quiet --clear --python .venv/bin/python .venv-clients
-    .venv/bin/uv pip install --quiet --python .venv-clients/bin/python -r "$clients"
+    .venv/bin/uv pip install --quiet --python .venv-clients/bin/python --override tests/clients/overrides.txt -r "$clients"
     cp "$clients" .venv-clients/.installed
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"

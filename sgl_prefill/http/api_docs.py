@@ -216,6 +216,24 @@ class PrefixReply(Schema):
     ttl_s: float | None = _always("seconds that it will not be forgotten; null: until others need its memory")
 
 
+class DecisionFacts(Schema):
+    model: str
+    usage: Any = _always("input_tokens: the state once, and each question in all of its orders")
+    x_wording: int = _always("version of the prompts")
+    x_shared_tokens: int = _always("that all questions begin with, the state among them")
+    x_cached_tokens: int = _always("input tokens found in the prefix cache")
+    x_predicted_ms: float | None = _always("sum over the prompts")
+    x_actual_ms: float = _always("from the first step's beginning to the last one's end")
+
+
+class DecisionsReply(DecisionFacts):
+    answers: list[Any] = _always("in the order of the questions; x_label_mass, x_orders are this server's")
+
+
+class SystemOneReply(DecisionFacts):
+    answers: dict[str, Any] = _always("by the questions' ids; x_label_mass, x_orders are this server's")
+
+
 class DecidedRequest(Schema):
     id: str
     client: str
@@ -299,6 +317,8 @@ REPLIES: dict[str, tuple[str, Any]] = {
     "/v1/rerank": ("Rerank: Jina's format with `model`, else SGLang's", RerankReply | list[SGLangResult]),
     "/rerank": ("Rerank: Jina's and infinity's format, or a list for `texts`", RerankReply | list[SGLangResult]),
     "/v2/rerank": ("Rerank: Cohere's format", CohereReply),
+    "/v1/decisions": ("Decisions: questions about one input, in OpenAI's format", DecisionsReply),
+    "/v1/systemone": ("Decisions: questions about one state, in TypeSafe's format", SystemOneReply),
     "/v1/prefixes": ("Computes a prefix and holds it, for requests that name it", PrefixReply),
     "/scheduler/decisions": ("The requests of the last steps, one JSON object a line", Decision),
 }

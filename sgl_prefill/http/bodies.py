@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 MOST_CHARACTERS = 4 << 20  # outside of prompts, with VALUE_CHARACTERS for each value
 MOST_PARTS = 16_384  # objects and lists, such as messages, parts of messages and tools
 MOST_PROMPT_PARTS = 65_536  # the same within fields of PROMPTS
+DECISIONS = ("/v1/decisions", "/v1/systemone")
+MOST_DECISION_PARTS = 131_072  # of a body of these: 400 questions of 255 options are 102,000
 VALUE_CHARACTERS = 40  # a template's work for a value, in characters of text
 # Fields with their own limits: the number of prompts, and the characters and tokens of each.
 PROMPTS = frozenset(
@@ -65,7 +67,8 @@ class Bodies:
     async def read(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:
         """Returns the body with the prefix that it names. Raises BadRequestError. `request` has the body already."""
         manager = self._manager()
-        check(body, max(MOST_CHARACTERS, 8 * manager.longest_input_tokens))
+        most_parts = MOST_DECISION_PARTS if path_of(request) in DECISIONS else MOST_PARTS
+        check(body, max(MOST_CHARACTERS, 8 * manager.longest_input_tokens), most_parts)
         if body.get("prefix") is None:
             return body
         caller = await manager.caller_of(request)
@@ -103,9 +106,9 @@ def path_of(request: Request) -> str:
     return request.url.path.removeprefix(request.scope.get("root_path", ""))
 
 
-def check(body: dict[str, Any], most_characters: int) -> None:
+def check(body: dict[str, Any], most_characters: int, most_parts: int = MOST_PARTS) -> None:
     """Raises BadRequestError for a body that would take too long to validate or to render."""
-    found = measure([body[name] for name in body.keys() - PROMPTS], most_characters)
+    found = measure([body[name] for name in body.keys() - PROMPTS], most_characters, most_parts)
     if found.characters > most_characters:
         raise BadRequestError(
             f"the request holds more than {most_characters} characters in messages, tools and options, counting"
@@ -113,7 +116,7 @@ def check(body: dict[str, Any], most_characters: int) -> None:
         )
     n_in_prompts = measure(_objects_of(body), sys.maxsize, MOST_PROMPT_PARTS).parts
     for n, most, where in (
-        (found.parts, MOST_PARTS, "messages, parts, tools"),
+        (found.parts, most_parts, "messages, parts, tools"),
         (n_in_prompts, MOST_PROMPT_PARTS, "prompts"),
     ):
         if n > most:

@@ -31,8 +31,8 @@ class Refusal(NamedTuple):
         shown = {"message": self.message, "type": self.kind, "param": None, "code": int(self.status)}
         return {"object": "error", **shown}
 
-    def headers_and_body(self) -> tuple[list[tuple[bytes, bytes]], bytes]:
-        body = with_nested_error(orjson.dumps(self.flat))
+    def headers_and_body(self, path: str) -> tuple[list[tuple[bytes, bytes]], bytes]:
+        body = as_the_path_has_it(path, self.status, orjson.dumps(self.flat))
         return [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())], body
 
 
@@ -58,6 +58,25 @@ def _unwrapped(error: BaseException) -> BaseException:
             error = error.__cause__
         else:
             return error
+
+
+SYSTEM_ONE = "/v1/systemone"  # whose errors have a format of their own
+KINDS = {401: "authentication_error", 403: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+def as_the_path_has_it(path: str, status: int, body: bytes) -> bytes:
+    """A JSON error in the formats of the clients of a route."""
+    body = with_nested_error(body)
+    if not path.endswith(SYSTEM_ONE):
+        return body
+    try:
+        found = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return body
+    if not isinstance(found, dict) or "message" not in found:
+        return body  # a list of validation errors
+    kind = KINDS.get(status, "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error")
+    return orjson.dumps({"detail": {"error_type": kind, "message": found["message"]}})
 
 
 def with_nested_error(body: bytes) -> bytes:

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import fastapi
+from sglang.srt.managers.io_struct import GenerateReqInput
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from sgl_prefill.core import long_labels
@@ -24,6 +25,7 @@ from sgl_prefill.core.labels import (
     CONTEXT_CHARACTERS,
     CONTEXT_TOKENS,
     Label,
+    LabelDistribution,
     check_distinct,
     other_forms,
     resolve_in_context,
@@ -39,12 +41,18 @@ from sgl_prefill.http.request_checks import (
     count_prompts,
     media_of,
 )
-from sgl_prefill.http.scored_prompt import PLAIN, ReplyOptions, ScoredPrompt, UnscoredPrompt, scored_of, with_reply
+from sgl_prefill.http.scored_prompt import (
+    PLAIN,
+    ReplyOptions,
+    ScoredPrompt,
+    UnscoredPrompt,
+    distribution_of,
+    scored_of,
+    with_reply,
+)
 from sgl_prefill.port.steps import custom_params
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import GenerateReqInput
-
     from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
 
 # Looking up a label after one end of a prompt takes some 30 microseconds: at most one second of one core.
@@ -224,6 +232,30 @@ class LabelScorer:
                 self._manager.abort_request(obj.rid)
             (one,) = await self._with_reply([scored_of(labels[output["index"]], output)], reply)
             yield output["index"], one
+
+    async def distributions(
+        self,
+        prompts: Sequence[list[int]],
+        token_ids: list[list[int]],
+        raw_request: fastapi.Request | None = None,
+        extra_key: str | None = None,
+    ) -> list[tuple[LabelDistribution, dict[str, Any]]]:
+        """For each prompt the distribution over its own tokens, and SGLang's `meta_info`.
+
+        extra_key: as SGLang's, for all prompts.
+        """
+        obj = GenerateReqInput(input_ids=list(prompts), extra_key=extra_key)
+        _ask_for_logprobs(obj, None, 0)
+        obj.token_ids_logprob = token_ids
+        outputs = await self._answered(obj, raw_request)
+        return [(distribution_of(ids, one), one["meta_info"]) for ids, one in zip(token_ids, outputs, strict=True)]
+
+    async def one_token_labels(self, prompt_end: str, labels: Sequence[str]) -> dict[str, int]:
+        """The tokens of those labels that are one token after the prompt, each another one."""
+        look_up = functools.partial(self._resolve_after, prompt_end[-CONTEXT_CHARACTERS:], True)
+        found = await self._in_slices(look_up, labels)
+        by_token = {label.token_id: label.text for label in reversed(found) if not label.rest}
+        return {text: token_id for token_id, text in by_token.items()}
 
     async def _answered(self, obj: GenerateReqInput, raw_request: fastapi.Request | None) -> list[dict[str, Any]]:
         outputs = await self._manager.generate_request(obj, raw_request).__anext__()

@@ -12,7 +12,7 @@ from fastapi import HTTPException
 
 from sgl_prefill.core import metric_list
 from sgl_prefill.http import encoded_bodies
-from sgl_prefill.http.error_format import INTERNAL_ERROR, Refusal, refusal_of, with_nested_error
+from sgl_prefill.http.error_format import INTERNAL_ERROR, Refusal, as_the_path_has_it, refusal_of
 from sgl_prefill.http.fair_turns import FairTurns
 from sgl_prefill.port.steps import clients
 
@@ -75,7 +75,7 @@ class Middleware:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, caller: clients.Caller | None) -> None:
         """caller: None for a request that computes nothing."""
-        answer = _Answer(send)
+        answer = _Answer(send, scope["path"])
         try:
             headers = dict(scope["headers"])
             self._check_length(headers)
@@ -99,7 +99,7 @@ class Middleware:
             if answer.has_begun:
                 raise
             refusal = refusal_of(error)
-            refused, text = refusal.headers_and_body()
+            refused, text = refusal.headers_and_body(scope["path"])
             if b"origin" in dict(scope["headers"]):  # as SGLang's middleware for browsers, which this one is around
                 refused += [(b"access-control-allow-origin", b"*"), (b"access-control-allow-credentials", b"true")]
             await send({"type": "http.response.start", "status": int(refusal.status), "headers": refused})
@@ -191,8 +191,8 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 class _Answer:
     """Sends the app's answer, errors in both formats. The head waits until the body begins: a stream may fail before."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, path: str) -> None:
+        self._send, self._path = send, path
         self._head: Message | None = None
         self._error = b""
         self.has_begun = False
@@ -206,21 +206,21 @@ class _Answer:
                 self._error += message.get("body", b"")
                 if message.get("more_body", False):
                     return
-                self._head, message = _in_both_formats(self._head, self._error)
+                self._head, message = _in_format_of(self._path, self._head, self._error)
             head, self._head, self.has_begun = self._head, None, True
             await self._send(head)
         await self._send(message)
 
 
-def _in_both_formats(head: Message, body: bytes) -> tuple[Message, Message]:
+def _in_format_of(path: str, head: Message, body: bytes) -> tuple[Message, Message]:
     if head["status"] == HTTPStatus.NOT_IMPLEMENTED:  # SGLang's status for an unsupported option, such as a stream
         head = {**head, "status": int(HTTPStatus.BAD_REQUEST)}
     is_json = dict(head["headers"]).get(b"content-type", b"").startswith(b"application/json")
     if not is_json and head["status"] == HTTPStatus.INTERNAL_SERVER_ERROR:
         refusal = Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError", INTERNAL_ERROR)
-        headers, body = refusal.headers_and_body()
+        headers, body = refusal.headers_and_body(path)
     else:
-        body = with_nested_error(body) if is_json else body
+        body = as_the_path_has_it(path, head["status"], body) if is_json else body
         headers = [(name, value) for name, value in head["headers"] if name.lower() != b"content-length"]
         headers.append((b"content-length", str(len(body)).encode()))
     return {**head, "headers": headers}, {"type": "http.response.body", "body": body}

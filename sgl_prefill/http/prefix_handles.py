@@ -30,6 +30,8 @@ FIELDS: dict[str, dict[str, str]] = {
     "/v1/completions": {TEXT: "prompt", INPUT_IDS: "prompt"},
     "/v1/chat/completions": {MESSAGES: "messages"},
     "/v1/score": {TEXT: "query", INPUT_IDS: "query"},
+    "/v1/decisions": {TEXT: "input"},
+    "/v1/systemone": {TEXT: "state"},
     **{path: {TEXT: "query"} for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import pkgutil
+import time
 import warnings
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -29,6 +30,7 @@ from sgl_prefill.http import api_docs, conversations, protocol, scores
 from sgl_prefill.http import dashboard_routes as dashboard
 from sgl_prefill.http.bodies import Bodies, route_class
 from sgl_prefill.http.cut_requests import CutRequests, PartsOfPrompts, with_parts
+from sgl_prefill.http.decisions import Decider, DecisionRoutes
 from sgl_prefill.http.error_format import Refusal
 from sgl_prefill.http.label_scoring import AllowedAnswers, LabelScorer
 from sgl_prefill.http.middleware import Middleware
@@ -80,21 +82,23 @@ class Replaced(NamedTuple):
 
 
 ROUTES: tuple[Replaced, ...] = tuple(
-    Replaced("POST", path, f"{SERVER}.{endpoint}", reason)
-    for path, endpoint, reason in (
-        ("/v1/completions", "openai_v1_completions", "labels and prompt_parts; max_tokens 1 by default"),
-        ("/v1/chat/completions", "openai_v1_chat_completions", "labels and keep; max_tokens 1 by default"),
-        ("/detokenize", "openai_v1_detokenize", "an id outside the vocabulary would be a 500"),
-        ("/v1/detokenize", "openai_v1_detokenize", "an id outside the vocabulary would be a 500"),
-        ("/tokenize", "openai_v1_tokenize", "a long text would stop all other requests"),
-        ("/v1/tokenize", "openai_v1_tokenize", "a long text would stop all other requests"),
-        ("/generate", "generate_request", "labels and prompt_parts"),
+    Replaced(method, path, f"{SERVER}.{endpoint}", reason)
+    for method, path, endpoint, reason in (
+        ("POST", "/v1/completions", "openai_v1_completions", "labels and prompt_parts; max_tokens 1 by default"),
+        ("POST", "/v1/chat/completions", "openai_v1_chat_completions", "labels and keep; max_tokens 1 by default"),
+        ("POST", "/detokenize", "openai_v1_detokenize", "an id outside the vocabulary would be a 500"),
+        ("POST", "/v1/detokenize", "openai_v1_detokenize", "an id outside the vocabulary would be a 500"),
+        ("POST", "/tokenize", "openai_v1_tokenize", "a long text would stop all other requests"),
+        ("POST", "/v1/tokenize", "openai_v1_tokenize", "a long text would stop all other requests"),
+        ("POST", "/generate", "generate_request", "labels and prompt_parts"),
         (
+            "POST",
             "/v1/rerank",
             "v1_rerank_request",
-            "any causal language model reranks, not only one with a reranker's chat template",
+            "any causal model reranks, not only one with a reranker's template",
         ),
-        ("/v1/score", "v1_score_request", "calibration, raw_scores, top_alternatives"),
+        ("POST", "/v1/score", "v1_score_request", "calibration, raw_scores, top_alternatives"),
+        ("GET", "/v1/models", "available_models", "TypeSafe's clients read another shape"),
     )
 )
 
@@ -102,7 +106,7 @@ ROUTES: tuple[Replaced, ...] = tuple(
 # benchmark and the gateway use no others.
 KEPT_ROUTES = frozenset(
     {
-        *("/v1/embeddings", "/v1/classify", "/classify", "/encode", "/v1/models", "/v1/models/{model:path}"),
+        *("/v1/embeddings", "/v1/classify", "/classify", "/encode", "/v1/models/{model:path}"),
         *("/health", "/health_generate", "/ping", "/model_info", "/get_model_info", "/server_info", "/get_server_info"),
         *("/get_load", "/v1/loads", "/flush_cache", "/abort_request", "/start_profile", "/stop_profile"),
         "/openapi.json",
@@ -255,6 +259,17 @@ class PrefillRoutes:
         with _value_errors_are_bad_requests():
             return await self._reranker.answer(self._app.state.openai_serving_rerank, request, raw_request, serialise)
 
+    async def models(self) -> Response:
+        """SGLang's list, and the same in TypeSafe's format."""
+        found = (await self._stock["/v1/models"]()).model_dump()
+        made = (time.strftime("%Y-%m-%d", time.gmtime(one["created"])) for one in found["data"])
+        shown = [
+            {"name": one["id"], "description": f"served from {one['root']}", "release_date": day}
+            for one, day in zip(found["data"], made, strict=True)
+        ]
+        reply: Response = orjson_response({**found, "models": shown})
+        return reply
+
     async def hold_prefix(self, request: PrefixRequest, raw_request: Request) -> Any:
         """/v1/prefixes, which SGLang does not have: computes a prefix, and gives it an id."""
         kind, value = request.content()
@@ -363,6 +378,10 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
     for prefix in ("", "/v1"):
         app.post(f"{prefix}/tokenize", dependencies=only_json)(endpoints.tokenize)
         app.post(f"{prefix}/detokenize", dependencies=only_json)(endpoints.detokenize)
+    decisions = DecisionRoutes(lambda: Decider(endpoints._manager, endpoints.scorer))
+    app.post("/v1/decisions", **api_docs.of("/v1/decisions"))(decisions.openai)
+    app.post("/v1/systemone", **api_docs.of("/v1/systemone"))(decisions.typesafe)
+    app.get("/v1/models")(endpoints.models)
     app.api_route("/generate", methods=["POST", "PUT"], **api_docs.of("/generate"))(endpoints.generate)
     app.api_route("/v1/rerank", methods=["POST", "PUT"], dependencies=only_json, **api_docs.of("/v1/rerank"))(
         endpoints.rerank

@@ -180,11 +180,22 @@ class UnscoredPrompt(NamedTuple):
 
 def scored_of(labels: list[Label], output: dict[str, Any]) -> ScoredPrompt:
     """Makes the answer for labels of one token from SGLang's output. Raises HTTPException if the request failed."""
-    meta_info = output["meta_info"]
-    check_has_logprobs(meta_info)
-    by_id = {token_id: logprob for logprob, token_id, _ in meta_info["output_token_ids_logprobs"][0]}
+    by_id = logprobs_of(output)
     distribution = restrict([by_id[label.token_id] for label in labels])
-    return ScoredPrompt(labels, distribution, meta_info, hint=hint_of(labels, distribution.label_mass, by_id))
+    hint = hint_of(labels, distribution.label_mass, by_id)
+    return ScoredPrompt(labels, distribution, output["meta_info"], hint=hint)
+
+
+def distribution_of(token_ids: Sequence[int], output: dict[str, Any]) -> LabelDistribution:
+    """As `scored_of`, for tokens."""
+    by_id = logprobs_of(output)
+    return restrict([by_id[token_id] for token_id in token_ids])
+
+
+def logprobs_of(output: dict[str, Any]) -> dict[int, float]:
+    """The log-probabilities of the tokens that were asked for. Raises HTTPException if the request failed."""
+    check_has_logprobs(output["meta_info"])
+    return {token_id: logprob for logprob, token_id, _ in output["meta_info"]["output_token_ids_logprobs"][0]}
 
 
 def with_reply(scored: ScoredPrompt, reply: ReplyOptions, texts: dict[int, str]) -> ScoredPrompt:

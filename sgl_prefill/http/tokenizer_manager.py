@@ -204,6 +204,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             super().auto_create_handle_loop()
         if is_new and ending is not None:
             ending.watch(self, self.event_loop)
+            _ = self._text_metrics  # shown from the start
 
     async def handle_loop(self) -> None:
         """If it fails, a server refuses all waiting requests and ends."""
@@ -316,7 +317,26 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         """Of a server, whose metrics' directory SGLang has set by the first request."""
         if self._ending is None:
             return None
-        return metric_list.BY_NAME["text_tokens"].make([]), metric_list.BY_NAME["text_queue_requests"].make([])
+        tokens, waiting = (metric_list.BY_NAME[name].make([]) for name in ("text_tokens", "text_queue_requests"))
+        for cached in ("yes", "no"):
+            tokens.labels(cached=cached)
+        waiting.set(0)
+        return tokens, waiting
+
+    async def encode_rendered(self, texts: list[str]) -> list[TokenIds]:
+        """Tokenises texts that hold their special tokens, in the thread for long texts: what begins as an earlier text only from
+        there on."""
+        for text in texts:
+            self.check_text(text)
+        found = list[TokenIds]()
+        for some in _slices(texts, ENCODE_AT_ONCE):
+
+            def encode(twin: PrefillTokenizerManager, some: list[str] = some) -> list[TokenIds]:
+                ids = [twin.tokenizer.encode(text, add_special_tokens=False) for text in some]
+                return [one if isinstance(one, TokenIds) else TokenIds(one) for one in ids]
+
+            found += await self.run_in_thread(encode, sum(map(len, some)))
+        return found
 
     def _tenant_of_texts(self) -> str | None:
         """Whose texts may have been tokenised before, which the time of a request tells; None where that is not known, or

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # not from the network
+
 import litellm
 from work import DOCUMENTS, LABELS, MODEL, PROMPT, QUESTION, URL, check_ranking
 

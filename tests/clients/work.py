@@ -11,6 +11,8 @@ URL = sys.argv[1]
 MODEL = "demo"
 QUESTION = "What is the capital of France?"
 DOCUMENTS = ["Bananas are yellow.", "Paris is the capital of France.", "The moon is far away."]
+STATE = {"order": 71, "text": "The chain broke after two days. I want my money back."}
+CRITERIA = {"workshop": "repairs", "sales": None}
 PROMPT, LABELS = "The capital of France is", [" Paris", " Rome"]
 
 
@@ -31,3 +33,14 @@ def check_ranking(found: list[tuple[int, float]]) -> None:
 
 def index_of(text: str) -> int:
     return DOCUMENTS.index(text)
+
+
+def decided(question: dict[str, Any], state: Any = STATE) -> Any:
+    """What /v1/systemone answers to one question."""
+    body = {"model": MODEL, "state": state, "questions": {"q": question}}
+    return post("/v1/systemone", body)["answers"]["q"]
+
+
+REFUND = {"type": "noul", "instructions": "Is money asked back?"}
+DESK = {"type": "choice", "instructions": "Who handles it?", "criteria": CRITERIA}
+MOOD = {"type": "score", "instructions": "How annoyed is the writer?", "criteria": ["calm", "annoyed", "furious"]}
