@@ -4,6 +4,7 @@
     texts      30 MB of text, and the longest text that may fit, which is tokenised to find out that it does not
     prompts    10,000 prompts in one request
     deadlines  3,000 requests with a deadline, all at once
+    decisions  400 questions about one new state, in one request
 
 It asks again and again under one user's name, and prints what it was answered.
 """
@@ -29,9 +30,9 @@ from tokenizers import Tokenizer
 
 from sgl_prefill.examples import demo_model
 
-N_LABELS, N_ENDS, N_PROMPTS, N_DEADLINES = 1873, 16, 10_000, 3_000
+N_LABELS, N_ENDS, N_PROMPTS, N_DEADLINES, N_QUESTIONS = 1873, 16, 10_000, 3_000, 400
 TEXT_BYTES, FITTING_CHARACTERS = 30_000_000, 60_000
-DEADLINE_MS = 2_000
+DEADLINE_MS, N_STATE_WORDS = 2_000, 300
 USER = "attacker"
 LEAST_PRIORITY = 19  # its own work is no attack: it would be done on another machine
 Bodies = Callable[[int], list[tuple[str, dict[str, Any]]]]
@@ -78,7 +79,34 @@ def deadlines(number: int) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-KINDS: dict[str, Bodies] = {"labels": labels, "texts": texts, "prompts": prompts, "deadlines": deadlines}
+def decisions(number: int) -> list[tuple[str, dict[str, Any]]]:
+    """Half of the questions are yes/no, a quarter choices of 4, a quarter levels of 5."""
+    rng = random.Random(number)
+
+    def question(index: int) -> dict[str, Any]:
+        asked = {"instructions": f"Question {index} of {rng.choice(words())}?"}
+        if index % 4 == 2:
+            return {**asked, "type": "choice", "criteria": dict.fromkeys(rng.sample(words(), 4), "some text")}
+        if index % 4 == 3:
+            return {**asked, "type": "score", "criteria": ["none", "little", "some", "much", "most"]}
+        return {**asked, "type": "noul"}
+
+    state = "".join(rng.choices(words(), k=N_STATE_WORDS))
+    return [
+        (
+            "/v1/systemone",
+            {"model": "m", "state": state, "questions": {str(n): question(n) for n in range(N_QUESTIONS)}},
+        )
+    ]
+
+
+KINDS: dict[str, Bodies] = {
+    "labels": labels,
+    "texts": texts,
+    "prompts": prompts,
+    "deadlines": deadlines,
+    "decisions": decisions,
+}
 
 
 async def attack(url: str, kind: str, seconds: float) -> dict[str, int]:

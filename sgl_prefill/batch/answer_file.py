@@ -124,6 +124,9 @@ def message_of(body: bytes) -> str:
     """The message of an error's body."""
     try:
         fields = orjson.loads(body)
-        return str(fields["message"] if "message" in fields else fields["error"]["message"])
-    except (orjson.JSONDecodeError, TypeError, KeyError):
+        if isinstance(problems := fields.get("detail"), list):  # of /v1/systemone
+            return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in problems)
+        holder = fields if "message" in fields else fields.get("detail") or fields["error"]
+        return str(holder["message"])
+    except (orjson.JSONDecodeError, TypeError, KeyError, AttributeError):
         return body[:200].decode(errors="replace")

@@ -132,8 +132,10 @@ def beginning_of(url: str, body: dict[str, Any]) -> Sequence[int] | IntArray:
             given = _as_text(body.get("messages"))
         case "/generate":
             given = body.get("text", body.get("input_ids", _as_text(body.get("prompt_parts"))))
-        case "/v1/embeddings":
+        case "/v1/embeddings" | "/v1/decisions":
             given = body.get("input")
+        case "/v1/systemone":
+            given = body.get("state")
         case _:
             given = body.get("query")
     if isinstance(given, list) and given and not isinstance(given[0], int):
@@ -160,8 +162,10 @@ def tokens_of(body: bytes) -> tuple[int, int]:
         if not isinstance(part, dict):
             continue
         if isinstance(usage := part.get("usage"), dict):
-            n_prompt += usage.get("prompt_tokens") or 0
-            n_cached += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            n_prompt += usage.get("prompt_tokens") or usage.get("input_tokens") or 0
+            n_cached += (
+                (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or part.get("x_cached_tokens") or 0
+            )
         elif isinstance(meta := part.get("meta_info"), dict):
             n_prompt += meta.get("prompt_tokens") or 0
             n_cached += meta.get("cached_tokens") or 0

@@ -15,7 +15,7 @@ from sgl_prefill.errors import BadRequestError, BatchJobError
 
 URLS = (
     *("/v1/completions", "/v1/chat/completions", "/generate", "/v1/score", "/v1/rerank", "/v2/rerank"),
-    "/v1/embeddings",
+    *("/v1/decisions", "/v1/systemone", "/v1/embeddings"),
 )
 SCAN_AT_ONCE = 1 << 26
 MOST_ID_CHARACTERS = 512

@@ -14,6 +14,8 @@ from sgl_prefill.config import PrefillConfig
 from sgl_prefill.entry import activation, fingerprints, launch, prefork, processes
 from sgl_prefill.errors import BadRequestError, ConfigurationError, SeamError
 from sgl_prefill.http.cut_requests import CutRequests
+from sgl_prefill.http.decision_bodies import read_system_one
+from sgl_prefill.http.decisions import Decider, reply_of_typesafe
 from sgl_prefill.http.label_scoring import AllowedAnswers, LabelScorer
 from sgl_prefill.http.parted_requests import attach_parts
 from sgl_prefill.http.protocol import LabelGenerateReqInput
@@ -85,6 +87,17 @@ class Engine(StockEngine):  # type: ignore[misc]
             raise BadRequestError("give allowed_tokens, allowed_token_ids or allowed_answers")
         return self.loop.run_until_complete(self._score(obj, answers, reply))  # type: ignore[no-any-return]
 
+    def decide(self, state: Any, questions: dict[str, Any], *, options: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Answers typed questions about one state. Returns the reply of /v1/systemone, whose fields the arguments are
+        (`options`: `x_options`).
+
+        Raises BadRequestError.
+        """
+        given = {"model": self.tokenizer_manager.served_model_name, "state": state, "questions": questions}
+        body, asked = read_system_one({**given, "x_options": options})
+        decided = self.loop.run_until_complete(self._decider.decide(asked))
+        return reply_of_typesafe(self._decider.model, body, asked, decided)
+
     async def _score(
         self, obj: LabelGenerateReqInput, answers: AllowedAnswers, reply: ReplyOptions
     ) -> list[ScoredPrompt]:
@@ -94,6 +107,10 @@ class Engine(StockEngine):  # type: ignore[misc]
     @functools.cached_property
     def _cuts(self) -> CutRequests:
         return CutRequests(self.tokenizer_manager)
+
+    @functools.cached_property
+    def _decider(self) -> Decider:
+        return Decider(self.tokenizer_manager, self._label_scorer)
 
     @functools.cached_property
     def _label_scorer(self) -> LabelScorer:

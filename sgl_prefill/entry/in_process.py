@@ -13,6 +13,7 @@ import gc
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from http import HTTPStatus
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,7 +39,7 @@ from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.job import PlannedRow
 from sgl_prefill.entry import activation
 from sgl_prefill.errors import BadRequestError, ConfigurationError
-from sgl_prefill.http.error_format import with_nested_error
+from sgl_prefill.http.error_format import as_the_path_has_it
 from sgl_prefill.http.protocol import LabelChatCompletionRequest, LabelCompletionRequest, LabelGenerateReqInput
 from sgl_prefill.http.rerank_request import RerankRequest
 from sgl_prefill.http.routes import PrefillRoutes, answer_bad_request
@@ -195,6 +196,8 @@ class InProcessEngine:
                 ("/v1/score", LabelScoringRequest, routes.score),
                 ("/v1/rerank", RerankRequest, routes.rerank),
                 ("/v2/rerank", RerankRequest, routes.rerank_of_cohere),
+                ("/v1/decisions", Any, routes.decisions.answer_openai),
+                ("/v1/systemone", Any, routes.decisions.answer_typesafe),
                 ("/v1/embeddings", openai.EmbeddingRequest, http_server.openai_v1_embeddings),
             )
         }
@@ -274,7 +277,9 @@ class InProcessEngine:
         finally:
             _request.reset(token)
         body_bytes = bytes(result.body)
-        return Answer(result.status_code, with_nested_error(body_bytes) if result.status_code >= 400 else body_bytes)
+        if result.status_code >= HTTPStatus.BAD_REQUEST:
+            body_bytes = as_the_path_has_it(url, result.status_code, body_bytes)
+        return Answer(result.status_code, body_bytes)
 
     @torch.inference_mode()
     def _take_in(self) -> None:

@@ -60,6 +60,13 @@ class BodyError(BadRequestError):
         super().__init__("; ".join(f"{path_of(one['loc'])}: {one['msg']}" for one in errors[:MOST_ERRORS]))
 
 
+class Unread(NamedTuple):
+    """Why there is no body."""
+
+    kind: str
+    problem: str
+
+
 def _refuse_images(_: Any) -> Any:
     raise PydanticCustomError("images_not_served", "this server's model reads text only: leave images out")
 
@@ -433,6 +440,8 @@ def read_system_one(body: Any) -> tuple[SystemOneBody, Asked]:
 
 
 def _valid(validate: Callable[[Any], Any], body: Any) -> Any:
+    if isinstance(body, Unread):
+        raise BodyError([{"loc": (), "msg": body.problem, "type": body.kind}])
     try:
         return validate(body)
     except ValidationError as error:

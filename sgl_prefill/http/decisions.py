@@ -31,10 +31,11 @@ from sgl_prefill.core.decision_prompts import (
 from sgl_prefill.core.labels import LabelDistribution
 from sgl_prefill.errors import BadRequestError, PromptTooLongError
 from sgl_prefill.http import decision_bodies
-from sgl_prefill.http.decision_bodies import Asked, BodyError, DecisionsBody, Options, SystemOneBody
+from sgl_prefill.http.decision_bodies import Asked, BodyError, DecisionsBody, Options, SystemOneBody, Unread
 from sgl_prefill.http.request_checks import MOST_LABELS
 from sgl_prefill.http.token_ids import TokenIds
 from sgl_prefill.startup import calibrations
+from sgl_prefill.startup.calibrations import StoredCalibration
 
 if TYPE_CHECKING:
     from sgl_prefill.http.label_scoring import LabelScorer
@@ -81,8 +82,14 @@ class DecisionRoutes:
         self._decider = functools.cache(decider)
 
     async def openai(self, raw_request: Request) -> Response:
+        return await self.answer_openai(await _json_of(raw_request), raw_request)
+
+    async def typesafe(self, raw_request: Request) -> Response:
+        return await self.answer_typesafe(await _json_of(raw_request), raw_request)
+
+    async def answer_openai(self, given: Any, raw_request: Request) -> Response:
         try:
-            body, asked = decision_bodies.read_decisions(await _json_of(raw_request))
+            body, asked = decision_bodies.read_decisions(given)
         except BodyError as error:
             place = decision_bodies.path_of(error.errors[0]["loc"]) if error.errors[0]["loc"] else None
             problem = {"message": str(error), "type": "invalid_request_error", "param": place, "code": None}
@@ -90,12 +97,11 @@ class DecisionRoutes:
         decided = await self._decider().decide(asked, raw_request)
         return _json(reply_of_openai(self._decider().model, body, asked, decided))
 
-    async def typesafe(self, raw_request: Request) -> Response:
+    async def answer_typesafe(self, given: Any, raw_request: Request) -> Response:
         try:
-            body, asked = decision_bodies.read_system_one(await _json_of(raw_request))
+            body, asked = decision_bodies.read_system_one(given)
         except BodyError as error:
-            details = decision_bodies.details_of(error.errors)
-            return _json({"detail": details}, HTTPStatus.UNPROCESSABLE_ENTITY)
+            return _json({"detail": decision_bodies.details_of(error.errors)}, HTTPStatus.UNPROCESSABLE_ENTITY)
         decided = await self._decider().decide(asked, raw_request)
         return _json(reply_of_typesafe(self._decider().model, body, asked, decided))
 
@@ -105,14 +111,13 @@ def _json(content: Any, status: HTTPStatus = HTTPStatus.OK) -> Response:
 
 
 async def _json_of(raw_request: Request) -> Any:
-    """Raises BodyError."""
+    """The body; an `Unread` where it is no JSON."""
     if raw_request.headers.get("content-type", "").startswith("multipart/"):
-        problem = "this server's model reads text only: leave images out, and send JSON"
-        raise BodyError([{"loc": ("assets",), "msg": problem, "type": "images_not_served"}])
+        return Unread("images_not_served", "this server's model reads text only: leave images out, and send JSON")
     try:
         return await raw_request.json()
     except ValueError as error:
-        raise BodyError([{"loc": (), "msg": f"it is not JSON: {error}", "type": "json_invalid"}]) from error
+        return Unread("json_invalid", f"it is not JSON: {error}")
 
 
 class Decider:
@@ -126,6 +131,7 @@ class Decider:
         if not self._manager.is_generation:
             raise BadRequestError("decisions need a causal language model, and this server's model is none")
         template = self._template
+        calibrated_by = [self._calibration(*one) for one in zip(asked.questions, asked.options, strict=True)]
         pairs = await self._pairs() if any(len(one.options) > len(LETTERS) for one in asked.questions) else PAIRS
         works = list(_works(asked, pairs))
         self._manager.check_count(len(works), "prompts, one for each order of a question")
@@ -142,14 +148,22 @@ class Decider:
         ]
         prompts = await self._manager.encode_rendered(texts)
         self._check_length(asked, works, prompts)
-        found = await self._scorer.distributions(prompts, code_ids, raw_request, asked.cache_key)
+        extra_key = asked.cache_key
+        if extra_key is not None:
+            extra_key += (await self._manager.caller_of(raw_request)).salt
+        found = await self._scorer.distributions(prompts, code_ids, raw_request, extra_key)
+        of_questions: list[tuple[list[LabelDistribution], list[LabelDistribution]]] = [
+            ([], []) for _ in asked.questions
+        ]
+        for work, (distribution, _) in zip(works, found, strict=True):
+            of_questions[work.question][work.is_baseline].append(distribution)
         shared = _n_shared([one for one, work in zip(prompts, works, strict=True) if not work.is_baseline])
         meta = [one for (_, one), work in zip(found, works, strict=True) if not work.is_baseline]
         cached = [one["cached_tokens"] for one in meta]
         return Decided(
             answers=[
-                self._answer(index, question, asked.options[index], works, [one for one, _ in found])
-                for index, question in enumerate(asked.questions)
+                _calibrated(answer_of(*of_question), question, calibration)
+                for question, of_question, calibration in zip(asked.questions, of_questions, calibrated_by, strict=True)
             ],
             shared_tokens=shared,
             own_tokens=sum(one["prompt_tokens"] - shared for one in meta),
@@ -159,24 +173,12 @@ class Decider:
             * (max(one["prefill_finished_time"] for one in meta) - min(one["forward_entry_time"] for one in meta)),
         )
 
-    def _answer(
-        self,
-        index: int,
-        question: Question,
-        options: Options,
-        works: Sequence[_Work],
-        found: Sequence[LabelDistribution],
-    ) -> Answer:
-        own = [(work.is_baseline, one) for work, one in zip(works, found, strict=True) if work.question == index]
-        answer = answer_of(
-            [one for is_baseline, one in own if not is_baseline], [one for is_baseline, one in own if is_baseline]
-        )
+    def _calibration(self, question: Question, options: Options) -> StoredCalibration | None:
         if options.calibration is None:
-            return answer
-        calibration = calibrations.by_name(self._manager.calibrations, options.calibration)
-        names = [one.name for one in question.options]
-        calibration.check(names, {}, {None})
-        return answer._replace(probabilities=calibration.probabilities(names, answer.probabilities))
+            return None
+        found = calibrations.by_name(self._manager.calibrations, options.calibration)
+        found.check([one.name for one in question.options], {}, {None})
+        return found
 
     @functools.cached_property
     def _template(self) -> Template:
@@ -255,6 +257,13 @@ def _works(asked: Asked, pairs: Sequence[str]) -> Iterator[_Work]:
             yield _Work(index, prompt, False)
             if options.baseline:
                 yield _Work(index, prompt, True)
+
+
+def _calibrated(answer: Answer, question: Question, calibration: StoredCalibration | None) -> Answer:
+    if calibration is None:
+        return answer
+    names = [one.name for one in question.options]
+    return answer._replace(probabilities=calibration.probabilities(names, answer.probabilities))
 
 
 def _n_shared(prompts: Sequence[TokenIds]) -> int:

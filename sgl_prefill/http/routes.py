@@ -129,6 +129,7 @@ class PrefillRoutes:
         }
         self._scorer: LabelScorer | None = None
         self.prefixes = Prefixes(most_expanded_bytes=config.max_body_bytes)
+        self.decisions = DecisionRoutes(lambda: Decider(self._manager, self.scorer))
         self._reranker = Reranker(config, lambda: self.scorer, self._stock["/v1/rerank"], self._reply_options)
 
     def stock_endpoint(self, path: str) -> Callable[..., Awaitable[Any]]:
@@ -378,9 +379,8 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
     for prefix in ("", "/v1"):
         app.post(f"{prefix}/tokenize", dependencies=only_json)(endpoints.tokenize)
         app.post(f"{prefix}/detokenize", dependencies=only_json)(endpoints.detokenize)
-    decisions = DecisionRoutes(lambda: Decider(endpoints._manager, endpoints.scorer))
-    app.post("/v1/decisions", **api_docs.of("/v1/decisions"))(decisions.openai)
-    app.post("/v1/systemone", **api_docs.of("/v1/systemone"))(decisions.typesafe)
+    app.post("/v1/decisions", **api_docs.of("/v1/decisions"))(endpoints.decisions.openai)
+    app.post("/v1/systemone", **api_docs.of("/v1/systemone"))(endpoints.decisions.typesafe)
     app.get("/v1/models")(endpoints.models)
     app.api_route("/generate", methods=["POST", "PUT"], **api_docs.of("/generate"))(endpoints.generate)
     app.api_route("/v1/rerank", methods=["POST", "PUT"], dependencies=only_json, **api_docs.of("/v1/rerank"))(

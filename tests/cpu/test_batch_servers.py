@@ -215,6 +215,8 @@ async def _echo(request: web.Request) -> web.Response:
         ("/generate", {"input_ids": [5]}, [5]),
         ("/v1/rerank", {"query": "q", "documents": ["d"]}, b"q"),
         ("/v1/embeddings", {"input": "x"}, b"x"),
+        ("/v1/decisions", {"input": "x"}, b"x"),
+        ("/v1/systemone", {"state": {"a": 1}}, b'{"a":1}'),
         ("/v1/completions", {}, b"null"),
     ],
 )
@@ -227,7 +229,15 @@ def test_requests_are_compared_by_the_beginning_of_their_prompts(
 def test_tokens_are_read_from_answers_of_all_shapes() -> None:
     usage = {"usage": {"prompt_tokens": 7, "prompt_tokens_details": {"cached_tokens": 4}}}
     meta = {"meta_info": {"prompt_tokens": 5, "cached_tokens": 1}}
-    for body, expected in ((usage, (7, 4)), (meta, (5, 1)), ([meta, meta], (10, 2)), ({}, (0, 0)), ("x", (0, 0))):
+    decided = {"usage": {"input_tokens": 3}, "x_cached_tokens": 2}
+    for body, expected in (
+        (usage, (7, 4)),
+        (decided, (3, 2)),
+        (meta, (5, 1)),
+        ([meta, meta], (10, 2)),
+        ({}, (0, 0)),
+        ("x", (0, 0)),
+    ):
         assert tokens_of(orjson.dumps(body)) == expected
 
 

@@ -43,6 +43,8 @@ def float32(_: Path) -> dict[str, Any]:
         (one,) = engine.score_labels("The capital of France is", allowed_tokens=[" Paris", " Rome"])
         result["best"] = one.best.text
         result["calibrated"] = _calibrated(engine)
+        question = {"type": "noul", "instructions": "Is Paris in France?"}
+        result["decided"] = [engine.decide("Paris is in France.", {name: question}) for name in ("a", "b")]
         parts = [{"text": "Far too long. " * 50, "keep": "end"}, {"text": "The capital of France is"}]
         cutting: dict[str, Any] = {"on_overflow": "cut", "max_prompt_tokens": 20}
         (one,) = engine.score_labels(prompt_parts=parts, **cutting, allowed_tokens=[" Paris", " Rome"])

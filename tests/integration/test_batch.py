@@ -76,6 +76,20 @@ def of_all_urls() -> list[dict[str, Any]]:
             apply_softmax=True,
         ),
         request("rerank", "/v1/rerank", query=question, documents=["The sky is blue.", "Fish swim."]),
+        request(
+            "decisions",
+            "/v1/decisions",
+            model="m",
+            input="The sky is blue.",
+            questions=[{"type": "predicate", "instructions": question}],
+        ),
+        request(
+            "systemone",
+            "/v1/systemone",
+            model="m",
+            state={"sky": "blue"},
+            questions={"q": {"type": "score", "instructions": "How blue?", "criteria": ["not", "a bit", "very"]}},
+        ),
         request("cohere", "/v2/rerank", model="demo", query=question, documents=[{"text": "Fish swim."}]),
     ]
 
@@ -184,6 +198,7 @@ def test_rows_that_cannot_be_answered_are_all_named_before_anything_runs(demo_fo
         request("0-0", "/v1/completions", prompt="a", allowed_tokens=LABELS),
         request("stream", "/v1/completions", prompt="a", stream=True),
         request("generates", "/v1/completions", prompt="a", max_tokens=7),
+        request("asks nothing", "/v1/systemone", model="m", state="s", questions={}),
     ]
     input_file = write(tmp_path / "in.jsonl", rows)
     input_file.write_text(input_file.read_text() + "{\n")
@@ -192,19 +207,20 @@ def test_rows_that_cannot_be_answered_are_all_named_before_anything_runs(demo_fo
     child.join()
     log = (tmp_path / "log").read_text()
     assert child.exitcode == 2, log
-    assert "6 of 10 rows cannot be answered" in log
+    assert "7 of 11 rows cannot be answered" in log
     for number, complaint in (
         (5, "tokens"),
         (6, "tokens after this prompt"),
         (7, "each must be another"),
         (8, "stream"),
         (9, "max_tokens"),
-        (10, "not JSON"),
+        (10, "questions"),
+        (11, "not JSON"),
     ):
         (line,) = [one for one in log.splitlines() if one.strip().startswith(f"line {number}")]
         assert complaint in line
     errors = [json.loads(line) for line in (tmp_path / "out.jsonl.errors.jsonl").read_text().splitlines()]
-    assert [error["line"] for error in errors] == [5, 6, 7, 8, 9, 10]
+    assert [error["line"] for error in errors] == [5, 6, 7, 8, 9, 10, 11]
     assert (tmp_path / "out.jsonl").read_text() == ""
 
 

@@ -81,6 +81,9 @@ def test_bfloat16_weights_agree_with_transformers_in_float32(
 def test_the_engine_has_the_labels_hooks_and_errors_of_the_server(float32: dict[str, Any]) -> None:
     """The offline counterpart is the same engine; a contradiction is refused before anything starts."""
     assert float32["best"] == " Paris"
+    first, second = float32["decided"]
+    assert 0 < first["answers"]["a"]["noul"] < 1
+    assert first["answers"]["a"] == second["answers"]["b"]
     calibrated = float32["calibrated"]
     raw = calibrated["raw"]
     assert calibrated["calibrated"] == pytest.approx([p**2 / sum(q**2 for q in raw) for p in raw])
