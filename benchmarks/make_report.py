@@ -184,7 +184,7 @@ def _section(folder: Path, name: str, result: Result) -> list[str]:
     accelerator = machine["accelerator"] or "no accelerator"
     sglangs = dict.fromkeys([versions["sglang"], *filter(None, conditions.get("sglang_of", {}).values())])
     lines.append(
-        f"{machine['processor']}, {machine['cores']} cores, {accelerator}; SGLang {' and '.join(sglangs)}, PyTorch"
+        f"{_processors_of(conditions)}, {machine['cores']} cores, {accelerator}; SGLang {' and '.join(sglangs)}, PyTorch"
         f" {versions['torch']}, commit {_commit(conditions)}, OMP_NUM_THREADS={conditions['OMP_NUM_THREADS']}."
         f"{_setting(conditions)}{_kernels(conditions)}\n"
     )
@@ -281,11 +281,26 @@ def _kernels(conditions: dict[str, Any]) -> str:
     return f" Native kernel: {'; '.join(said)}; none in the others." if said else ""
 
 
+def _processors_of(conditions: dict[str, Any]) -> str:
+    """Where the parts of a benchmark were measured on several, with the parts of each."""
+    parts_on: dict[str, list[str]] = {}
+    for part, processor in conditions.get("processor_of", {}).items():
+        parts_on.setdefault(processor, []).append(part)
+    if len(parts_on) < 2:
+        return str(conditions["hardware"]["processor"])
+    return "; ".join(f"{processor} for {', '.join(parts)}" for processor, parts in parts_on.items())
+
+
 def _processors(results: dict[str, Result]) -> list[str]:
     """Numbers of two kinds of processor are not to be compared: bfloat16 is fast on one alone."""
     measured: dict[str, list[str]] = {}
     for name, result in results.items():
-        measured.setdefault(result["conditions"]["hardware"]["processor"], []).append(f"`{name}`")
+        conditions = result["conditions"]
+        parts = conditions.get("processor_of") or {"": conditions["hardware"]["processor"]}
+        for processor in dict.fromkeys(parts.values()):
+            some = [part for part, other in parts.items() if other == processor]
+            all_or_some = "" if len(some) == len(parts) else f" ({', '.join(some)})"
+            measured.setdefault(processor, []).append(f"`{name}`{all_or_some}")
     return [f"* {processor}: {', '.join(names)}" for processor, names in measured.items()]
 
 

@@ -132,15 +132,18 @@ def in_parts(description: str | None, script: Path, parts: dict[str, Callable[[b
     asked = os.environ.get("BENCH_PARTS", "").split()
     if unknown := set(asked) - set(parts):
         raise InvalidRunError(f"BENCH_PARTS names {', '.join(sorted(unknown))}: the parts are {', '.join(parts)}")
-    whole = conditions() | {"commit_of": {}}
+    whole = conditions() | {"commit_of": {}, "processor_of": {}}
     found: dict[str, Any] = {}
     if asked and parsed.json is not None and parsed.json.exists():
         kept = json.loads(parsed.json.read_text())
-        found, whole["commit_of"] = kept["parts"], kept["conditions"]["commit_of"]
+        found, before = kept["parts"], kept["conditions"]
+        whole["commit_of"] = before["commit_of"]
+        whole["processor_of"] = before.get("processor_of") or dict.fromkeys(found, before["hardware"]["processor"])
     for name in asked or parts:
         print(f"== {name}", file=sys.stderr)
         found[name] = parts[name](parsed.quick)
         whole["commit_of"][name] = whole["commit"]
+        whole["processor_of"][name] = whole["hardware"]["processor"]
         in_order = {one: found[one] for one in parts if one in found}
         targets = [Target(**target) for one in in_order.values() for target in one["targets"]]
         finish({"conditions": dict(whole), "parts": in_order}, targets, parsed.json)
