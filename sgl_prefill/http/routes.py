@@ -3,6 +3,7 @@ to SGLang's own endpoint, with `max_tokens` 1 by default."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import pkgutil
 import time
@@ -21,6 +22,7 @@ from fastapi.routing import APIRoute
 from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.tokenizer_manager import ServerStatus
 from sglang.srt.utils.json_response import orjson_response
 from starlette.routing import BaseRoute, Route
 
@@ -65,7 +67,7 @@ from sgl_prefill.http.token_ids import shown
 from sgl_prefill.startup import calibrations
 
 if TYPE_CHECKING:
-    from starlette.types import Receive, Scope, Send
+    from starlette.types import Message, Receive, Scope, Send
 
     from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
 
@@ -98,6 +100,7 @@ ROUTES: tuple[Replaced, ...] = tuple(
             "any causal model reranks, not only one with a reranker's template",
         ),
         ("POST", "/v1/score", "v1_score_request", "calibration, raw_scores, top_alternatives"),
+        ("GET", "/health", "health_generate", "a probe would wait a second, and longer beside a long step"),
         ("GET", "/v1/models", "available_models", "TypeSafe's clients read another shape"),
     )
 )
@@ -107,7 +110,7 @@ ROUTES: tuple[Replaced, ...] = tuple(
 KEPT_ROUTES = frozenset(
     {
         *("/v1/embeddings", "/v1/classify", "/classify", "/encode", "/v1/models/{model:path}"),
-        *("/health", "/health_generate", "/ping", "/model_info", "/get_model_info", "/server_info", "/get_server_info"),
+        *("/health_generate", "/ping", "/model_info", "/get_model_info", "/server_info", "/get_server_info"),
         *("/get_load", "/v1/loads", "/flush_cache", "/abort_request", "/start_profile", "/stop_profile"),
         "/openapi.json",
     }
@@ -129,6 +132,7 @@ class PrefillRoutes:
         }
         self._scorer: LabelScorer | None = None
         self.prefixes = Prefixes(most_expanded_bytes=config.max_body_bytes)
+        self._probe: asyncio.Future[Any] | None = None
         self.decisions = DecisionRoutes(lambda: Decider(self._manager, self.scorer))
         self._reranker = Reranker(config, lambda: self.scorer, self._stock["/v1/rerank"], self._reply_options)
 
@@ -260,6 +264,16 @@ class PrefillRoutes:
         with _value_errors_are_bad_requests():
             return await self._reranker.answer(self._app.state.openai_serving_rerank, request, raw_request, serialise)
 
+    async def health(self, raw_request: Request) -> Response:
+        """At once, as the last probe of the scheduler found it; SGLang's endpoint, which waits for it, is the next one."""
+        manager = self._manager
+        if manager.gracefully_exit or manager.server_status == ServerStatus.Starting:
+            return Response(status_code=HTTPStatus.SERVICE_UNAVAILABLE)
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.ensure_future(self._stock["/health"](Request(raw_request.scope, _receive_nothing)))
+        is_healthy = manager.server_status != ServerStatus.UnHealthy
+        return Response(status_code=HTTPStatus.OK if is_healthy else HTTPStatus.SERVICE_UNAVAILABLE)
+
     async def models(self) -> Response:
         """SGLang's list, and the same in TypeSafe's format."""
         found = (await self._stock["/v1/models"]()).model_dump()
@@ -382,6 +396,7 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
     app.post("/v1/decisions", **api_docs.of("/v1/decisions"))(endpoints.decisions.openai)
     app.post("/v1/systemone", **api_docs.of("/v1/systemone"))(endpoints.decisions.typesafe)
     app.get("/v1/models")(endpoints.models)
+    app.get("/health")(endpoints.health)
     app.api_route("/generate", methods=["POST", "PUT"], **api_docs.of("/generate"))(endpoints.generate)
     app.api_route("/v1/rerank", methods=["POST", "PUT"], dependencies=only_json, **api_docs.of("/v1/rerank"))(
         endpoints.rerank
@@ -418,6 +433,12 @@ def paths_of(route: Any) -> set[str]:
     """The paths of an entry of FastAPI's list of routes, which may be an included router."""
     included = getattr(route, "original_router", None)
     return {route.path} if included is None else {one.path for one in included.routes}
+
+
+async def _receive_nothing() -> Message:
+    """Of a request whose client stays."""
+    await asyncio.Event().wait()
+    raise AssertionError
 
 
 async def _refuse_path(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,0 +1,61 @@
+"""GET /health: answered at once, by the last probe of the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import Request
+from fastapi.responses import Response
+from sglang.srt.entrypoints import http_server
+from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+from sgl_prefill.config import PrefillConfig
+from sgl_prefill.http.routes import PrefillRoutes
+
+SCOPE = {"type": "http", "method": "GET", "path": "/health", "headers": []}
+
+
+def test_health_is_that_of_the_last_probe_and_probes_run_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = SimpleNamespace(gracefully_exit=False, server_status=ServerStatus.Starting)
+    monkeypatch.setattr(http_server, "_global_state", SimpleNamespace(tokenizer_manager=manager))
+    begun, found = list[Request](), asyncio.Queue[ServerStatus]()
+
+    async def probe(request: Request) -> Response:
+        """As SGLang's: it waits for the scheduler, and its client must not count as gone."""
+        begun.append(request)
+        assert not await request.is_disconnected()
+        manager.server_status = await found.get()
+        return Response()
+
+    routes: Any = PrefillRoutes(SimpleNamespace(state=None), PrefillConfig())
+    routes._stock["/health"] = probe
+
+    async def gone() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def ask() -> int:
+        return int((await routes.health(Request(SCOPE, gone))).status_code)
+
+    async def probe_finds(status: ServerStatus) -> None:
+        found.put_nowait(status)
+        await routes._probe
+
+    async def story() -> None:
+        assert await ask() == 503  # it starts
+        assert not begun
+        manager.server_status = ServerStatus.Up
+        assert [await ask(), await ask()] == [200, 200]
+        await probe_finds(ServerStatus.UnHealthy)
+        assert len(begun) == 1
+        assert await ask() == 503
+        await probe_finds(ServerStatus.Up)
+        assert await ask() == 200
+        assert len(begun) == 2
+        await probe_finds(ServerStatus.Up)
+        manager.gracefully_exit = True
+        assert await ask() == 503
+
+    asyncio.run(story())
