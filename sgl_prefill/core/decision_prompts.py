@@ -102,7 +102,7 @@ def _prompt(question: Question, order: Sequence[int], codes: Sequence[str]) -> P
     if question.text:
         heading = "Is the following true?" if question.kind is Kind.YES_NO else "Question:"
         lines.insert(0, f"{heading} {question.text}")
-    lines.append(f"Answer with {_asked(question.kind, len(order))} only.")
+    lines.append(last_line(question.kind, len(order)))
     return Prompt("\n".join(lines), tuple(code_of[index] for index in range(len(order))))
 
 
@@ -113,12 +113,15 @@ def _shown(question: Question, index: int) -> str:
     return f"{name} - {description}" if description else name
 
 
-def _asked(kind: Kind, n_options: int) -> str:
+def last_line(kind: Kind, n_options: int) -> str:
+    """How a prompt ends: what the model is to answer with."""
     if kind is Kind.YES_NO:
-        return "yes or no"
-    if kind is Kind.SCORE:
-        return "the number of one level"
-    return "the letter of one option" if n_options <= len(LETTERS) else "the two letters of one option"
+        asked = "yes or no"
+    elif kind is Kind.SCORE:
+        asked = "the number of one level"
+    else:
+        asked = "the letter of one option" if n_options <= len(LETTERS) else "the two letters of one option"
+    return f"Answer with {asked} only."
 
 
 def answer_of(found: Sequence[LabelDistribution], baseline: Sequence[LabelDistribution] = ()) -> Answer:

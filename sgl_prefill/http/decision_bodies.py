@@ -46,7 +46,7 @@ class Asked(NamedTuple):
     """A request of either API."""
 
     state: str
-    names: list[str | None]  # of the questions
+    names: Sequence[str | None]  # of the questions
     questions: list[Question]
     options: list[Options]
     cache_key: str | None  # requests share prefixes only where it is equal
@@ -209,10 +209,8 @@ Instructions = Annotated[
 
 
 def _check_choice_value(value: Any) -> Any:
-    if not isinstance(value, bool):
-        _check_json(value)
-        if not isinstance(value, str) or not value.strip():
-            raise PydanticCustomError("choice_value", "give a text or a boolean")
+    if not isinstance(value, bool) and not (isinstance(value, str) and value.strip()):
+        raise PydanticCustomError("choice_value", "give a text or a boolean")
     return value
 
 
@@ -318,17 +316,14 @@ def _question_of_openai(question: Predicate | ChoiceQuestion | ScoreQuestion) ->
     if isinstance(question, ScoreQuestion):
         levels = [(one.label, one.description) for one in question.levels]
         return Question(Kind.SCORE, text, tuple(Option(label, more or "") for label, more in levels))
-    names = [choice_shown(one.value, [other.value for other in question.choices]) for one in question.choices]
-    options = [Option(name, one.description or "") for name, one in zip(names, question.choices, strict=True)]
+    booleans = {shown(one.value) for one in question.choices if isinstance(one.value, bool)}
+
+    def name_of(value: str | bool) -> str:
+        """true and "true" may both be choices."""
+        return f'"{value}"' if isinstance(value, str) and value in booleans else shown(value)
+
+    options = [Option(name_of(one.value), one.description or "") for one in question.choices]
     return Question(Kind.CHOICE, text, tuple(options))
-
-
-def choice_shown(value: str | bool, values: Sequence[str | bool]) -> str:
-    """true and "true" may both be choices."""
-    if isinstance(value, str):
-        is_double = any(isinstance(other, bool) and shown(other) == value for other in values)
-        return f'"{value}"' if is_double else value
-    return shown(value)
 
 
 # ---- TypeSafe
@@ -392,7 +387,7 @@ class SystemOneBody(BaseModel):
     def asked(self) -> Asked:
         questions = [_question_of_typesafe(one) for one in self.questions.values()]
         names = list(self.questions)
-        return Asked(shown(self.state), list(names), questions, _options_of(names, self.x_options), None)
+        return Asked(shown(self.state), names, questions, _options_of(names, self.x_options), None)
 
 
 def _question_of_typesafe(question: Any) -> Question:

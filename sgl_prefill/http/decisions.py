@@ -22,10 +22,12 @@ from sgl_prefill.core.decision_prompts import (
     WORDING,
     YES_NO_CODES,
     Answer,
+    Kind,
     Prompt,
     Question,
     answer_of,
     confidence_of,
+    last_line,
     prompts_of,
 )
 from sgl_prefill.core.labels import LabelDistribution
@@ -124,7 +126,7 @@ class Decider:
     def __init__(self, manager: PrefillTokenizerManager, scorer: LabelScorer) -> None:
         self._manager, self._scorer = manager, scorer
         self.model: str = manager.served_model_name
-        self._ids: dict[str, dict[str, int]] = {}  # by the prompt's end: of codes that are one token there
+        self._ids: dict[str, dict[str, int]] = {}  # by a prompt's last line: of codes that are one token there
 
     async def decide(self, asked: Asked, raw_request: Request | None = None) -> Decided:
         """Raises BadRequestError; errors of SGLang and of the scheduler pass."""
@@ -140,13 +142,15 @@ class Decider:
                 f"the questions have {n} options, counted for each order, and {MOST_LABELS} are the limit of one request: ask"
                 " fewer in each, or in one order (x_options)"
             )
-        code_ids = [await self._ids_of(one) for one in works]
+        code_ids = [await self._ids_of(one, asked) for one in works]
         states = ["" if one.is_baseline else asked.state for one in works]
         texts = [
             f"{template.head}{state}\n\n{one.prompt.text}{template.tail}"
             for state, one in zip(states, works, strict=True)
         ]
-        prompts = await self._manager.encode_rendered(texts)
+        for text in texts:
+            self._manager.check_text(text)
+        prompts = await self._manager.encode_in_thread(texts, add_special_tokens=False)
         self._check_length(asked, works, prompts)
         extra_key = asked.cache_key
         if extra_key is not None:
@@ -207,28 +211,26 @@ class Decider:
         assert isinstance(found, str)
         return found
 
-    async def _ids_of(self, work: _Work) -> list[int]:
+    async def _ids_of(self, work: _Work, asked: Asked) -> list[int]:
         """The token of each code after the prompt. Raises BadRequestError where one has several."""
-        known = await self._known_after(work.prompt.text.rsplit("\n", 1)[-1])
-        missing = [code for code in work.prompt.codes if code not in known]
-        if missing:
+        question = asked.questions[work.question]
+        known = await self._known_after(last_line(question.kind, len(question.options)))
+        if missing := [code for code in work.prompt.codes if code not in known]:
             raise BadRequestError(
-                f"this model's tokenizer writes the answer {missing[0]!r} as several tokens: ask with fewer options"
-                if len(work.prompt.codes) > len(LETTERS)
-                else f"this model's tokenizer writes the answer {missing[0]!r} as several tokens, so it cannot be asked so"
+                f"this model's tokenizer writes the answer {missing[0]!r} as several tokens, so it cannot be asked so"
             )
         return [known[code] for code in work.prompt.codes]
 
     async def _pairs(self) -> list[str]:
         """Codes of two letters that are one token."""
-        return [code for code in PAIRS if code in await self._known_after(_LONG_CHOICE)]
+        known = await self._known_after(last_line(Kind.CHOICE, len(LETTERS) + 1))
+        return [code for code in PAIRS if code in known]
 
-    async def _known_after(self, last_line: str) -> dict[str, int]:
-        end = last_line + self._template.tail
-        if end not in self._ids:
-            codes = [*LETTERS, *DIGITS, *YES_NO_CODES, *(PAIRS if last_line == _LONG_CHOICE else ())]
-            self._ids[end] = await self._scorer.one_token_labels(end, codes)
-        return self._ids[end]
+    async def _known_after(self, line: str) -> dict[str, int]:
+        if line not in self._ids:
+            codes = [*LETTERS, *DIGITS, *YES_NO_CODES, *PAIRS]
+            self._ids[line] = await self._scorer.one_token_labels(line + self._template.tail, codes)
+        return self._ids[line]
 
     def _check_length(self, asked: Asked, works: Sequence[_Work], prompts: Sequence[TokenIds]) -> None:
         longest = max(range(len(prompts)), key=lambda index: len(prompts[index]))
@@ -243,12 +245,9 @@ class Decider:
             )
 
 
-_LONG_CHOICE = "Answer with the two letters of one option only."
-
-
 def _works(asked: Asked, pairs: Sequence[str]) -> Iterator[_Work]:
     for index, (question, options) in enumerate(zip(asked.questions, asked.options, strict=True)):
-        if len(question.options) > len(LETTERS) and len(question.options) > len(pairs):
+        if len(question.options) > max(len(LETTERS), len(pairs)):
             raise BadRequestError(
                 f"question {index} has {len(question.options)} options, and this model's tokenizer has codes of one token for"
                 f" {len(pairs)}: ask with fewer"

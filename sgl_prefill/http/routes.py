@@ -67,7 +67,7 @@ from sgl_prefill.http.token_ids import shown
 from sgl_prefill.startup import calibrations
 
 if TYPE_CHECKING:
-    from starlette.types import Message, Receive, Scope, Send
+    from starlette.types import Receive, Scope, Send
 
     from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
 
@@ -270,7 +270,7 @@ class PrefillRoutes:
         if manager.gracefully_exit or manager.server_status == ServerStatus.Starting:
             return Response(status_code=HTTPStatus.SERVICE_UNAVAILABLE)
         if self._probe is None or self._probe.done():
-            self._probe = asyncio.ensure_future(self._stock["/health"](Request(raw_request.scope, _receive_nothing)))
+            self._probe = asyncio.ensure_future(self._stock["/health"](Request(raw_request.scope, _client_stays)))
         is_healthy = manager.server_status != ServerStatus.UnHealthy
         return Response(status_code=HTTPStatus.OK if is_healthy else HTTPStatus.SERVICE_UNAVAILABLE)
 
@@ -323,10 +323,7 @@ class PrefillRoutes:
         texts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
         if texts is None or sum(map(len, texts)) < OFF_LOOP_CHARACTERS:
             return await self._stock["/tokenize"](request, raw_request)
-        options = {"add_special_tokens": request.add_special_tokens}
-        ids = await self._manager.run_in_thread(
-            lambda twin: [twin.tokenizer.encode(text, **options) for text in texts], sum(map(len, texts))
-        )
+        ids = await self._manager.encode_in_thread(texts, add_special_tokens=request.add_special_tokens)
         counts = [len(of_text) for of_text in ids]
         one = isinstance(request.prompt, str)
         return orjson_response(
@@ -435,10 +432,9 @@ def paths_of(route: Any) -> set[str]:
     return {route.path} if included is None else {one.path for one in included.routes}
 
 
-async def _receive_nothing() -> Message:
-    """Of a request whose client stays."""
+async def _client_stays() -> Any:
+    """Receives nothing more of a request."""
     await asyncio.Event().wait()
-    raise AssertionError
 
 
 async def _refuse_path(scope: Scope, receive: Receive, send: Send) -> None:

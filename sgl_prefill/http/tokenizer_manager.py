@@ -323,16 +323,13 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         waiting.set(0)
         return tokens, waiting
 
-    async def encode_rendered(self, texts: list[str]) -> list[TokenIds]:
-        """Tokenises texts that hold their special tokens, in the thread for long texts: what begins as an earlier text only from
-        there on."""
-        for text in texts:
-            self.check_text(text)
+    async def encode_in_thread(self, texts: list[str], *, add_special_tokens: bool) -> list[TokenIds]:
+        """Tokenises texts in the thread for long ones: what begins as an earlier text only from there on."""
         found = list[TokenIds]()
         for some in _slices(texts, ENCODE_AT_ONCE):
 
             def encode(twin: PrefillTokenizerManager, some: list[str] = some) -> list[TokenIds]:
-                ids = [twin.tokenizer.encode(text, add_special_tokens=False) for text in some]
+                ids = [twin.tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in some]
                 return [one if isinstance(one, TokenIds) else TokenIds(one) for one in ids]
 
             found += await self.run_in_thread(encode, sum(map(len, some)))

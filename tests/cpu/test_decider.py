@@ -41,7 +41,11 @@ class Manager:
     def check_count(self, n: int, things: str) -> None:
         assert n < 100
 
-    async def encode_rendered(self, texts: list[str]) -> list[TokenIds]:
+    def check_text(self, text: str) -> None:
+        assert len(text) < 1000
+
+    async def encode_in_thread(self, texts: list[str], *, add_special_tokens: bool) -> list[TokenIds]:
+        assert not add_special_tokens
         return [TokenIds([*map(ord, text)]) for text in texts]
 
 
