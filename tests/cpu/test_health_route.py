@@ -24,8 +24,9 @@ def test_health_is_that_of_the_last_probe_and_probes_run_one_at_a_time(monkeypat
     begun, found = list[Request](), asyncio.Queue[ServerStatus]()
 
     async def probe(request: Request) -> Response:
-        """As SGLang's: it waits for the scheduler, and its client must not count as gone."""
+        """As SGLang's: it waits for the scheduler. `generate_request` reads the body, and its client must not count as gone."""
         begun.append(request)
+        assert await request.body() == b""
         assert not await request.is_disconnected()
         manager.server_status = await found.get()
         return Response()
@@ -58,4 +59,4 @@ def test_health_is_that_of_the_last_probe_and_probes_run_one_at_a_time(monkeypat
         manager.gracefully_exit = True
         assert await ask() == 503
 
-    asyncio.run(story())
+    asyncio.run(asyncio.wait_for(story(), 60))  # not for ever, where a probe waits for what does not come
