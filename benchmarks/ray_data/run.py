@@ -28,6 +28,7 @@ from ray.data import ActorPoolStrategy
 
 from benchmarks import report, shapes
 from benchmarks.batch_job.workloads import Micro
+from sgl_prefill.batch.asked import Asked
 from sgl_prefill.batch.options import INFLIGHT_OWN_ENGINE
 from sgl_prefill.ray import scorer
 
@@ -153,7 +154,7 @@ class Jobs:
 
     def _answered(self, dataset: Any, n_actors: int, n_rows: int | None, actors: tuple[Any, Any]) -> Any:
         gate, known = actors
-        told = scorer.Arguments(LABELS, self._engine, (), INFLIGHT_OWN_ENGINE, True, n_actors, 1)
+        told = scorer.Arguments(Asked(LABELS), self._engine, (), INFLIGHT_OWN_ENGINE, True, n_actors, 1)
         return dataset.map_batches(
             Timed,
             fn_constructor_args=(told, known, gate),

@@ -13,6 +13,7 @@ import orjson
 
 from sgl_prefill.answer import Answer
 from sgl_prefill.batch import answer_file
+from sgl_prefill.batch.asked import MASS, Asked
 from sgl_prefill.batch.backends import Backend, OwnEngine, RunningServers, tokens_of
 from sgl_prefill.batch.options import INFLIGHT_OWN_ENGINE, SCHEDULING
 from sgl_prefill.batch.prompts import FoundPrompt, Prompts
@@ -24,11 +25,14 @@ class RowScore(NamedTuple):
     """The answer to one row."""
 
     number: int  # of the row, from 0
-    probabilities: dict[str, float] | None  # by label, in the order of the labels; None after an error
+    probabilities: (
+        dict[str, float] | None
+    )  # by label, in the order of the labels; None after an error, and for questions
     label_mass: float | None  # the labels' share of the whole vocabulary's probability
     error: str | None  # why this row has no answer
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of these, found in the prefix cache
+    columns: dict[str, Any] | None = None  # as a table's; None after an error
 
 
 class RowGroup(NamedTuple):
@@ -66,26 +70,30 @@ class Engine:
 def score(
     rows: Sequence[str] | Sequence[Sequence[int]],
     *,
-    labels: Sequence[str],
+    labels: Sequence[str] = (),
+    questions: dict[str, Any] | None = None,
     engine: Engine | str | Sequence[str],
     max_inflight: int = INFLIGHT_OWN_ENGINE,
 ) -> Iterator[RowScore]:
-    """Yields the label probabilities after each prompt as they are computed, in the order that computes least.
+    """Yields the label probabilities after each prompt, or the answers to questions about it, as they are computed, in the order
+    that computes least.
 
     Args:
         rows: prompts, as text or as token ids.
         labels: the allowed answers, of any length.
+        questions: in their place, as `questions` of /v1/systemone; each prompt is a state.
         engine: an engine in this process, or URLs of running servers.
     """
     backend: Backend = engine.backend if isinstance(engine, Engine) else RunningServers(_urls(engine))
     loop = asyncio.new_event_loop()
     try:
-        bodies = _Bodies(rows, labels)
+        asked = Asked(labels, questions)
+        bodies = _Bodies(rows, asked)
         found, refused = loop.run_until_complete(_prompts_of(backend, bodies))
-        yield from (_row_score(row, answer, labels) for row, answer in refused)
+        yield from (_row_score(row, answer, asked) for row, answer in refused)
         answers = backend.answers(depth_first(found.tokens), found, bodies.request_of, max_inflight)
         while (answered := loop.run_until_complete(_next(answers))) is not None:
-            yield from (_row_score(row, answer, labels) for row, answer in answered)
+            yield from (_row_score(row, answer, asked) for row, answer in answered)
     finally:
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
@@ -104,21 +112,15 @@ def _groups(order: JobPlan) -> Iterator[RowGroup]:
 
 
 class _Bodies:
-    def __init__(self, rows: Sequence[Any], labels: Sequence[str]) -> None:
-        self._rows, self._labels = rows, list(labels)
+    def __init__(self, rows: Sequence[Any], asked: Asked) -> None:
+        self._rows, self._asked = rows, asked
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def request_of(self, row: int) -> tuple[str, dict[str, Any]]:
         prompt = self._rows[row]
-        shown = prompt if isinstance(prompt, str) else list(prompt)
-        return "/v1/completions", {
-            "model": "default",
-            "prompt": shown,
-            "allowed_answers": self._labels,
-            "max_tokens": 1,
-        }
+        return self._asked.request(prompt if isinstance(prompt, str) else list(prompt))
 
 
 async def _prompts_of(backend: Backend, bodies: _Bodies) -> tuple[Prompts, list[tuple[int, Answer]]]:
@@ -141,14 +143,12 @@ async def _next(answers: Any) -> Any:
     return await anext(answers, None)
 
 
-def _row_score(row: int, answer: Answer, labels: Sequence[str]) -> RowScore:
+def _row_score(row: int, answer: Answer, asked: Asked) -> RowScore:
     if not answer.is_ok:
         return RowScore(row, None, None, answer_file.message_of(answer.body))
-    scores = orjson.loads(answer.body)["choices"][0]["label_scores"]
-    probabilities = [one["probability"] for one in scores["labels"]]
-    return RowScore(
-        row, dict(zip(labels, probabilities, strict=True)), scores["label_mass"], None, *tokens_of(answer.body)
-    )
+    columns, tokens = asked.values(orjson.loads(answer.body)), tokens_of(answer.body)
+    probabilities = {label: columns[label] for label in asked.labels} or None
+    return RowScore(row, probabilities, columns.get(MASS), None, *tokens, columns)
 
 
 def _urls(given: Any) -> list[str]:

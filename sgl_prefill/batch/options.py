@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import codecs
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
+from sgl_prefill.batch.asked import Asked
 from sgl_prefill.errors import BatchJobError
 
 # Rows in flight: enough to fill the engine's steps. More would queue in a server's HTTP process, and delay other requests.
@@ -35,6 +37,7 @@ class JobOptions:
     prompt_column: str | None = None
     template: str | None = None
     labels: tuple[str, ...] = ()
+    questions: dict[str, Any] | None = None  # as `questions` of /v1/systemone; the prompt is the state
     id_column: str | None = None
     encoding: str | None = None
 
@@ -42,9 +45,14 @@ class JobOptions:
     def is_table(self) -> bool:
         return self.prompt_column is not None or self.template is not None
 
+    @property
+    def asked(self) -> Asked:
+        """Of each row of a table."""
+        return Asked(self.labels, self.questions)
+
     def meaning(self) -> dict[str, Any]:
         """Options that the answers depend on: two runs of one job must agree in them."""
-        names = ("output_order", "shard", "prompt_column", "template", "labels", "id_column", "encoding")
+        names = ("output_order", "shard", "prompt_column", "template", "labels", "questions", "id_column", "encoding")
         return {name: _plain(getattr(self, name)) for name in names}
 
 
@@ -97,6 +105,11 @@ def parser() -> argparse.ArgumentParser:
         help="the prompt, with {column} where a column's text belongs; @FILE: from a file, less one line break at its end",
     )
     table.add_argument("--labels", nargs="+", help="the allowed answers")
+    table.add_argument(
+        "--questions",
+        type=Path,
+        help="in the place of labels: a JSON file of questions about the prompt, as /v1/systemone has",
+    )
     table.add_argument("--id-column", help="the column that names a row (default: its number)")
     table.add_argument("--encoding", help="of a CSV or JSONL table, such as latin-1 (default: utf-8)")
     return made
@@ -119,16 +132,20 @@ def options_of(namespace: argparse.Namespace) -> JobOptions:
         except UnicodeDecodeError as error:
             raise BatchJobError(f"--template: {template[1:]} is not UTF-8: {error}") from error
         given["template"] = text.removesuffix("\n").removesuffix("\r")  # an editor's, which a prompt does not end with
+    if "questions" in given:
+        given["questions"] = _questions_in(given["questions"])
     options = JobOptions(**given)
     problems = []
     if options.max_inflight < 1:
         problems.append(f"--max-inflight is {options.max_inflight}: it must be at least 1")
     if options.prompt_column is not None and options.template is not None:
         problems.append("--prompt-column and --template are both given: a prompt is one of the two")
-    if options.is_table and not options.labels:
-        problems.append("a table needs --labels: the allowed answers")
-    if not options.is_table and (options.labels or options.id_column):
-        problems.append("--labels and --id-column are for tables: give --prompt-column or --template too")
+    if options.is_table and bool(options.labels) == (options.questions is not None):
+        problems.append(
+            "a table needs --labels, the allowed answers, or --questions, a file of questions: give one of the two"
+        )
+    if not options.is_table and (options.labels or options.questions or options.id_column):
+        problems.append("--labels, --questions and --id-column are for tables: give --prompt-column or --template too")
     if not options.is_table and options.input.suffix in (".csv", ".parquet"):
         problems.append(f"{options.input} is a table: say what the prompt is, with --prompt-column or --template")
     if not options.is_table and options.output.suffix == ".parquet":
@@ -150,6 +167,18 @@ def options_of(namespace: argparse.Namespace) -> JobOptions:
     if problems:
         raise BatchJobError("\n".join(problems))
     return options
+
+
+def _questions_in(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise BatchJobError(f"--questions: {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise BatchJobError(f"--questions: {path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise BatchJobError(f"--questions: {path} is no JSON object of questions by name")
+    return found
 
 
 def _shard(text: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Tables: one prompt a row, answered with one column per label.
+"""Tables: one prompt a row, answered with one column per label, or with columns per question about it.
 
 A table becomes a file of requests; once all are answered, the answers become a table again. Values become text by one rule: text
 stays as it is, what is missing is empty, numbers of CSV and JSON lines are as they are written there, values of Parquet are as
@@ -11,6 +11,7 @@ import csv
 import json
 import string
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from sgl_prefill.batch.answer_file import custom_id_of
+from sgl_prefill.batch.asked import ERROR
 from sgl_prefill.batch.options import JobOptions
 from sgl_prefill.errors import BatchJobError
 
@@ -25,9 +27,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 ROWS_AT_ONCE = 10_000
-URL = "/v1/completions"
 UTF_8 = "utf-8-sig"  # with a byte-order mark or without
-MASS, ERROR = "label_mass", "error"
 MISSING = "pyarrow is not installed, and Parquet tables need it: pip install '.[batch]' in the clone"
 
 
@@ -64,22 +64,17 @@ def columns_of(template: str, called: str = "--template") -> list[str]:
 def write_requests(options: JobOptions, path: Path) -> None:
     """Writes the requests of a table to a file. Raises BatchJobError for a table that cannot be read, or lacks a column."""
     template = Template(options)
-    taken = {options.id_column or "row", MASS, ERROR}
-    if doubled := [label for label in options.labels if label in taken]:
+    columns = [options.id_column or "row", *options.asked.columns(), ERROR]
+    if doubled := [name for name, n in Counter(columns).items() if n > 1]:
         raise BatchJobError(
-            f"--labels: {doubled[0]!r} is a column of the answers already: name another --id-column or label"
+            f"{doubled[0]!r} would be two columns of the answers: name another --id-column, label or question"
         )
     new = path.with_suffix(".new")
     with new.open("wb") as file:
         for number, row in enumerate(rows_of(options)):
-            body = {
-                "model": "default",
-                "prompt": template.prompt(row),
-                "allowed_answers": options.labels,
-                "max_tokens": 1,
-            }
             row_id = str(number) if options.id_column is None else row[options.id_column]
-            request = {"custom_id": row_id, "method": "POST", "url": URL, "body": body}
+            url, body = options.asked.request(template.prompt(row))
+            request = {"custom_id": row_id, "method": "POST", "url": url, "body": body}
             try:
                 file.write(orjson.dumps(request) + b"\n")
             except TypeError as error:
@@ -216,8 +211,9 @@ def _text_in_json(value: Any) -> str:
 
 
 def write_answers(options: JobOptions, answers: Iterator[bytes], errors: Iterator[bytes]) -> None:
-    """Writes the table of answers, as Parquet or JSON lines by the output's name: the row's id, a probability for each label,
-    what the labels hold of the whole vocabulary's, and what went wrong where something did."""
+    """Writes the table of answers, as Parquet or JSON lines by the output's name: the row's id, then what went wrong where
+    something did, and between them a probability for each label, and what the labels hold of the whole vocabulary's; or for each
+    question its answer, and the probability of each option of a choice."""
     rows = _answer_rows(options, answers, errors)
     new = options.output.with_name(options.output.name + ".new")
     if options.output.suffix != ".parquet":
@@ -231,11 +227,9 @@ def write_answers(options: JobOptions, answers: Iterator[bytes], errors: Iterato
 def _answer_rows(options: JobOptions, answers: Iterator[bytes], errors: Iterator[bytes]) -> Iterator[dict[str, Any]]:
     id_name = options.id_column or "row"
     for line in answers:
-        scores = orjson.loads(line)["response"]["body"]["choices"][0]["label_scores"]
-        by_label = {one["label"]: one["probability"] for one in scores["labels"]}
-        yield {id_name: custom_id_of(line), **by_label, MASS: scores["label_mass"], ERROR: None}
+        yield {id_name: custom_id_of(line), **options.asked.values(orjson.loads(line)["response"]["body"]), ERROR: None}
+    nothing = dict.fromkeys(options.asked.columns())
     for line in errors:
-        nothing = dict.fromkeys((*options.labels, MASS))
         yield {id_name: custom_id_of(line), **nothing, ERROR: orjson.loads(line)["error"]["message"]}
 
 
@@ -248,7 +242,7 @@ def _write_parquet(options: JobOptions, rows: Iterator[dict[str, Any]], path: Pa
     schema = pa.schema(
         [
             (options.id_column or "row", pa.string()),
-            *((name, pa.float64()) for name in (*options.labels, MASS)),
+            *((name, pa.float64() if kind is float else pa.string()) for name, kind in options.asked.columns().items()),
             (ERROR, pa.string()),
         ]
     )

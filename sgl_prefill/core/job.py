@@ -35,7 +35,8 @@ class Job:
     rank: float = 0.0  # priority class: a smaller rank always goes first; 0 where priorities are off, or BACKGROUND
     planned: PlannedRow | None = None  # for a row of a batch job
     most_output_tokens: int = 1  # above 1 it decodes after its prefill, and all of its KV is kept
-    n_answer_tokens: int = 0  # label tokens computed with it; their KV is not kept (`core.answer_tree`)
+    n_branch_tokens: int = 0  # computed behind the prompt; their KV is not kept (`core.branches`)
+    n_branches: int = 0
     deadline_ms: float | None = None  # counted from the arrival; a later answer is worth nothing
     client: str = ""  # requests without a client's name form one client
     rid: str = ""  # request id of the engine
@@ -54,7 +55,7 @@ class Job:
 
     @property
     def n_input_tokens(self) -> int:
-        return len(self.tokens) + self.n_answer_tokens
+        return len(self.tokens) + self.n_branch_tokens
 
     @property
     def n_miss_tokens(self) -> int:

@@ -1,6 +1,6 @@
 """Labels of any length, in one or several surface forms: what a request may say of them, and their probabilities.
 
-P(form) is the product of its tokens' probabilities (`answer_tree`), P(label) the sum over its forms. No text counts for two: a
+P(form) is the product of its tokens' probabilities (`branches`), P(label) the sum over its forms. No text counts for two: a
 form that begins another counts only where the model does not go on to the other (`told_apart`), or, where the request says how
 an answer ends, with what ends it.
 """
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast, get_args
 
-from sgl_prefill.core.answer_tree import Tokens, log_sum, told_apart
+from sgl_prefill.core.branches import Tokens, log_sum, told_apart
 from sgl_prefill.core.labels import LabelDistribution, LabelError, restrict
 
 MOST_FORM_TOKENS = 64

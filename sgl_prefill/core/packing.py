@@ -15,8 +15,8 @@ from sgl_prefill.core.kv_plan import ceil_to
 
 # Candidates looked at per step: many may have to wait for each other.
 LOOK_AT = 256
-# Limit on the label tokens of a step: each is a sequence of the forward pass (`core.answer_tree`).
-MOST_ANSWER_TOKENS = 256
+# Limit on the branches of a step: each is a sequence of the forward pass, with a row of the slot table (`core.branches`).
+MOST_BRANCHES = 256
 
 
 class StepSize(NamedTuple):
@@ -49,13 +49,13 @@ def pack(in_order: Iterable[Job], size: StepSize) -> list[Job]:
         return list(itertools.islice(in_order, 1))
     picked: list[Job] = []
     pages: set[Hashable] = set()
-    n_tokens = n_answer_tokens = 0
+    n_tokens = n_branches = 0
     for job in itertools.islice(in_order, LOOK_AT):
         n_here = ceil_to(job.n_miss_tokens, size.page_size)
         if picked and n_tokens + n_here > size.max_tokens:
             break
-        n_answer_tokens += job.n_answer_tokens
-        if picked and n_answer_tokens > MOST_ANSWER_TOKENS:
+        n_branches += job.n_branches
+        if picked and n_branches > MOST_BRANCHES:
             break
         if job.next_page is not None and job.next_page in pages:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -76,7 +77,7 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.kernels = native().kernels
         self.shares_prefixes = True  # False: each request is a group of its own (shared_prefix_attention=off)
-        self._steps: dict[bool, StepRequests] = {}  # of this forward, by `only_last_rows`
+        self._steps: dict[bool, StepRequests] = {}  # of this forward; True: only the last rows of each request
         self._runs: list[list[Run]] | None = None
         self._requests: list[RequestRows] = []
         self._cached_tokens: list[int] = []
@@ -125,11 +126,11 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
         return output.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
     def attend_into(
-        self, output: torch.Tensor, q: torch.Tensor, layer: RadixAttention, *, only_last_rows: bool = False
+        self, output: torch.Tensor, q: torch.Tensor, layer: RadixAttention, n_last: Sequence[int] | None = None
     ) -> None:
         """Computes the attention of the current batch, with K and V in the pool; `output` may be `q`.
 
-        q, output: [tokens, query heads * head_dim]. only_last_rows: one row per request, its last position.
+        q, output: [tokens, query heads * head_dim]. n_last: q has only so many rows of each request, of its last positions.
         """
         key_pool = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         is_latent = isinstance(self.token_to_kv_pool, MLATokenToKVPool)
@@ -143,14 +144,15 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
             "soft_cap": layer.logit_cap or 0.0,
         }
         if self.kernels is not None and self.is_native(layer, q.dtype, key_pool.dtype, value_pool.dtype):
-            step = self._step_requests(only_last_rows)
+            step = self._step_requests(n_last)
             self.kernels.attention(step, query, key_pool, value_pool, into, **options)
             return
         if self._runs is None:
             table = self.req_to_token_pool.req_to_token
             self._runs = [runs_of(table[request.pool_row, : request.n_kv]) for request in self._requests]
+        starts = [] if n_last is None else [0, *itertools.accumulate(n_last)]
         for index, (request, runs) in enumerate(zip(self._requests, self._runs, strict=True)):
-            queries = slice(index, index + 1) if only_last_rows else request.queries
+            queries = slice(*starts[index : index + 2]) if starts else request.queries
             rows = KVRows(key_pool, value_pool, runs)
             attend(query[queries], rows, into[queries], only_last_block=self.only_last_block, **options)
 
@@ -168,14 +170,14 @@ class CpuFlashAttentionBackend(AttentionBackend):  # type: ignore[misc]
             layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim, *dtypes
         )
 
-    def _step_requests(self, only_last_rows: bool) -> StepRequests:
-        if only_last_rows not in self._steps:
-            n_requests = len(self._requests)
-            ends = range(1, n_requests + 1) if only_last_rows else [one.queries.stop for one in self._requests]
-            is_profile = self.only_last_block and n_requests == 1
+    def _step_requests(self, n_last: Sequence[int] | None) -> StepRequests:
+        is_last = n_last is not None
+        if is_last not in self._steps:
+            ends = [one.queries.stop for one in self._requests] if n_last is None else [*itertools.accumulate(n_last)]
+            is_profile = self.only_last_block and len(ends) == 1
             first_tokens = [max(ends[0] - PROFILED_QUERIES, 0) if is_profile else 0, *ends]
-            self._steps[only_last_rows] = self._native_requests(first_tokens)
-        return self._steps[only_last_rows]
+            self._steps[is_last] = self._native_requests(first_tokens)
+        return self._steps[is_last]
 
     def _native_requests(self, first_tokens: Sequence[int]) -> StepRequests:
         table = self.req_to_token_pool.req_to_token

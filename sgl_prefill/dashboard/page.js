@@ -266,18 +266,30 @@ function askForKey() {
   });
 }
 
-// A labelled prompt.
+// A labelled prompt, or a question about a state.
 async function ask(event) {
   event.preventDefault();
   $("ask-error").textContent = "";
+  const prompt = $("prompt").value, question = $("question").value.trim();
   const labels = $("labels").value.split("\n").filter((label) => label !== "");
-  const body = { model: "default", prompt: $("prompt").value, allowed_tokens: labels };
   try {
-    const reply = await fetch("v1/completions", { method: "POST", headers: { ...headers(), "content-type": "application/json" }, body: JSON.stringify(body) });
-    const answer = await reply.json();
-    if (!reply.ok) throw new Error(answer.error?.message ?? answer.message ?? `the server answers ${reply.status}`);
-    showAnswer(answer.choices[0].label_scores);
+    if (question) {
+      const criteria = Object.fromEntries(labels.map((label) => [label.trim(), null]));
+      const body = { model: "jev-latest", state: prompt, questions: { asked: { type: "choice", instructions: question, criteria } } };
+      showAnswer(scoresOf(await posted("v1/systemone", body)));
+    } else showAnswer((await posted("v1/completions", { model: "default", prompt, allowed_tokens: labels })).choices[0].label_scores);
   } catch (error) { $("ask-error").textContent = error.message; }
+}
+async function posted(path, body) {
+  const reply = await fetch(path, { method: "POST", headers: { ...headers(), "content-type": "application/json" }, body: JSON.stringify(body) });
+  const answer = await reply.json();
+  if (reply.ok) return answer;
+  throw new Error(answer.error?.message ?? answer.message ?? answer.detail?.message ?? answer.detail?.[0]?.msg ?? `the server answers ${reply.status}`);
+}
+function scoresOf({ answers: { asked }, usage, x_cached_tokens, x_predicted_ms, x_actual_ms }) {
+  const labels = Object.entries(asked.probabilities).map(([label, probability]) => ({ label, probability, logprob: shown(null) }));
+  return { labels, label_mass: asked.x_label_mass, prompt_tokens: usage.input_tokens, cached_tokens: x_cached_tokens,
+    queue_ms: null, predicted_jct_ms: x_predicted_ms, actual_ms: x_actual_ms };
 }
 function showAnswer(scores) {
   $("answer").hidden = false;

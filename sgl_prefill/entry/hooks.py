@@ -23,8 +23,8 @@ from sgl_prefill.port import loop
 from sgl_prefill.port.dashboard import watch
 from sgl_prefill.port.kv import admission, namespaces
 from sgl_prefill.port.runner import (
-    answer_trees,
     at_start,
+    branch_rows,
     logits,
     out_of_memory,
     rank_group,
@@ -680,7 +680,7 @@ FEATURES: tuple[Feature, ...] = (
             Hook(
                 f"{GRAPHS}.can_run_graph",
                 replays.around_can_run_graph,
-                "A step with answers of several tokens would be replayed without them, and the start would compare replays with"
+                "A step with branches would be replayed without them, and the start would compare replays with"
                 " themselves.",
                 RunnerState,
             ),
@@ -754,37 +754,37 @@ FEATURES: tuple[Feature, ...] = (
         ),
     ),
     Feature(
-        "answers of several tokens",
+        "branches",
         _always,
         hooks=(
             Hook(
                 f"{CONFIGURATOR}._build_req_to_token_pool",
-                answer_trees.around_build_table,
-                "The tokens of an answer would have no rows that name the KV slots they see.",
+                branch_rows.around_build_table,
+                "Branches would have no rows that name the KV slots they see.",
                 RunnerState,
             ),
             Hook(
                 f"{MANAGERS}.tp_worker.TpModelWorker.forward_batch_generation",
-                answer_trees.around_forward_batch_generation,
-                "The tokens of an answer would have no KV slots, and their results no request.",
+                branch_rows.around_forward_batch_generation,
+                "Branches would have no KV slots, and their results no request.",
                 RunnerState,
             ),
             Hook(
                 f"{RUNNER}.forward",
-                answer_trees.around_forward,
-                "Each token of an answer would cost a step of its own.",
+                branch_rows.around_forward,
+                "Each token of a label, and each question, would cost a step of its own.",
                 RunnerState,
             ),
             Hook(
                 f"{LOGITS}.LogitsProcessor.forward",
-                answer_trees.around_logits,
-                "Each token of an answer would cost a whole row of logits.",
+                branch_rows.around_logits,
+                "Each position that is asked would cost a whole row of logits.",
                 RunnerState,
             ),
             Hook(
                 f"{RESULTS}.move_logprobs_to_cpu",
-                answer_trees.around_move_logprobs,
-                "The results of an answer's tokens would not be read with the rest of the step's.",
+                branch_rows.around_move_logprobs,
+                "The results of branches would not be read with the rest of the step's.",
                 RunnerState,
             ),
         ),
@@ -793,7 +793,7 @@ FEATURES: tuple[Feature, ...] = (
                 f"{MEM_CACHE}.memory_pool.ReqToTokenPool", ("size", "_alloc_size"), "SGLang's requests get no such row."
             ),
         ),
-        relied=(Relied((f"{LOGITS}.LogitsProcessor._get_logits",), "It computes the logits of answers' tokens."),),
+        relied=(Relied((f"{LOGITS}.LogitsProcessor._get_logits",), "It computes the logits of branches."),),
     ),
     Feature(
         "label logits",

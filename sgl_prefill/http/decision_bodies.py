@@ -40,6 +40,7 @@ class Options(BaseModel):
     calibration: StrictStr | None = None
     baseline: StrictBool = False
     abstain_below: Annotated[float, Field(ge=0, le=1)] | None = None
+    deadline_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
 
 class Asked(NamedTuple):

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import orjson
 from fastapi import Request
 from fastapi.responses import Response
@@ -40,7 +39,7 @@ from sgl_prefill.startup import calibrations
 from sgl_prefill.startup.calibrations import StoredCalibration
 
 if TYPE_CHECKING:
-    from sgl_prefill.http.label_scoring import LabelScorer
+    from sgl_prefill.http.label_scoring import AskedPrompts, LabelScorer
     from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
 
 CONTENT = "sgl_prefill.content"  # stands for the user's message in a rendered template
@@ -59,9 +58,9 @@ class Template(NamedTuple):
 class Decided(NamedTuple):
     answers: list[Answer]
     shared_tokens: int  # of the template's head and the state
-    own_tokens: int  # of all questions and orders
-    cached_tokens: int  # of both, before this request
-    predicted_ms: float | None  # sum of the steps' predictions, each prompt's own
+    own_tokens: int  # beyond them, of all questions and orders: what several begin with counts once
+    cached_tokens: int  # before this request
+    predicted_ms: float | None  # sum of the requests' predictions
     actual_ms: float
 
     @property
@@ -155,26 +154,40 @@ class Decider:
         extra_key = asked.cache_key
         if extra_key is not None:
             extra_key += (await self._manager.caller_of(raw_request)).salt
-        found = await self._scorer.distributions(prompts, code_ids, raw_request, extra_key)
         of_questions: list[tuple[list[LabelDistribution], list[LabelDistribution]]] = [
             ([], []) for _ in asked.questions
         ]
-        for work, (distribution, _) in zip(works, found, strict=True):
-            of_questions[work.question][work.is_baseline].append(distribution)
-        shared = _n_shared([one for one, work in zip(prompts, works, strict=True) if not work.is_baseline])
-        meta = [one for (_, one), work in zip(found, works, strict=True) if not work.is_baseline]
-        cached = [one["cached_tokens"] for one in meta]
+        deadlines_ms = [one.deadline_ms for one in asked.options if one.deadline_ms is not None]
+        deadline_ms = min(deadlines_ms, default=None)  # the questions are answered together
+        found: list[AskedPrompts] = []  # with the state, then without
+        for is_baseline in sorted({one.is_baseline for one in works}):
+            some = [index for index, one in enumerate(works) if one.is_baseline is is_baseline]
+            found.append(
+                await self._scorer.distributions(
+                    [prompts[index] for index in some],
+                    [code_ids[index] for index in some],
+                    raw_request,
+                    extra_key,
+                    deadline_ms,
+                )
+            )
+            for index, distribution in zip(some, found[-1].distributions, strict=True):
+                of_questions[works[index].question][is_baseline].append(distribution)
+        with_state = found[0]
         return Decided(
             answers=[
                 _calibrated(answer_of(*of_question), question, calibration)
                 for question, of_question, calibration in zip(asked.questions, of_questions, calibrated_by, strict=True)
             ],
-            shared_tokens=shared,
-            own_tokens=sum(one["prompt_tokens"] - shared for one in meta),
-            cached_tokens=min(shared, *cached) + sum(max(one - shared, 0) for one in cached),
-            predicted_ms=_sum([one.get("predicted_jct_ms") for one in meta]),
+            shared_tokens=with_state.shared_tokens,
+            own_tokens=with_state.own_tokens,
+            cached_tokens=with_state.meta_info[0]["cached_tokens"],
+            predicted_ms=_sum([one.get("predicted_jct_ms") for one in with_state.meta_info]),
             actual_ms=1e3
-            * (max(one["prefill_finished_time"] for one in meta) - min(one["forward_entry_time"] for one in meta)),
+            * (
+                max(one["prefill_finished_time"] for one in with_state.meta_info)
+                - min(one["forward_entry_time"] for one in with_state.meta_info)
+            ),
         )
 
     def _calibration(self, question: Question, options: Options) -> StoredCalibration | None:
@@ -263,19 +276,6 @@ def _calibrated(answer: Answer, question: Question, calibration: StoredCalibrati
         return answer
     names = [one.name for one in question.options]
     return answer._replace(probabilities=calibration.probabilities(names, answer.probabilities))
-
-
-def _n_shared(prompts: Sequence[TokenIds]) -> int:
-    """Tokens that all prompts begin with."""
-    if len(prompts) == 1:
-        return len(prompts[0])
-    first = np.frombuffer(prompts[0].array, np.int64)
-    shared = len(first)
-    for one in prompts[1:]:
-        other = np.frombuffer(one.array, np.int64)[:shared]
-        differs = np.flatnonzero(first[: len(other)] != other)
-        shared = int(differs[0]) if len(differs) else len(other)
-    return shared
 
 
 def _sum(values: Sequence[float | None]) -> float | None:

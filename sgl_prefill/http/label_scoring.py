@@ -16,11 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import fastapi
+import numpy as np
 from sglang.srt.managers.io_struct import GenerateReqInput
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from sgl_prefill.core import long_labels
-from sgl_prefill.core.answer_tree import Tokens
+from sgl_prefill.core.branches import Asked, Tokens, asked_of_label
 from sgl_prefill.core.labels import (
     CONTEXT_CHARACTERS,
     CONTEXT_TOKENS,
@@ -29,11 +30,12 @@ from sgl_prefill.core.labels import (
     check_distinct,
     other_forms,
     resolve_in_context,
+    restrict,
     text_of_bytes,
     tokens_in_context,
 )
 from sgl_prefill.errors import BadRequestError, PromptTooLongError
-from sgl_prefill.http.long_label_requests import TreeRequests
+from sgl_prefill.http.branch_requests import BranchRequests
 from sgl_prefill.http.request_checks import (
     MOST_LABELS,
     PER_PROMPT_FIELDS,
@@ -50,6 +52,7 @@ from sgl_prefill.http.scored_prompt import (
     scored_of,
     with_reply,
 )
+from sgl_prefill.http.token_ids import TokenIds
 from sgl_prefill.port.steps import custom_params
 
 if TYPE_CHECKING:
@@ -92,6 +95,30 @@ class AllowedAnswers(NamedTuple):
             "forms": forms,
         }
         return {name: value for name, value in found.items() if value}
+
+
+class _AskedLabels(NamedTuple):
+    """Labels of any length, per prompt."""
+
+    forms: list[list[Tokens]]
+    ways: list[list[Tokens]]  # in which the forms may be written out, all different
+    requests: BranchRequests
+
+    def logprobs(self, outputs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[Tokens, float]]:
+        """Returns the log-probability of each way, per prompt. outputs: per request, per prompt."""
+        return [
+            {way: sum(values) for way, values in zip(ways, found, strict=True)}
+            for ways, found in zip(self.ways, self.requests.logprobs(outputs), strict=True)
+        ]
+
+
+class AskedPrompts(NamedTuple):
+    """What was found behind prompts that share their beginning."""
+
+    distributions: list[LabelDistribution]  # one for each prompt, over its own tokens
+    meta_info: list[dict[str, Any]]  # SGLang's, of each request
+    shared_tokens: int  # of all prompts
+    own_tokens: int  # beyond them
 
 
 class LabelScorer:
@@ -235,20 +262,37 @@ class LabelScorer:
 
     async def distributions(
         self,
-        prompts: Sequence[list[int]],
-        token_ids: list[list[int]],
+        prompts: Sequence[TokenIds],
+        token_ids: Sequence[Sequence[int]],
         raw_request: fastapi.Request | None = None,
         extra_key: str | None = None,
-    ) -> list[tuple[LabelDistribution, dict[str, Any]]]:
-        """For each prompt the distribution over its own tokens, and SGLang's `meta_info`.
+        deadline_ms: float | None = None,
+    ) -> AskedPrompts:
+        """For each prompt the distribution over its own tokens. What all prompts begin with is one prompt, and the rest of each a
+        branch behind it; engines that compute no branches get each prompt as a request.
 
         extra_key: as SGLang's, for all prompts.
         """
-        obj = GenerateReqInput(input_ids=list(prompts), extra_key=extra_key)
-        _ask_for_logprobs(obj, None, 0)
-        obj.token_ids_logprob = token_ids
-        outputs = await self._answered(obj, raw_request)
-        return [(distribution_of(ids, one), one["meta_info"]) for ids, one in zip(token_ids, outputs, strict=True)]
+        n_shared = _n_shared(prompts)
+        if n_shared == 0 or self._manager.no_long_answers is not None:
+            obj = GenerateReqInput(input_ids=list(prompts), extra_key=extra_key)
+            _ask_for_logprobs(obj, deadline_ms, 0)
+            obj.token_ids_logprob = token_ids
+            outputs = await self._answered(obj, raw_request)
+            found = [distribution_of(ids, one) for ids, one in zip(token_ids, outputs, strict=True)]
+            n_own = sum(len(one) - n_shared for one in prompts)
+            return AskedPrompts(found, [one["meta_info"] for one in outputs], n_shared, n_own)
+        asked: list[Asked] = [
+            [(tuple(one[n_shared:]), tuple(ids))] for one, ids in zip(prompts, token_ids, strict=True)
+        ]
+        shared = TokenIds(prompts[0][:n_shared])
+        room = self._manager.longest_input_tokens - n_shared
+        obj = GenerateReqInput(input_ids=shared, extra_key=extra_key)
+        requests = BranchRequests(obj, [shared], [asked], room)
+        outputs_of_requests = await self._answered_in_turn(requests.requests, raw_request, deadline_ms)
+        (logprobs,) = requests.logprobs(outputs_of_requests)
+        metas = [one["meta_info"] for (one,) in outputs_of_requests]
+        return AskedPrompts([*map(restrict, logprobs)], metas, n_shared, requests.n_tokens[0])
 
     async def one_token_labels(self, prompt_end: str, labels: Sequence[str]) -> dict[str, int]:
         """The tokens of those labels that are one token after the prompt, each another one."""
@@ -261,6 +305,26 @@ class LabelScorer:
         outputs = await self._manager.generate_request(obj, raw_request).__anext__()
         return outputs if isinstance(outputs, list) else [outputs]
 
+    async def _answered_in_turn(
+        self,
+        requests: Sequence[GenerateReqInput],
+        raw_request: fastapi.Request | None,
+        deadline_ms: float | None,
+        n_alternatives: int = 0,
+    ) -> list[list[dict[str, Any]]]:
+        """Returns the outputs of each request, which hits the prefixes that the earlier ones computed. deadline_ms: of all
+        together; n_alternatives: of the first.
+        """
+        started_s = time.monotonic()
+        outputs: list[list[dict[str, Any]]] = []
+        for one in requests:
+            left_ms = deadline_ms
+            if left_ms is not None:
+                left_ms = max(left_ms - 1e3 * (time.monotonic() - started_s), LEAST_LEFT_MS)
+            _ask_for_logprobs(one, left_ms, 0 if outputs else n_alternatives)
+            outputs.append(await self._answered(one, raw_request))
+        return outputs
+
     async def _score_long(
         self,
         obj: GenerateReqInput,
@@ -269,7 +333,7 @@ class LabelScorer:
         deadline_ms: float | None,
         reply: ReplyOptions,
     ) -> list[ScoredPrompt]:
-        """As `score`, for labels of any length: the tokens of all labels run in the step of their prompt."""
+        """As `score`, for labels of any length: their tokens are branches of their prompt."""
         tenant = await self._tenant(raw_request)
         end_ids = sorted(self._manager.end_token_ids) if options.ends_with_token else []
         if options.ends_with_token and not end_ids:
@@ -277,50 +341,42 @@ class LabelScorer:
                 f"answer_end is {long_labels.END_TOKEN!r}, and this model's configuration names no end token"
             )
         baseline = None if options.baseline is None else _with_prompt(obj, options.baseline)
-        trees_of = [await self._trees(obj, options, end_ids, tenant)]
+        asked = [await self._asked(obj, options, end_ids, tenant)]
         if baseline is not None:
-            trees_of.append(await self._trees(baseline, options, end_ids, tenant))
+            asked.append(await self._asked(baseline, options, end_ids, tenant))
         why_not = self._manager.no_long_answers
-        if why_not is not None and any(n for _, trees in trees_of for n in trees.n_nodes):
+        if why_not is not None and any(n for one in asked for n in one.requests.n_tokens):
             raise BadRequestError(
                 f"allowed_answers holds labels of several tokens, which this engine cannot compute: {why_not}. Shorten them"
             )
-        started_s = time.monotonic()
-        outputs: list[list[dict[str, Any]]] = []
-        # One after another: each request hits the prefixes that the earlier ones computed.
-        for one in (one for _, trees in trees_of for one in trees.requests):
-            left_ms = deadline_ms
-            if left_ms is not None:
-                left_ms = max(left_ms - 1e3 * (time.monotonic() - started_s), LEAST_LEFT_MS)
-            _ask_for_logprobs(one, left_ms, 0 if outputs else reply.top_alternatives)
-            outputs.append(await self._answered(one, raw_request))
-        n_main = len(trees_of[0][1].requests)
-        (forms, trees), outputs_of_prompts = trees_of[0], outputs[:n_main]
-        logprobs = trees.logprobs(outputs_of_prompts)
+        all_requests = [one for each in asked for one in each.requests.requests]
+        outputs = await self._answered_in_turn(all_requests, raw_request, deadline_ms, reply.top_alternatives)
+        main = asked[0]
+        n_main = len(main.requests.requests)
+        logprobs = main.logprobs(outputs[:n_main])
         without: tuple[Sequence[Tokens], dict[Tokens, float] | None] = ((), None)
         if baseline is not None:
-            ((baseline_forms,), baseline_trees) = trees_of[1]
-            without = baseline_forms, baseline_trees.logprobs(outputs[n_main:])[0]
+            without = asked[1].forms[0], asked[1].logprobs(outputs[n_main:])[0]
         scored = [
             long_labels.score(options, of_prompt, end_ids, found, *without)
-            for of_prompt, found in zip(forms, logprobs, strict=True)
+            for of_prompt, found in zip(main.forms, logprobs, strict=True)
         ]
         return [
-            ScoredPrompt(_labels_of(options, one), one.distribution, output["meta_info"], one, n_nodes)
-            for one, output, n_nodes in zip(scored, outputs_of_prompts[0], trees.n_nodes, strict=True)
+            ScoredPrompt(_labels_of(options, one), one.distribution, output["meta_info"], one, n_tokens)
+            for one, output, n_tokens in zip(scored, outputs[0], main.requests.n_tokens, strict=True)
         ]
 
-    async def _trees(
+    async def _asked(
         self, obj: GenerateReqInput, options: long_labels.AnswerOptions, end_ids: list[int], tenant: str
-    ) -> tuple[list[list[Tokens]], TreeRequests]:
-        """Returns the tokens of each form after each prompt, and the requests for them."""
+    ) -> _AskedLabels:
         prompts = _prompts_of(obj)
         labels = await self._resolve(AllowedAnswers(options.texts, None, options), prompts, tenant)
         forms = [[label.token_ids for label in of_prompt] for of_prompt in labels]
         ways = [
             [way for answer in of_prompt for way in long_labels.ways_to_end(answer, end_ids)] for of_prompt in forms
         ]
-        return forms, TreeRequests(obj, prompts, ways)
+        asked = [[asked_of_label(way) for way in of_prompt] for of_prompt in ways]
+        return _AskedLabels(forms, ways, BranchRequests(obj, prompts, asked))
 
     async def _resolve(
         self, answers: AllowedAnswers, prompts: list[str] | list[list[int]], tenant: str = ""
@@ -429,6 +485,17 @@ class LabelScorer:
             return ""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
+
+
+def _n_shared(prompts: Sequence[TokenIds]) -> int:
+    """Tokens that all prompts begin with."""
+    first = np.frombuffer(prompts[0].array, np.int64)
+    shared = len(first)
+    for one in prompts[1:]:
+        other = np.frombuffer(one.array, np.int64)[:shared]
+        differs = np.flatnonzero(first[: len(other)] != other)
+        shared = int(differs[0]) if len(differs) else len(other)
+    return shared
 
 
 def _check_size(answers: AllowedAnswers, n_prompts: int) -> None:

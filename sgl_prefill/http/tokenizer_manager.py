@@ -30,7 +30,7 @@ from sgl_prefill.http.rids import Rids
 from sgl_prefill.http.text_cache import TextCache
 from sgl_prefill.http.token_ids import TokenIds
 from sgl_prefill.port.kv import namespaces
-from sgl_prefill.port.runner import answer_trees
+from sgl_prefill.port.runner import branch_rows
 from sgl_prefill.port.steps import clients, custom_params, traces
 from sgl_prefill.startup import calibrations
 from sgl_prefill.startup.record import ANSWERS_KEY, PACKS_WEIGHTS_KEY
@@ -130,7 +130,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             obj.sampling_params = custom_params.for_each(obj.sampling_params, custom_params.mark_background)
         put = functools.partial(custom_params.put_ours, ours=self._params_of_caller(caller, obj))
         obj.sampling_params = custom_params.for_each(obj.sampling_params, put)
-        obj.sampling_params = answer_trees.sampling_params_with_trees(
+        obj.sampling_params = branch_rows.sampling_params_with_branches(
             obj, is_batch=request_checks.count_prompts(obj) is not None
         )
         # SGLang knows health probes by their id.
@@ -589,13 +589,13 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             raise BadRequestError("the prompt is empty: it must hold at least one token")
         if obj.input_ids is not None and n_input > 0:
             request_checks.check_ids_in_vocabulary(input_ids, self.model_config.vocab_size, "the prompt")
-        self.check_length(n_input, n_answer=answer_trees.count_nodes(obj.sampling_params or {}))
+        self.check_length(n_input, n_branches=branch_rows.size_of(obj.sampling_params or {}).tokens)
 
-    def check_length(self, n_input: int, n_answer: int = 0) -> None:
-        """Raises PromptTooLongError. n_answer: tokens of the answers, beyond the prompt."""
+    def check_length(self, n_input: int, n_branches: int = 0) -> None:
+        """Raises PromptTooLongError. n_branches: tokens of its branches, beyond the prompt."""
         limit = self.longest_input_tokens
-        if n_input + n_answer > limit:
-            beside = f" and its answers {n_answer} more" if n_answer else ""
+        if n_input + n_branches > limit:
+            beside = f" and what is asked behind it {n_branches} more" if n_branches else ""
             raise PromptTooLongError(
                 f"the prompt has {n_input} tokens{beside}, and this server takes at most {limit} (the model's context length is"
                 f' {self.context_len}): shorten it, send prompt_parts with on_overflow "cut", or start the server with a larger'

@@ -20,10 +20,10 @@ class LayerIO(Protocol):
         """Put K and V of the batch's tokens [start, end) into the KV pool. key, value: [end - start, heads, head_dim]."""
         ...
 
-    def attend(self, layer_id: int, query: torch.Tensor, output: torch.Tensor, *, only_last_rows: bool = False) -> None:
+    def attend(self, layer_id: int, query: torch.Tensor, output: torch.Tensor, *, only_read_rows: bool = False) -> None:
         """Attention of all tokens of the batch, whose K and V are in the pool. query, output: [tokens, ...].
 
-        only_last_rows: only the last token of each request, [requests, ...].
+        only_read_rows: only the rows that `HybridBody.run` was told, [rows, ...].
         """
         ...
 
@@ -59,19 +59,19 @@ class HybridBody:
         )
 
     def run(
-        self, token_rows: dict[str, torch.Tensor], io: LayerIO, last_rows: torch.Tensor | None = None
+        self, token_rows: dict[str, torch.Tensor], io: LayerIO, read_rows: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Returns the hidden states after the body, [tokens, hidden size].
 
-        token_rows: the inputs named in `trace.TOKEN_INPUTS`. last_rows: int64 [requests], the last token of each request, where
-        no other hidden states are read: behind the last layer's K and V only these rows are computed; the others hold garbage.
+        token_rows: the inputs named in `trace.TOKEN_INPUTS`. read_rows: int64 [rows], the last tokens of each request,
+        where no other hidden states are read: behind the last layer's K and V only these are computed; the others hold garbage.
         """
         n_tokens = token_rows["input_ids"].shape[0]
         is_one_chunk = n_tokens <= self.chunk_tokens and not self.only_what_decides_memory
         values: list[Value | None] = [None] * len(self.split.buffers)
         if not is_one_chunk:
             values = self._buffers(n_tokens, token_rows)
-        n_whole = len(self.split.pieces) - (last_rows is not None)
+        n_whole = len(self.split.pieces) - (read_rows is not None)
         for index, piece in enumerate(self.split.pieces[:n_whole]):
             if self.only_what_decides_memory and 1 < index < len(self.split.pieces) - 1:
                 continue
@@ -81,13 +81,13 @@ class HybridBody:
             else:
                 assert _all_there(values)
                 self._run_in_chunks(piece, attention, values, token_rows, io)
-            if attention is not None and not (last_rows is not None and index == n_whole - 1):
+            if attention is not None and not (read_rows is not None and index == n_whole - 1):
                 self._attend(attention, values, io, is_one_chunk=is_one_chunk)
-        if last_rows is None:
+        if read_rows is None:
             result = values[self.split.result]
             assert result is not None
             return result.whole() if isinstance(result, SharedRows) else result
-        return self._only_last_rows(values, token_rows, io, last_rows)
+        return self._only_read_rows(values, token_rows, io, read_rows)
 
     @staticmethod
     def _attend(attention: Attention, values: list[Value | None], io: LayerIO, *, is_one_chunk: bool) -> None:
@@ -143,35 +143,35 @@ class HybridBody:
                         self.on_written(buffer, result)
             self._store(piece, results, buffers, start, end)
 
-    def _only_last_rows(
+    def _only_read_rows(
         self,
         values: list[Value | None],
         token_rows: dict[str, torch.Tensor],
         io: LayerIO,
-        last_rows: torch.Tensor,
+        read_rows: torch.Tensor,
     ) -> torch.Tensor:
         """Computes the last attention and the last piece for these rows only."""
         attention, piece = self.split.attentions[-1], self.split.pieces[-1]
         read = {argument.buffer for argument in piece.arguments if argument.buffer is not None} | {attention.query}
         rows = [
-            _select(value, last_rows) if value is not None and buffer in read else None
+            _select(value, read_rows) if value is not None and buffer in read else None
             for buffer, value in enumerate(values)
         ]
         query = rows[attention.query]
         assert query is not None
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        io.attend(attention.layer_id, query, output, only_last_rows=True)
+        io.attend(attention.layer_id, query, output, only_read_rows=True)
         rows[attention.output] = output
-        inputs = {name: value.index_select(0, last_rows) for name, value in token_rows.items()}
-        results = self._run_chunk(piece, None, rows, inputs, 0, len(last_rows), io)
+        inputs = {name: value.index_select(0, read_rows) for name, value in token_rows.items()}
+        results = self._run_chunk(piece, None, rows, inputs, 0, len(read_rows), io)
         scored = results[piece.outputs.index(self.split.result)]
         shape = (token_rows["input_ids"].shape[0], *scored.shape[1:])
         held = values[self.split.result]  # what it held has been read
         if isinstance(held, torch.Tensor) and held.shape == shape and held.is_contiguous():
-            return held.index_copy_(0, last_rows, scored)
+            return held.index_copy_(0, read_rows, scored)
         values.clear()
         del held  # ranks hold it together: their parts make room for the whole
-        return torch.empty(shape, dtype=scored.dtype, device=scored.device).index_copy_(0, last_rows, scored)
+        return torch.empty(shape, dtype=scored.dtype, device=scored.device).index_copy_(0, read_rows, scored)
 
     def _chunks(self, n_tokens: int) -> list[tuple[int, int]]:
         starts = range(0, n_tokens, self.chunk_tokens)

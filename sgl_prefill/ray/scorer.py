@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from sgl_prefill.batch.asked import ERROR, Asked
 from sgl_prefill.batch.options import INFLIGHT_OWN_ENGINE, INFLIGHT_SERVER
-from sgl_prefill.batch.tables import ERROR, MASS, columns_of, texts_of
+from sgl_prefill.batch.tables import columns_of, texts_of
 from sgl_prefill.core.batch.batch_plan import depth_first
 from sgl_prefill.core.batch.token_rows import IntArray, TokenRows
 from sgl_prefill.core.batch.units import divide
@@ -44,7 +45,8 @@ def score(
     dataset: Dataset,
     *,
     prompt: str | Callable[[dict[str, Any]], str],
-    labels: Sequence[str],
+    labels: Sequence[str] = (),
+    questions: dict[str, Any] | None = None,
     concurrency: int | None = None,
     engine: Mapping[str, Any] | None = None,
     base_urls: Sequence[str] = (),
@@ -53,7 +55,7 @@ def score(
     threads: int | None = None,
     ray_remote_args: Mapping[str, Any] | None = None,
 ) -> Dataset:
-    """Returns a dataset of the same rows with a column for each label, `label_mass` and `error`.
+    """Returns a dataset of the same rows with a column for each label, `label_mass` and `error`; or with those of questions.
 
     Reads the whole dataset at once, and plans: rows that share a prefix are answered one after the other by one actor. The
     engines start, and rows are answered, when the result is consumed or written. Raises ConfigurationError or BatchJobError.
@@ -61,6 +63,7 @@ def score(
     Args:
         prompt: a column, of text or of token ids; a template that names columns in braces; or a function of a row.
         labels: the allowed answers, of any length.
+        questions: in their place, as `questions` of /v1/systemone; each prompt is a state, as text.
         concurrency: number of actors, each with an engine of its own or asking one server; default: 1, or one for each server.
         engine: arguments of `sgl_prefill.batch.Engine`, the same for each actor.
         base_urls: running servers that answer in place of engines.
@@ -72,12 +75,13 @@ def score(
     check_ray()
     urls = (base_urls,) if isinstance(base_urls, str) else tuple(base_urls)
     n_actors = (len(urls) or 1) if concurrency is None else concurrency
-    _check(labels, n_actors, engine, urls)
+    asked = Asked(labels if isinstance(labels, str) else tuple(labels), questions)
+    _check(asked, n_actors, engine, urls)
     wanted = Prompt.of(prompt, _names_of(dataset.schema()))
-    _check_columns(dataset, (*labels, MASS, ERROR, *(USAGE if usage else ())))
+    _check_columns(dataset, (*asked.columns(), ERROR, *(USAGE if usage else ())))
     units = units_of(dataset, wanted, n_actors)
     arguments = Arguments(
-        labels=tuple(labels),
+        asked=asked,
         engine=dict(engine or {}),
         urls=urls,
         max_inflight=max_inflight or (INFLIGHT_SERVER if urls else INFLIGHT_OWN_ENGINE),
@@ -107,9 +111,13 @@ def check_ray() -> None:
         raise ConfigurationError("Ray is not initialised: call ray.init() before the dataset is made")
 
 
-def _check(labels: Sequence[str], n_actors: int, engine: Mapping[str, Any] | None, urls: Sequence[str]) -> None:
+def _check(asked: Asked, n_actors: int, engine: Mapping[str, Any] | None, urls: Sequence[str]) -> None:
     problems = []
-    if isinstance(labels, str) or not labels:
+    labels = asked.labels
+    if asked.questions is not None:
+        if labels:
+            problems.append("labels and questions are both given: ask for one of the two")
+    elif isinstance(labels, str) or not labels:
         problems.append(f"labels is {labels!r}: give a list of the allowed answers")
     elif len(set(labels)) < len(labels):
         problems.append("labels holds the same answer twice: each is a column of the result")
@@ -349,7 +357,7 @@ class Register:
 class Arguments(NamedTuple):
     """The same for every actor of a job."""
 
-    labels: tuple[str, ...]
+    asked: Asked
     engine: dict[str, Any]
     urls: tuple[str, ...]
     max_inflight: int
@@ -413,9 +421,11 @@ class Scorer:
 
         from sgl_prefill.batch.api import score as answers
 
-        labels, max_inflight = self._arguments.labels, self._arguments.max_inflight
+        (labels, questions), max_inflight = self._arguments.asked, self._arguments.max_inflight
         try:
-            yield from answers(prompts, labels=labels, engine=self._engine, max_inflight=max_inflight)
+            yield from answers(
+                prompts, labels=labels, questions=questions, engine=self._engine, max_inflight=max_inflight
+            )
         except Exception as error:
             traceback.print_exc()
             if len(rows) == 1:
@@ -428,10 +438,13 @@ class Scorer:
         import pyarrow as pa
 
         columns: list[tuple[str, Any, list[Any]]] = [
-            (label, pa.float64(), [one.probabilities and one.probabilities[label] for one in scores])
-            for label in self._arguments.labels
+            (
+                name,
+                pa.float64() if kind is float else pa.string(),
+                [one.columns and one.columns[name] for one in scores],
+            )
+            for name, kind in self._arguments.asked.columns().items()
         ]
-        columns.append((MASS, pa.float64(), [one.label_mass for one in scores]))
         columns.append((ERROR, pa.string(), [one.error for one in scores]))
         for name in USAGE if self._arguments.usage else ():
             columns.append((name, pa.int64(), [getattr(one, name) for one in scores]))

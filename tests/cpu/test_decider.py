@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from sgl_prefill.core.label_calibration import Calibration
+from sgl_prefill.core.labels import restrict
 from sgl_prefill.errors import BadRequestError, PromptTooLongError
 from sgl_prefill.http import decision_bodies
 from sgl_prefill.http.decisions import Decided, Decider
+from sgl_prefill.http.label_scoring import AskedPrompts
 from sgl_prefill.http.token_ids import TokenIds
 from sgl_prefill.startup.calibrations import ModelName, StoredCalibration
 
@@ -59,16 +61,11 @@ class Scorer:
     async def one_token_labels(self, prompt_end: str, labels: list[str]) -> dict[str, int]:
         return {label: index for index, label in enumerate(CODES) if label not in self._several_tokens}
 
-    async def distributions(self, prompts: Any, token_ids: Any, *_: Any) -> list[tuple[Any, dict[str, Any]]]:
-        from sgl_prefill.core.labels import restrict
-
+    async def distributions(self, prompts: Any, token_ids: Any, *_: Any) -> AskedPrompts:
         self.prompts = ["".join(map(chr, one)) for one in prompts]
         meta = {"cached_tokens": 0, "prefill_finished_time": 2.0, "forward_entry_time": 1.0}
-        found = []
-        for prompt, ids in zip(prompts, token_ids, strict=True):
-            row = restrict([math.log((2 if one == min(ids) else 1) / 1000) for one in ids])
-            found.append((row, {**meta, "prompt_tokens": len(prompt)}))
-        return found
+        found = [restrict([math.log((2 if one == min(ids) else 1) / 1000) for one in ids]) for ids in token_ids]
+        return AskedPrompts(found, [meta], len(prompts[0]), 0)
 
 
 def decide(manager: Manager, question: dict[str, Any], options: Any = None, scorer: Scorer | None = None) -> Decided:

@@ -86,11 +86,11 @@ class RunningMean:
         assert layer_id == len(self.attended), "a layer writes after the one before it has attended"
         self.pool[0, start:end], self.pool[1, start:end] = key, value
 
-    def attend(self, layer_id: int, query: torch.Tensor, output: torch.Tensor, *, only_last_rows: bool = False) -> None:
+    def attend(self, layer_id: int, query: torch.Tensor, output: torch.Tensor, *, only_read_rows: bool = False) -> None:
         self.attended.append(layer_id)
         mean = self.pool.cumsum(1) / torch.arange(1, self.pool.shape[1] + 1)[None, :, None, None]
         rows = mean.permute(1, 0, 2, 3).reshape(mean.shape[1], -1).repeat(1, 2)[:, :HIDDEN]
-        output.copy_(query + (rows[-1:] if only_last_rows else rows))
+        output.copy_(query + (rows[-1:] if only_read_rows else rows))
         self.pool.fill_(torch.nan)
 
 
@@ -113,16 +113,16 @@ class Thread:
 
 
 def run(
-    split: SplitBody, chunk_tokens: int, input_ids: torch.Tensor, last_rows: torch.Tensor | None = None
+    split: SplitBody, chunk_tokens: int, input_ids: torch.Tensor, read_rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    return run_body(HybridBody(split, chunk_tokens), input_ids, last_rows)
+    return run_body(HybridBody(split, chunk_tokens), input_ids, read_rows)
 
 
-def run_body(body: HybridBody, input_ids: torch.Tensor, last_rows: torch.Tensor | None = None) -> torch.Tensor:
+def run_body(body: HybridBody, input_ids: torch.Tensor, read_rows: torch.Tensor | None = None) -> torch.Tensor:
     positions = torch.arange(len(input_ids))
     token_rows = {"input_ids": input_ids, "positions": positions, "out_cache_loc": positions}
     with torch.no_grad():
-        return body.run(token_rows, RunningMean(len(input_ids)), last_rows)
+        return body.run(token_rows, RunningMean(len(input_ids)), read_rows)
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -154,19 +154,19 @@ def test_ranks_that_hold_the_residual_stream_together_compute_what_one_does(n_ra
     table, barrier = [torch.empty(0)] * n_ranks, threading.Barrier(n_ranks)
     attended = {buffer for one in splits[0].attentions for buffer in (one.query, one.output)}
 
-    def rank(index: int, last_rows: torch.Tensor | None) -> torch.Tensor:
+    def rank(index: int, read_rows: torch.Tensor | None) -> torch.Tensor:
         body = HybridBody(splits[index], chunk_tokens)
         alone_bytes = body.retained_bytes_per_token
         body.shared, body.exchange = frozenset(range(len(splits[0].buffers))) - attended, Thread(index, table, barrier)
         assert body.shared
         assert body.retained_bytes_per_token < alone_bytes
-        return run_body(body, input_ids, last_rows)
+        return run_body(body, input_ids, read_rows)
 
-    for last_rows in (None, torch.tensor([130])):
+    for read_rows in (None, torch.tensor([130])):
         expected = run(splits[0], 200, input_ids)
-        rows = torch.arange(131) if last_rows is None else last_rows
+        rows = torch.arange(131) if read_rows is None else read_rows
         with ThreadPoolExecutor(n_ranks) as threads:
-            for found in threads.map(rank, range(n_ranks), [last_rows] * n_ranks):
+            for found in threads.map(rank, range(n_ranks), [read_rows] * n_ranks):
                 torch.testing.assert_close(found[rows], expected[rows], rtol=0, atol=1e-5)
 
 

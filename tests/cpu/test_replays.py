@@ -22,7 +22,7 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.entry.engine import sglang_defaults
 from sgl_prefill.entry.hooks import hooks_for
-from sgl_prefill.port.runner import answer_trees, forward, replays
+from sgl_prefill.port.runner import branch_rows, forward, replays
 from sgl_prefill.port.runner.runner_state import RunnerState
 from sgl_prefill.startup import arguments
 from sgl_prefill.startup.arguments import DEVICE_MAX_REQUESTS, DEVICE_REPLAYED_TOKENS
@@ -190,8 +190,8 @@ def test_steps_of_hits_with_labels_are_replayed(n_tokens: int, is_replayed: bool
 
 def test_a_step_with_answers_of_several_tokens_is_not_replayed() -> None:
     """The logits processor would take the answers' tokens for requests: a replay hands it a batch without names."""
-    step = batch(20, ["a", answer_trees.NO_REQUEST])
-    assert answer_trees.are_in(step)
+    step = batch(20, ["a", branch_rows.NO_REQUEST])
+    assert branch_rows.are_in(step)
     assert PrefillCudaGraphRunner.can_run_graph(recorded([32]), step)
     assert not asked(RunnerState(StartRecord(PrefillConfig())), recorded([32]), step)
 

@@ -167,3 +167,68 @@ def test_each_row_is_answered_or_refused_once(tmp_path_factory: pytest.TempPathF
     found = prepare(RequestFile(folder / "in.jsonl"), find, folder)
     assert sorted([*found.row.tolist(), *(bad.row for bad in found.bad)]) == list(range(len(ids)))
     assert len({ids[row] for row in found.row}) == len(found.row)
+
+
+QUESTIONS: dict[str, Any] = {
+    "refund": {"type": "noul", "instructions": "Is money asked back?"},
+    "desk": {"type": "choice", "criteria": {"workshop": None, "sales": None}},
+    "mood": {"type": "score", "criteria": ["calm", "furious"]},
+}
+ANSWERS = {
+    "refund": {"type": "noul", "noul": 0.25},
+    "desk": {"type": "choice", "choice": "sales", "probabilities": {"workshop": 0.4, "sales": 0.6}},
+    "mood": {"type": "score", "score": 0.5},
+}
+
+
+def asked(folder: Path, questions: Any, *flags: str) -> options.JobOptions:
+    write_csv(folder / "in.csv", [("a", "", "It broke."), ("b", "", "")])
+    (folder / "questions.json").write_text(json.dumps(questions))
+    argv = [
+        "-i",
+        str(folder / "in.csv"),
+        "-o",
+        str(folder / "out.parquet"),
+        "--prompt-column",
+        "text",
+        "--id-column",
+        "id",
+    ]
+    return options.options_of(
+        options.parser().parse_args([*argv, "--questions", str(folder / "questions.json"), *flags])
+    )
+
+
+def test_questions_are_asked_about_each_row_and_answered_in_columns(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    made = asked(tmp_path, QUESTIONS)
+    tables.write_requests(made, tmp_path / "requests")
+    first, _ = map(json.loads, (tmp_path / "requests").read_bytes().splitlines())
+    assert (first["url"], first["body"]["state"], first["body"]["questions"]) == (
+        "/v1/systemone",
+        "It broke.",
+        QUESTIONS,
+    )
+    answer = {"custom_id": "a", "response": {"body": {"answers": ANSWERS}}}
+    failed = {"custom_id": "b", "error": {"message": "blank"}}
+    tables.write_answers(made, iter([json.dumps(answer).encode()]), iter([json.dumps(failed).encode()]))
+    rows = parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    found = {"refund": 0.25, "desk": "sales", "desk: workshop": 0.4, "desk: sales": 0.6, "mood": 0.5}
+    assert rows == [{"id": "a", **found, "error": None}, {"id": "b", **dict.fromkeys(found), "error": "blank"}]
+
+
+@pytest.mark.parametrize(
+    ("questions", "flags", "message"),
+    [
+        (["desk"], [], "no JSON object"),
+        ({"desk": {"type": "choice", "criteria": {}}}, [], "questions: questions.desk"),
+        ({"id": {"type": "noul", "instructions": "x?"}}, [], "'id' would be two columns"),
+        ({**QUESTIONS, "desk: sales": QUESTIONS["refund"]}, [], "'desk: sales' would be two columns"),
+        (QUESTIONS, ["--labels", " yes"], "give one of the two"),
+    ],
+)
+def test_questions_that_cannot_be_columns_are_refused(
+    tmp_path: Path, questions: Any, flags: list[str], message: str
+) -> None:
+    with pytest.raises(BatchJobError, match=message):
+        tables.write_requests(asked(tmp_path, questions, *flags), tmp_path / "requests")

@@ -16,11 +16,11 @@ from unittest import mock
 import torch
 
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.core.answer_tree import AnswerTree
+from sgl_prefill.core.branches import Asked, Branches, asked_of_label
 from sgl_prefill.core.jct import FittedJct
 from sgl_prefill.cpu.native.library import native
 from sgl_prefill.errors import SglPrefillError
-from sgl_prefill.port.runner import answer_trees
+from sgl_prefill.port.runner import branch_rows
 from sgl_prefill.port.runner.sglang_model import SglangModel
 from sgl_prefill.startup import memory_profile, parity_gate
 from tests.support import tiny_models
@@ -125,11 +125,13 @@ def one_family(folder: Path, family: str) -> dict[str, Any]:
     return result
 
 
-ANSWERS = ((30, 31, 32), (30, 31, 33), (30,), (40, 41), (50,))
+LABEL_TOKENS = ((30, 31, 32), (30, 31, 33), (30,), (40, 41), (50,))
+QUESTIONS: list[Asked] = [[(tuple(range(60, 90)), (5, 6))], [((*range(60, 80), 7, 8, 9), (5,))], [((60, 61), (8, 9))]]
+ASKED = [*map(asked_of_label, LABEL_TOKENS), *QUESTIONS]
 
 
 def answers_differ_by(engine: InProcessScheduler, text: list[int], chunk: int, durable: int) -> float:
-    """All tokens of some answers in the step of their prompt, cold and cached, against one request for each of them."""
+    """Labels and questions as branches of their prompt, cold and cached, against one request for each sequence."""
     found = []
     with chunks_of(engine, chunk):
         engine.set_durable(durable)
@@ -143,17 +145,18 @@ def answers_differ_by(engine: InProcessScheduler, text: list[int], chunk: int, d
 
 
 def answer_logprobs(engine: InProcessScheduler, text: list[int]) -> list[float]:
-    tree = AnswerTree(ANSWERS)
-    answer = engine.ask(text, label_ids=tree.first, answers=tree)
-    behind = answer.meta[answer_trees.FACT]
-    return [x for one in ANSWERS for x in tree.logprobs(one, answer.label_logprobs, behind)]
+    branches = Branches(ASKED)
+    answer = engine.ask(text, label_ids=branches.first, branches=branches)
+    behind = answer.meta[branch_rows.FACT]
+    return [x for one in ASKED for x in branches.logprobs(one, answer.label_logprobs, behind)]
 
 
 def asked_one_by_one(engine: InProcessScheduler, text: list[int]) -> list[float]:
     return [
-        engine.ask([*text, *one[:n]], label_ids=one[n : n + 1]).label_logprobs[0]
-        for one in ANSWERS
-        for n in range(len(one))
+        x
+        for asked in ASKED
+        for sequence, tokens in asked
+        for x in engine.ask([*text, *sequence], label_ids=tokens).label_logprobs
     ]
 
 
@@ -408,6 +411,7 @@ def stable(folder: Path) -> dict[str, Any]:
     shared = [prompt(rng, n) for n in (90, 310)]
     texts = [[*rng.choice(shared)[: rng.randint(1, 310)], *prompt(rng, rng.randint(1, 40))] for _ in range(20)]
     alone = [(fresh(engine, text, 2000).label_logprobs, answer_logprobs(engine, text)) for text in texts]
+    apart = sum(asked_one_by_one(engine, text) != of_text[1] for text, of_text in zip(texts, alone, strict=True))
     differing, n_answers, n_cached = 0, 0, 0
     while n_answers < 100:
         engine.set_durable(rng.choice((DURABLE, 2000)))
@@ -424,7 +428,12 @@ def stable(folder: Path) -> dict[str, Any]:
                 n_answers += 1
                 n_cached += answer.cached_tokens > 0
         differing += answer_logprobs(engine, texts[one]) != alone[one][1]
-    return {"differing": differing, "cached": n_cached, "record": engine.parts.record.shown()["stable_answers"]}
+    return {
+        "differing": differing,
+        "apart": apart,
+        "cached": n_cached,
+        "record": engine.parts.record.shown()["stable_answers"],
+    }
 
 
 def profile(folder: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from sglang.srt.model_executor.model_runner_components.layer_setup import comput
 from sglang.srt.model_executor.runner import PrefillCudaGraphRunner, prefill_cuda_graph_runner
 from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend import BreakableCudaGraphBackend
 
-from sgl_prefill.port.runner import answer_trees, replays
+from sgl_prefill.port.runner import branch_rows, replays
 from sgl_prefill.startup import parity_gate
 from tests.integration.memory_child import answer_logprobs, prompt, start
 from tests.support import quiet_imports  # noqa: F401  (before all else that imports SGLang)
@@ -145,7 +145,7 @@ def eager_and_replayed(folder: Path) -> dict[str, Any]:
         recorded._forward = lambda *arguments: right(*arguments).roll(1, 0)
         result["wrong replay"] = abs(asked(engine, prefix, tails[2:3])[0][0] - eager["one"][2][0])
         recorded._forward = right
-    with mock.patch.object(answer_trees, "are_in", return_value=False):
+    with mock.patch.object(branch_rows, "are_in", return_value=False):
         try:
             steps["answers"]()
         except AssertionError as error:

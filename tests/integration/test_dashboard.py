@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 import threading
 import time
@@ -258,6 +259,11 @@ def test_a_labelled_prompt_is_answered_as_the_route_answers_it(browser: Any, ser
         assert abs(float(row.nth(1).text_content()) - best["probability"]) < 0.01
         assert looked.value("ask-tokens") == 5
         assert looked.value("ask-predicted") > 0
+        looked.page.fill("#question", "Which city is it?")
+        looked.page.click("#ask-form button")
+        expect(row.first).to_have_text(re.compile('^"(Paris|Rome)"$'), timeout=WAIT_MS)
+        assert looked.value("ask-tokens") > 20
+        looked.page.fill("#question", "")
         looked.page.fill("#labels", " Paris\n Paris")
         looked.errors.clear()
         looked.page.click("#ask-form button")

@@ -165,6 +165,7 @@ def test_stable_answers_are_the_same_bits_in_any_company_cache_state_and_chunk_s
     if not unusual["has_kernels"]:
         pytest.skip("without native kernels there are no stable answers")
     assert unusual["stable"]["differing"] == 0
+    assert unusual["stable"]["apart"] == 0, "branches have the bits of separate prompts"
     assert unusual["stable"]["cached"] > 20
     assert unusual["stable"]["record"]["row_counts"] > 0
     assert "--stable-answers on cannot hold here: PyTorch computes" in unusual["unstable"]

@@ -23,7 +23,7 @@ from sgl_prefill.core.jct import FittedJct
 from sgl_prefill.entry import in_process
 from sgl_prefill.entry.engine import sglang_defaults
 from sgl_prefill.hybrid.body import HybridBody
-from sgl_prefill.port.runner import answer_trees
+from sgl_prefill.port.runner import branch_rows
 from sgl_prefill.port.runner.sglang_model import SglangModel
 from sgl_prefill.port.steps import custom_params, time_stats
 from sgl_prefill.port.steps.live import LiveScheduling
@@ -108,8 +108,8 @@ class InProcessScheduler:
 
         deadline_ms = options.pop("deadline_ms", None)
         custom = custom_params.with_deadline(deadline_ms)
-        if (tree := options.pop("answers", None)) is not None:
-            custom = {**(custom or {}), answer_trees.PARAMETER: [tuple(node) for node in tree.nodes]}
+        if (branches := options.pop("branches", None)) is not None:
+            custom = {**(custom or {}), branch_rows.PARAMETER: [tuple(one) for one in branches.branches]}
         params = SamplingParams(
             max_new_tokens=options.pop("max_new_tokens", 0),
             temperature=0,

@@ -81,7 +81,7 @@ class _Queue:
 
         self.ages_s = np.maximum(now_s - np.fromiter(column("arrival_s"), float, n), 0.0)
         self.n_input = np.fromiter(map(len, column("tokens")), float, n)
-        self.n_input += np.fromiter(column("n_answer_tokens"), float, n)
+        self.n_input += np.fromiter(column("n_branch_tokens"), float, n)
         n_cached = np.fromiter(column("n_cached_tokens"), float, n)
         self.clients = Counter(column("client"))
         self.predicted_ms: Any = None

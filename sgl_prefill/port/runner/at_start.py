@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sgl_prefill.core.gpu_memory import model_name
 from sgl_prefill.core.ranks import smallest
 from sgl_prefill.errors import MemoryPlanError
-from sgl_prefill.port.runner import answer_trees, forward, model_faults, shared_prefixes
+from sgl_prefill.port.runner import branch_rows, forward, model_faults, shared_prefixes
 from sgl_prefill.port.runner.forward import SUM_OVER_RANKS
 from sgl_prefill.port.runner.rank_group import these_ranks
 from sgl_prefill.port.runner.runner_state import RunnerState
@@ -130,7 +130,7 @@ def around_init_req_max_new_tokens(original: Callable[..., None], scheduler: Sch
 def after_get_init_info(state: RunnerState, result: dict[str, Any], scheduler: Scheduler) -> dict[str, Any]:
     """Hook: adds the record of the start to the dict that SGLang sends to the HTTP process, for /server_info."""
     state.record.ranks = _ranks(state)
-    problem = answer_trees.problem(state, scheduler.tp_worker.model_runner)
+    problem = branch_rows.problem(state, scheduler.tp_worker.model_runner)
     return {
         **result,
         RECORD_KEY: state.record.shown(),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from sgl_prefill.errors import UntraceableModelError
 from sgl_prefill.hybrid.body import HybridBody
 from sgl_prefill.hybrid.split import split_body
 from sgl_prefill.hybrid.trace import OpaqueOps, trace_body
-from sgl_prefill.port.runner import answer_trees
+from sgl_prefill.port.runner import branch_rows
 from sgl_prefill.port.runner.runner_state import RunnerState
 from sgl_prefill.startup.device import device_of, this_device
 
@@ -206,7 +207,7 @@ def _route(body: torch.nn.Module, hybrid: HybridBody, context: ExpertContext, *,
         is_short = input_ids is not None and len(input_ids) <= hybrid.chunk_tokens
         is_plain = (
             input_ids is None
-            or (is_short and not hybrid.serves_short and not answer_trees.are_in(forward_batch))
+            or (is_short and not hybrid.serves_short and not branch_rows.are_in(forward_batch))
             or not (mode == ForwardMode.EXTEND or (hybrid.serves_short and mode.is_decode()))
             or any(value is not None for value in (*args, *kwargs.values()))  # e.g. input embeddings
             or _is_captured()
@@ -214,17 +215,18 @@ def _route(body: torch.nn.Module, hybrid: HybridBody, context: ExpertContext, *,
         if is_plain:
             return plain_forward(input_ids, positions, forward_batch, *args, **kwargs)
         token_rows = {"input_ids": input_ids, "positions": positions, "out_cache_loc": forward_batch.out_cache_loc}
-        last_rows = _last_rows(forward_batch) if reads_last_rows else None
+        n_read = _n_read(forward_batch, hybrid.chunk_tokens) if reads_last_rows else None
+        read_rows = None if n_read is None else _last_rows(forward_batch, n_read)
         hybrid.n_passes += 1
         with context.of(forward_batch):
-            return hybrid.run(token_rows, BatchIO(forward_batch, layers), last_rows)
+            return hybrid.run(token_rows, BatchIO(forward_batch, layers, n_read), read_rows)
 
     body.forward = forward
 
 
-def _last_rows(forward_batch: ForwardBatch) -> torch.Tensor | None:
-    """Returns the index of the last row of each request of an extend; None where SGLang reads other rows too (input
-    log-probabilities, hidden states for the client).
+def _n_read(forward_batch: ForwardBatch, most_rows: int) -> list[int] | None:
+    """Returns how many of the last rows of each request of an extend are read: one, or more for log-probabilities of its input
+    and behind branches. None where they are more than `most_rows`, or all (hidden states for the client).
     """
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
@@ -233,21 +235,31 @@ def _last_rows(forward_batch: ForwardBatch) -> torch.Tensor | None:
     if forward_batch.multi_item_delimiter_indices is not None:
         return None
     lens = forward_batch.extend_seq_lens_cpu
-    if forward_batch.return_logprob:
-        starts = forward_batch.extend_logprob_start_lens_cpu
-        if any(start < n_new - 1 for start, n_new in zip(starts, lens, strict=True)):
-            return None
-    return torch.tensor(lens, dtype=torch.int64, device=forward_batch.input_ids.device).cumsum(0) - 1
+    if not forward_batch.return_logprob:
+        return [1] * len(lens)
+    starts = forward_batch.extend_logprob_start_lens_cpu
+    counts = [max(n_new - start, 1) for start, n_new in zip(starts, lens, strict=True)]
+    return counts if sum(counts) <= most_rows else None
+
+
+def _last_rows(forward_batch: ForwardBatch, counts: Sequence[int]) -> torch.Tensor:
+    """Returns the indices of so many last rows of each request, int64."""
+    ends = itertools.accumulate(forward_batch.extend_seq_lens_cpu)
+    rows = [row for end, n in zip(ends, counts, strict=True) for row in range(end - n, end)]
+    return torch.tensor(rows, dtype=torch.int64, device=forward_batch.input_ids.device)
 
 
 class BatchIO:
     """`hybrid.body.LayerIO` over SGLang's KV pool and attention backend, for one batch."""
 
-    def __init__(self, forward_batch: ForwardBatch, layers: dict[int, RadixAttention]) -> None:
+    def __init__(
+        self, forward_batch: ForwardBatch, layers: dict[int, RadixAttention], n_read: Sequence[int] | None = None
+    ) -> None:
         from sglang.srt.model_executor.forward_context import get_attn_backend, get_token_to_kv_pool
 
         self._batch = forward_batch
         self._layers = layers
+        self._n_read = n_read
         backend = get_attn_backend()
         picks_other = forward_batch.forward_mode.is_decode() and _picks(backend)
         self._backend = backend.decode_backend if picks_other else prefill_backend(backend)
@@ -267,12 +279,12 @@ class BatchIO:
             return
         self._pool.set_kv_buffer(layer, KVWriteLoc(slots, None), key, value, layer.k_scale, layer.v_scale)
 
-    def attend(self, layer_id: int, query: torch.Tensor, output: torch.Tensor, *, only_last_rows: bool = False) -> None:
+    def attend(self, layer_id: int, query: torch.Tensor, output: torch.Tensor, *, only_read_rows: bool = False) -> None:
         layer = self._layers[layer_id]
         if _attends_in_place(self._backend):
-            self._backend.attend_into(output, query, layer, only_last_rows=only_last_rows)
+            self._backend.attend_into(output, query, layer, self._n_read if only_read_rows else None)
             return
-        assert not only_last_rows
+        assert not only_read_rows
         key = value = None
         if gathers_kv(self._backend):
             key = self._own_rows(self._pool.get_key_buffer(layer_id))

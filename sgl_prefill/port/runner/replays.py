@@ -8,7 +8,7 @@ the step's own plan. Tokens are padded to the next recorded size; padding has sl
     shared prefixes        they only change the step's attention plan
     label logits           they and their log-probabilities are computed after the graph
 
-Answers of several tokens (`answer_trees`) do not: a replay's batch has no request ids, which mark their rows, and their K and V
+Branches (`branch_rows`) do not: a replay's batch has no request ids, which mark their rows, and their K and V
 must be written before attention, as in a hybrid pass.
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from sgl_prefill.port.runner import answer_trees
+from sgl_prefill.port.runner import branch_rows
 from sgl_prefill.port.runner.runner_state import RunnerState
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def around_can_run_graph(
     state: RunnerState, original: Callable[..., bool], graphs: PrefillCudaGraphRunner, forward_batch: ForwardBatch
 ) -> bool:
     """Hook: SGLang calls this before each extend to decide whether to replay it."""
-    if state.runs_eagerly or answer_trees.are_in(forward_batch):
+    if state.runs_eagerly or branch_rows.are_in(forward_batch):
         return False
     return original(graphs, forward_batch)
 

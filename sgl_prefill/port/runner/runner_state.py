@@ -9,7 +9,7 @@ from sgl_prefill.startup.record import StartRecord
 
 if TYPE_CHECKING:
     from sgl_prefill.hybrid.body import HybridBody
-    from sgl_prefill.port.runner.answer_trees import AnswerRows
+    from sgl_prefill.port.runner.branch_rows import BranchRows
 
 
 @dataclasses.dataclass
@@ -18,6 +18,6 @@ class RunnerState:
 
     record: StartRecord
     hybrid: HybridBody | None = None  # None: the model runs in SGLang's layers
-    answer_rows: AnswerRows | None = None  # None: answers of several tokens cannot be computed
+    branch_rows: BranchRows | None = None  # None: branches cannot be computed
     long_rope_tokens: int | None = None  # longest sequence that turns by short rotary factors; None: there is one kind
     runs_eagerly: bool = False  # no step is replayed from a CUDA graph, while the start compares and measures paths

@@ -15,7 +15,7 @@ from sgl_prefill.core.policy import Decision, Policy, PolicySettings, Writing
 from sgl_prefill.core.ranks import ALONE, Ranks
 from sgl_prefill.errors import SeamError
 from sgl_prefill.port.kv.radix_cache import RadixTree, WatchedRadixCache
-from sgl_prefill.port.runner import answer_trees
+from sgl_prefill.port.runner import branch_rows
 from sgl_prefill.port.runner.rank_group import these_ranks
 from sgl_prefill.port.steps import clients, custom_params, request_state, silent_metrics, time_stats
 from sgl_prefill.port.steps.live import LiveScheduling
@@ -149,6 +149,7 @@ class SchedulerPort:
     def _job_of(self, req: Req) -> Job:
         request_state.of(req).writing = None
         # A preempted generation has output tokens too; the sum copies the whole prompt.
+        branches = branch_rows.size_of(req.sampling_params)
         tokens: array[int] = req.origin_input_ids + req.output_ids if req.output_ids else req.origin_input_ids
         return Job(
             tokens,
@@ -159,7 +160,8 @@ class SchedulerPort:
             rank=BACKGROUND if custom_params.is_background(req) else self._rank_of(req),
             planned=self.planned.pop(req.rid, None),
             most_output_tokens=(req.sampling_params.max_new_tokens or 0) - len(req.output_ids),
-            n_answer_tokens=answer_trees.count_nodes(req.sampling_params),
+            n_branch_tokens=branches.tokens,
+            n_branches=branches.branches,
             deadline_ms=custom_params.of(req, custom_params.DEADLINE),
             client=clients.of(req),
             rid=req.rid,
