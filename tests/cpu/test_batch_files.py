@@ -204,7 +204,7 @@ def options(tmp_path: Path, *argv: str) -> JobOptions:
         (["--template", "{a"], "--template"),
         (["--template", "{c}"], "no column c: it has a, b"),
         (["--prompt-column", "a", "--id-column", "z"], "no column z"),
-        (["--prompt-column", "a", "--labels", "error", "x"], "'error' is a column"),
+        (["--prompt-column", "a", "--labels", "error", "x"], "'error' would be two columns"),
     ],
 )
 def test_a_table_that_cannot_be_meant_says_why(tmp_path: Path, argv: Sequence[str], complaint: str) -> None:
