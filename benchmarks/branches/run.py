@@ -35,7 +35,7 @@ from sgl_prefill.entry import local_server
 
 STATES = (200, 2_000, 16_000)  # tokens
 COUNTS = (1, 8, 32)  # questions
-TURNS, REPEATS, N_LAYERS = 3, 3, 4
+TURNS, N_LAYERS = 3, 4
 STOCK = engines.stock("lpm")
 ENGINES = (engines.OURS, STOCK.on(engines.AS_SHIPPED), STOCK.on(engines.NEW_KERNEL))
 LONGEST = 24_000
@@ -190,29 +190,27 @@ def timed(engine: engines.Engine, folder: Path, turn: int, scratch: Path, *, qui
     """Yields a row for each state, number of questions and way. Each measurement has a new state."""
     maker = Maker(folder)
     with engines.running(engine, flags_of(folder, engine, 60_000), scratch / "speed.log") as server:
-        send(server.url, separately(maker.work(200, 8)))  # discarded: a server's first requests take longer
+        discarded = maker.work(200, 8)  # a server's first requests take longer
+        send(server.url, separately(discarded))
+        if engine.is_ours:
+            send(server.url, [("/v1/systemone", discarded.body)])
         for n_state, n_questions in itertools.product(STATES[: 1 if quick else None], COUNTS):
             ways = ("together", "in default orders", "separately") if engine.is_ours else ("separately",)
-            seconds: dict[str, list[float]] = {way: [] for way in ways}
-            difference = 0.0
-            for _ in range(1 if quick else REPEATS):
-                for way in ways:
-                    work = maker.work(n_state, n_questions)
-                    bodies = {
-                        "together": [("/v1/systemone", work.body)],
-                        "in default orders": [("/v1/systemone", work.in_default_orders)],
-                        "separately": separately(work),
-                    }
-                    taken, answers = send(server.url, bodies[way])
-                    seconds[way].append(taken)
-                    if way == "together":
-                        _, alone = send(server.url, separately(work))
-                        difference = max(difference, largest_difference(work, answers[0], alone))
             for way in ways:
+                work = maker.work(n_state, n_questions)
+                bodies = {
+                    "together": [("/v1/systemone", work.body)],
+                    "in default orders": [("/v1/systemone", work.in_default_orders)],
+                    "separately": separately(work),
+                }
+                seconds, answers = send(server.url, bodies[way])
                 row = {"engine": engine.name, "way": way, "state": n_state, "questions": n_questions, "turn": turn}
-                row["seconds"] = statistics.median(seconds[way])
-                yield row | ({"difference": difference} if way == "together" else {})
+                row["seconds"] = seconds
+                if way == "together":
+                    _, alone = send(server.url, separately(work))
+                    row["difference"] = largest_difference(work, answers[0], alone)
                 print(row, file=sys.stderr)
+                yield row
 
 
 def largest_difference(work: Work, together: dict[str, Any], alone: Sequence[dict[str, Any]]) -> float:

@@ -18,15 +18,19 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_request_of_the_readme_is_answered_as_printed(server: Server) -> None:
-    """The same fields, the same labels and tokens; numbers may differ."""
-    (command,) = re.findall(r"^curl .*?'$", README, re.M | re.S)
-    words = shlex.split(command.replace("http://127.0.0.1:30000", server.url))
-    reply = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
-    (printed,) = re.findall(r"```json\n(.*?)```", README, re.S)
-    assert_has_the_fields_of(json.loads(printed), reply)
-    found = reply["choices"][0]["label_scores"]["labels"]
+def test_the_requests_of_the_readme_are_answered_as_printed(server: Server) -> None:
+    """The same fields, labels, tokens and choices; other numbers may differ."""
+    commands = re.findall(r"^curl .*?'$", README, re.M | re.S)
+    printed = re.findall(r"```json\n(.*?)```", README, re.S)
+    replies = []
+    for command, one in zip(commands, printed, strict=True):
+        words = shlex.split(command.replace("http://127.0.0.1:30000", server.url))
+        replies.append(json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout))
+        assert_has_the_fields_of(json.loads(one), replies[-1])
+    labelled, decided = replies
+    found = labelled["choices"][0]["label_scores"]["labels"]
     assert [(one["label"], one["token_id"]) for one in found] == [(" Paris", 7042), (" Rome", 7268)]
+    assert decided["answers"]["desk"]["choice"] == json.loads(printed[1])["answers"]["desk"]["choice"]
 
 
 def assert_has_the_fields_of(printed: Any, reply: Any) -> None:
