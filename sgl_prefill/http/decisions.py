@@ -149,11 +149,12 @@ class Decider:
         ]
         for text in texts:
             self._manager.check_text(text)
+        caller = await self._manager.caller_of(raw_request)  # whose texts may be cached
         prompts = await self._manager.encode_in_thread(texts, add_special_tokens=False)
         self._check_length(asked, works, prompts)
         extra_key = asked.cache_key
         if extra_key is not None:
-            extra_key += (await self._manager.caller_of(raw_request)).salt
+            extra_key += caller.salt
         of_questions: list[tuple[list[LabelDistribution], list[LabelDistribution]]] = [
             ([], []) for _ in asked.questions
         ]

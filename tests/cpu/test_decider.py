@@ -40,6 +40,9 @@ class Manager:
             return f"{shown}{self._before_reply}{messages[1]['content']}"
         return shown + self._before_written
 
+    async def caller_of(self, request: Any) -> Any:
+        return SimpleNamespace(salt="")
+
     def check_count(self, n: int, things: str) -> None:
         assert n < 100
 

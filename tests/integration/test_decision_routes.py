@@ -11,6 +11,7 @@ import requests
 import zstandard
 
 from sgl_prefill.core.decision_prompts import Kind, Option, Question, prompts_of
+from sgl_prefill.http.branch_requests import MOST_TOKENS
 from tests.integration.conftest import Server
 
 STATE = {"order": 71, "text": "The chain broke after two days. I want my money back, and the bell is green."}
@@ -70,6 +71,26 @@ def test_neither_names_nor_neighbours_nor_the_order_of_options_change_an_answer(
     as_given = system_one(server, questions={"desk": backwards}, x_options={"desk": {"orders": 1}})["answers"]["desk"]
     assert as_given["probabilities"] != first["desk"]["probabilities"]
     assert (as_given["x_orders"], first["desk"]["x_orders"]) == (1, 4)
+
+
+def test_questions_of_several_passes_are_answered_as_alone(server: Server) -> None:
+    """40 questions in four orders have more tokens than the branches of one pass may have."""
+    questions = {f"{n}": {**QUESTIONS["desk"], "instructions": f"Who handles part {n}?"} for n in range(40)}
+    together = system_one(server, questions=questions)
+    assert together["usage"]["input_tokens"] > 2 * MOST_TOKENS
+    for name in ("0", "17", "39"):
+        alone = system_one(server, questions={name: questions[name]})
+        assert alone["answers"][name] == together["answers"][name]
+
+
+def test_a_long_state_is_tokenised_once(server: Server) -> None:
+    def n_hits() -> int:
+        found = requests.get(f"{server.url}/server_info", timeout=60).json()
+        return int(found["internal_states"][0]["text_cache"]["hits"])
+
+    before = n_hits()
+    system_one(server, state=f"{uuid.uuid4()} {'The bell rings. ' * 200}")
+    assert n_hits() - before >= 6, "seven prompts, for three questions in all orders"
 
 
 def test_usage_counts_the_state_once_and_what_was_cached_before(server: Server) -> None:
