@@ -25,9 +25,7 @@ class RowScore(NamedTuple):
     """The answer to one row."""
 
     number: int  # of the row, from 0
-    probabilities: (
-        dict[str, float] | None
-    )  # by label, in the order of the labels; None after an error, and for questions
+    probabilities: dict[str, float] | None  # by label, in their order; None after an error and for questions
     label_mass: float | None  # the labels' share of the whole vocabulary's probability
     error: str | None  # why this row has no answer
     prompt_tokens: int = 0

@@ -108,7 +108,7 @@ def parser() -> argparse.ArgumentParser:
     table.add_argument(
         "--questions",
         type=Path,
-        help="in the place of labels: a JSON file of questions about the prompt, as /v1/systemone has",
+        help="instead of labels: a JSON file of questions about each prompt (`questions` of /v1/systemone)",
     )
     table.add_argument("--id-column", help="the column that names a row (default: its number)")
     table.add_argument("--encoding", help="of a CSV or JSONL table, such as latin-1 (default: utf-8)")

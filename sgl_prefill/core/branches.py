@@ -125,7 +125,7 @@ def divide(sequences: Sequence[Sequence[Tokens]], most_branches: int, most_token
     Args:
         sequences: of each prompt the same ones, as they are behind it. One that is too long alone forms a group.
 
-    Returns the places of the sequences of each group. Those that begin alike come together.
+    Returns the places of the sequences of each group. Sequences with a common beginning are neighbours.
     """
     groups: list[list[int]] = []
     sizes: list[_Group] = []

@@ -6,17 +6,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_prefill.core.branches import Asked, Branches, divide
 from sgl_prefill.core.packing import MOST_BRANCHES
-from sgl_prefill.http.request_checks import PER_PROMPT_FIELDS, check_has_logprobs, count_prompts
+from sgl_prefill.http.request_checks import PER_PROMPT_FIELDS, count_prompts
+from sgl_prefill.http.scored_prompt import logprobs_of
 from sgl_prefill.port.runner import branch_rows
-
-if TYPE_CHECKING:
-    from sgl_prefill.port.runner.branch_rows import Logprobs
 
 # Each branch lists all KV slots of its prompt, so long prompts get fewer.
 MOST_NAMED_SLOTS = 4 << 20
@@ -73,16 +71,12 @@ class BranchRequests:
         found: list[list[list[float]]] = [[[]] * len(of_prompt) for of_prompt in self._asked]
         for group, of_prompts, of_request in zip(self._groups, self._branches, outputs, strict=True):
             for place, (branches, output) in enumerate(zip(of_prompts, of_request, strict=True)):
-                first, behind = _read(branches, output["meta_info"])
+                by_id = logprobs_of(output)
+                first = [by_id[token_id] for token_id in branches.first]
+                behind = output["meta_info"].pop(branch_rows.FACT, [])
                 for index in group:
                     found[place][index] = branches.logprobs(self._asked[place][index], first, behind)
         return found
-
-
-def _read(branches: Branches, meta_info: dict[str, Any]) -> tuple[list[float], Logprobs]:
-    check_has_logprobs(meta_info)
-    by_id = {token_id: logprob for logprob, token_id, _ in meta_info["output_token_ids_logprobs"][0]}
-    return [by_id[token_id] for token_id in branches.first], meta_info.pop(branch_rows.FACT, [])
 
 
 def _copy(obj: GenerateReqInput) -> GenerateReqInput:
