@@ -21,6 +21,8 @@ MOST_NAMED_SLOTS = 4 << 20
 FEWEST_BRANCHES = 64
 # Tokens of a step's branches, or as many as its prompt has: so branches at most double the time of a long prompt.
 MOST_TOKENS = 2_048
+# At least so many behind a text, whose tokens are not counted yet.
+FEWEST_TOKENS = 256
 ANY_TOKEN = 0  # asked for where nothing else is asked behind the prompt: each request asks for something
 
 
@@ -32,21 +34,22 @@ class BranchRequests:
         obj: GenerateReqInput,
         prompts: Sequence[str | list[int]],
         asked: Sequence[Sequence[Asked]],
-        room_tokens: int | None = None,
+        longest_input_tokens: int,
     ) -> None:
         """
         Args:
             obj: becomes the first of the requests, and is changed.
             asked: per prompt the same number of entries.
-            room_tokens: what the longest input leaves beside the longest prompt; None where the tokens of prompts are not known.
+            longest_input_tokens: limit of a prompt and its branches together.
         """
         self._asked = asked
         longest = max(len(prompt.encode()) if isinstance(prompt, str) else len(prompt) for prompt in prompts)
         most_branches = min(max(MOST_NAMED_SLOTS // longest, FEWEST_BRANCHES), MOST_BRANCHES)
         sequences = [[one[-1][0] for one in of_prompt] for of_prompt in asked]
-        most_tokens = max(longest, MOST_TOKENS)
-        if room_tokens is not None:
-            most_tokens = min(most_tokens, room_tokens)
+        room = longest_input_tokens - longest
+        if room <= 0 or any(isinstance(prompt, str) for prompt in prompts):  # a text has fewer tokens than bytes
+            room = max(room, FEWEST_TOKENS)
+        most_tokens = min(max(longest, MOST_TOKENS), room)
         self._groups = divide(sequences, most_branches, most_tokens)
         self._branches = [
             [Branches([of_prompt[place] for place in group]) for of_prompt in asked] for group in self._groups

@@ -5,6 +5,7 @@ probabilities of their options' codes (`core.decision_prompts`); no text is gene
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,6 +34,7 @@ from sgl_prefill.core.labels import LabelDistribution
 from sgl_prefill.errors import BadRequestError, PromptTooLongError
 from sgl_prefill.http import decision_bodies
 from sgl_prefill.http.decision_bodies import Asked, BodyError, DecisionsBody, Options, SystemOneBody, Unread
+from sgl_prefill.http.label_scoring import left_of
 from sgl_prefill.http.request_checks import MOST_LABELS
 from sgl_prefill.http.token_ids import TokenIds
 from sgl_prefill.startup import calibrations
@@ -160,16 +162,18 @@ class Decider:
         ]
         deadlines_ms = [one.deadline_ms for one in asked.options if one.deadline_ms is not None]
         deadline_ms = min(deadlines_ms, default=None)  # the questions are answered together
+        started_s = time.monotonic()
         found: list[AskedPrompts] = []  # with the state, then without
         for is_baseline in sorted({one.is_baseline for one in works}):
             some = [index for index, one in enumerate(works) if one.is_baseline is is_baseline]
+            left_ms = None if deadline_ms is None else left_of(deadline_ms, started_s)
             found.append(
                 await self._scorer.distributions(
                     [prompts[index] for index in some],
                     [code_ids[index] for index in some],
                     raw_request,
                     extra_key,
-                    deadline_ms,
+                    left_ms,
                 )
             )
             for index, distribution in zip(some, found[-1].distributions, strict=True):

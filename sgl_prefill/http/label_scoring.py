@@ -286,9 +286,8 @@ class LabelScorer:
             [(tuple(one[n_shared:]), tuple(ids))] for one, ids in zip(prompts, token_ids, strict=True)
         ]
         shared = TokenIds(prompts[0][:n_shared])
-        room = self._manager.longest_input_tokens - n_shared
         obj = GenerateReqInput(input_ids=shared, extra_key=extra_key)
-        requests = BranchRequests(obj, [shared], [asked], room)
+        requests = BranchRequests(obj, [shared], [asked], self._manager.longest_input_tokens)
         outputs_of_requests = await self._answered_in_turn(requests.requests, raw_request, deadline_ms)
         (logprobs,) = requests.logprobs(outputs_of_requests)
         metas = [one["meta_info"] for (one,) in outputs_of_requests]
@@ -318,9 +317,7 @@ class LabelScorer:
         started_s = time.monotonic()
         outputs: list[list[dict[str, Any]]] = []
         for one in requests:
-            left_ms = deadline_ms
-            if left_ms is not None:
-                left_ms = max(left_ms - 1e3 * (time.monotonic() - started_s), LEAST_LEFT_MS)
+            left_ms = None if deadline_ms is None else left_of(deadline_ms, started_s)
             _ask_for_logprobs(one, left_ms, 0 if outputs else n_alternatives)
             outputs.append(await self._answered(one, raw_request))
         return outputs
@@ -376,7 +373,7 @@ class LabelScorer:
             [way for answer in of_prompt for way in long_labels.ways_to_end(answer, end_ids)] for of_prompt in forms
         ]
         asked = [[asked_of_label(way) for way in of_prompt] for of_prompt in ways]
-        return _AskedLabels(forms, ways, BranchRequests(obj, prompts, asked))
+        return _AskedLabels(forms, ways, BranchRequests(obj, prompts, asked, self._manager.longest_input_tokens))
 
     async def _resolve(
         self, answers: AllowedAnswers, prompts: list[str] | list[list[int]], tenant: str = ""
@@ -485,6 +482,11 @@ class LabelScorer:
             return ""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
+
+
+def left_of(deadline_ms: float, started_s: float) -> float:
+    """Returns the milliseconds that are left of a deadline. started_s: of the monotonic clock."""
+    return max(deadline_ms - 1e3 * (time.monotonic() - started_s), LEAST_LEFT_MS)
 
 
 def _n_shared(prompts: Sequence[TokenIds]) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 from sgl_prefill.core.label_calibration import Calibration
 from sgl_prefill.core.labels import restrict
 from sgl_prefill.errors import BadRequestError, PromptTooLongError
-from sgl_prefill.http import decision_bodies
+from sgl_prefill.http import decision_bodies, decisions, label_scoring
 from sgl_prefill.http.decisions import Decided, Decider
 from sgl_prefill.http.label_scoring import AskedPrompts
 from sgl_prefill.http.token_ids import TokenIds
@@ -60,11 +62,15 @@ class Scorer:
     def __init__(self, several_tokens: tuple[str, ...] = ()) -> None:
         self._several_tokens = several_tokens
         self.prompts: list[str] = []
+        self.deadlines_ms: list[float | None] = []
 
     async def one_token_labels(self, prompt_end: str, labels: list[str]) -> dict[str, int]:
         return {label: index for index, label in enumerate(CODES) if label not in self._several_tokens}
 
-    async def distributions(self, prompts: Any, token_ids: Any, *_: Any) -> AskedPrompts:
+    async def distributions(
+        self, prompts: Any, token_ids: Any, raw_request: Any, extra_key: Any, deadline_ms: float | None
+    ) -> AskedPrompts:
+        self.deadlines_ms.append(deadline_ms)
         self.prompts = ["".join(map(chr, one)) for one in prompts]
         meta = {"cached_tokens": 0, "prefill_finished_time": 2.0, "forward_entry_time": 1.0}
         found = [restrict([math.log((2 if one == min(ids) else 1) / 1000) for one in ids]) for ids in token_ids]
@@ -99,6 +105,16 @@ def test_a_preference_for_a_place_is_gone_from_the_mean_of_the_orders() -> None:
     assert decide(Manager(), CHOICE, {"orders": 1}).answers[0].probabilities == pytest.approx([2 / 3, 1 / 3])
     with_baseline = decide(Manager(), CHOICE, {"orders": 1, "baseline": True})
     assert with_baseline.answers[0].probabilities == pytest.approx([0.5, 0.5])
+
+
+def test_a_deadline_holds_for_the_answers_with_and_without_the_state_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at the clock finds it 10 ms later."""
+    clock = SimpleNamespace(monotonic=functools.partial(next, itertools.count(step=0.01)))
+    for module in (decisions, label_scoring):
+        monkeypatch.setattr(module, "time", clock)
+    scorer = Scorer()
+    decide(Manager(), CHOICE, {"orders": 1, "baseline": True, "deadline_ms": 80}, scorer)
+    assert scorer.deadlines_ms == pytest.approx([70, 60])
 
 
 @pytest.mark.parametrize("before", ["", "<think>\n\n</think>\n\n"])
