@@ -22,6 +22,7 @@ class Calibration:
     def __init__(self, tree: PrefixTree, policy: Policy, cost: AbstractContextManager[Any] | None = None) -> None:
         """cost: a timer, entered while the advisor computes."""
         self.policy = policy
+        policy.count_shared = tree.count_shared_tokens
         self._tree = tree
         self._index = MatchIndex()
         self.n_wanted_removals = self.n_wanted_removed_tokens = 0  # evicted prefixes that waiting jobs would have used

@@ -48,10 +48,18 @@ class Job:
     is_follower: bool = False  # another job, which came first, waits for the same page
     n_sharers: int = 0  # jobs that follow this one
     n_shared_tokens: int = 0  # length of the prefix that a job in a group shares
+    # Set where the job is picked for a step (`packing`): the job of that step that computes the beginning of this one's prompt,
+    # and the length of that beginning.
+    leader: Job | None = dataclasses.field(default=None, repr=False)
+    n_led_tokens: int = 0
 
     @property
     def is_background(self) -> bool:
         return self.rank == BACKGROUND
+
+    @property
+    def decodes(self) -> bool:
+        return self.most_output_tokens > 1
 
     @property
     def n_input_tokens(self) -> int:
@@ -59,5 +67,10 @@ class Job:
 
     @property
     def n_miss_tokens(self) -> int:
-        """Tokens that a step computes for this job if it runs now."""
+        """Tokens that a step computes for this job if it runs now, without a leader."""
         return self.n_input_tokens - self.n_cached_tokens
+
+    @property
+    def n_reused_tokens(self) -> int:
+        """Tokens of it that its step does not compute for it."""
+        return max(self.n_cached_tokens, self.n_led_tokens)

@@ -2,17 +2,22 @@
 
 A prefill of few tokens costs as much as reading the weights and starting the step: hits of 15 to 150 tokens cannot fill a
 machine alone. So a step takes the best job and, in order, others until its tokens cost their full price.
+
+Jobs that wait for the same prefix follow the first of them in its step (`kv_plan`): every layer writes all K and V before it
+attends, so a follower finds its leader's there.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import NamedTuple
 
 from sgl_prefill.core.job import Job
 from sgl_prefill.core.kv_plan import ceil_to
 
+# A shorter prefix than this is waited for: on a GPU a step with followers cannot be replayed from a CUDA graph.
+LEAST_LED_TOKENS = 64
 # Candidates looked at per step: many may have to wait for each other.
 LOOK_AT = 256
 # Limit on the branches of a step: each is a sequence of the forward pass, with a row of the slot table (`core.branches`).
@@ -25,6 +30,7 @@ class StepSize(NamedTuple):
     max_tokens: int = 0  # computed tokens of a step of several jobs; 0: one job a step
     max_requests: int = 1
     page_size: int = 1  # computed tokens are counted in whole pages
+    least_led_tokens: int = 0  # a job follows another for so many tokens at least; 0: none follows
 
     @property
     def is_one(self) -> bool:
@@ -36,35 +42,92 @@ class StepSize(NamedTuple):
         return n_tokens if self.is_one else min(n_tokens, self.max_tokens)
 
 
-def pack(in_order: Iterable[Job], size: StepSize) -> list[Job]:
+CountShared = Callable[[Job, Job], int]  # tokens that both jobs begin with, in whole pages
+
+
+def nothing_shared(one: Job, other: Job) -> int:
+    return 0
+
+
+def pack(
+    in_order: Iterable[Job],
+    size: StepSize,
+    count_shared: CountShared = nothing_shared,
+    kv_tokens: int | None = None,
+) -> list[Job]:
     """Chooses the jobs of the next step, in order; the first is always among them.
 
-    Others join while all of them compute at most `max_tokens`. Of jobs that wait for the same page only the first goes: the
-    others will find that page cached, and nothing is computed twice.
+    Others join while all of them compute at most `max_tokens`. Of jobs that wait for the same page the first computes it, and
+    the others follow it, or find that page cached in a later step: nothing is computed twice. Followers of a prefix that is
+    longer than the cache would find only a part of it there, so as many tokens of them as the first job has join a full step.
 
     Args:
-        in_order: waiting jobs, the best first.
+        in_order: waiting jobs, the best first. Sets the leaders of the picked ones.
+        kv_tokens: capacity of the prefix cache; None: unlimited.
     """
-    if size.is_one:
-        return list(itertools.islice(in_order, 1))
     picked: list[Job] = []
-    pages: set[Hashable] = set()
-    n_tokens = n_branches = 0
-    for job in itertools.islice(in_order, LOOK_AT):
-        n_here = ceil_to(job.n_miss_tokens, size.page_size)
-        if picked and n_tokens + n_here > size.max_tokens:
-            break
-        n_branches += job.n_branches
-        if picked and n_branches > MOST_BRANCHES:
-            break
-        if job.next_page is not None and job.next_page in pages:
+    bursts: dict[Hashable, _Burst] = {}
+    n_tokens = n_first = n_branches = 0
+    is_full = False
+    for job in itertools.islice(in_order, 1 if size.is_one else LOOK_AT):
+        job.leader, job.n_led_tokens = None, 0
+        burst = bursts.get(job.next_page)
+        if burst is not None and not burst.lead(job, size):
             continue
-        pages.add(job.next_page)
+        is_lost = kv_tokens is not None and job.n_led_tokens > kv_tokens  # what it would wait for
+        if is_full and not is_lost:
+            continue
+        n_here = ceil_to(job.n_input_tokens - job.n_reused_tokens, size.page_size)
+        most_tokens = max(size.max_tokens, 2 * n_first) if is_lost else size.max_tokens
+        if picked and (n_tokens + n_here > most_tokens or n_branches + job.n_branches > MOST_BRANCHES):
+            is_full = True
+            if not any(burst.is_longer_than(kv_tokens) for burst in bursts.values()):
+                break
+            continue
+        if burst is not None:
+            burst.add(job, size)
+        elif job.next_page is not None:
+            bursts[job.next_page] = _Burst(job, count_shared)
         picked.append(job)
-        n_tokens += n_here
+        n_first = n_first or n_here
+        n_tokens, n_branches = n_tokens + n_here, n_branches + job.n_branches
         if len(picked) >= size.max_requests:
             break
     return picked
+
+
+class _Burst:
+    """Picked jobs that wait for one page: a tree of followers."""
+
+    def __init__(self, first: Job, count_shared: CountShared) -> None:
+        self._first, self._count_shared = first, count_shared
+        # By leader, the length of what is shared with it, and the page that comes next.
+        self._followers: dict[tuple[Job, int, bytes], Job] = {}
+
+    def lead(self, job: Job, size: StepSize) -> bool:
+        """Finds the job's leader: the picked one that it shares most with. False where it has to wait."""
+        if size.least_led_tokens == 0 or job.decodes or self._first.decodes:
+            return False
+        leader = self._first
+        n_shared = self._count_shared(leader, job)
+        while (closer := self._followers.get((leader, n_shared, _page(job, n_shared, size)))) is not None:
+            leader, n_shared = closer, self._count_shared(closer, job)
+        n_shared = min(n_shared, job.most_cached_tokens) // size.page_size * size.page_size
+        if n_shared - job.n_cached_tokens < size.least_led_tokens:
+            return False
+        job.leader, job.n_led_tokens = leader, n_shared
+        return True
+
+    def add(self, job: Job, size: StepSize) -> None:
+        assert job.leader is not None
+        self._followers.setdefault((job.leader, job.n_led_tokens, _page(job, job.n_led_tokens, size)), job)
+
+    def is_longer_than(self, kv_tokens: int | None) -> bool:
+        return kv_tokens is not None and self._first.n_input_tokens > kv_tokens
+
+
+def _page(job: Job, start: int, size: StepSize) -> bytes:
+    return job.tokens[start : start + size.page_size].tobytes()
 
 
 class Steps(NamedTuple):

@@ -17,7 +17,7 @@ from sgl_prefill.core.deadlines import Deadlines, Refusal
 from sgl_prefill.core.jct import FittedJct, JctModel, Predictor, cache_miss_tokens
 from sgl_prefill.core.job import Job
 from sgl_prefill.core.lazy_heap import LazyHeap
-from sgl_prefill.core.packing import StepSize, pack
+from sgl_prefill.core.packing import CountShared, StepSize, nothing_shared, pack
 from sgl_prefill.core.quotas import Quotas, Waiting
 
 # A credit for waiting is given in tokens, whatever the cost model: at what a token of a cold prompt of this length costs.
@@ -89,6 +89,7 @@ class Policy:
     def __init__(self, settings: PolicySettings) -> None:
         self.settings = settings
         self.waiting: dict[Job, None] = {}  # in order of arrival here
+        self.count_shared: CountShared = nothing_shared  # the calibration sets it
         self.writing: Sequence[Writing] = ()  # decoding jobs; the caller sets it before each decision
         self._by_arrival: LazyHeap[Job] = LazyHeap()
         self._deadlines = Deadlines()
@@ -111,7 +112,7 @@ class Policy:
             return []
         alike = itertools.takewhile(lambda job: job.is_background == first.is_background, jobs)
         step = self._background_step if first.is_background else self.settings.step
-        return pack(itertools.chain([first], alike), step)
+        return pack(itertools.chain([first], alike), step, self.count_shared, self.settings.kv_tokens)
 
     def refusal(self, job: Job) -> Refusal | None:
         """Admission control: why a job may not enter the queue, or None. Call it before `add`."""

@@ -543,7 +543,14 @@ FEATURES: tuple[Feature, ...] = (
             ),
         ),
         patches=(
-            Patch(ADDER, ("rem_total_token_offset", "cur_rem_token_offset"), "Scratch counts as room."),
+            Patch(
+                ADDER, ("rem_total_token_offset", "cur_rem_token_offset", "rem_input_tokens"), "Scratch counts as room."
+            ),
+            Patch(
+                REQ,
+                ("prefix_indices", "cache_protected_len"),
+                "A follower reuses slots of its leader, which are not its own to free.",
+            ),
             Patch(
                 f"{SRT}.sampling.sampling_params.SamplingParams",
                 ("max_new_tokens",),
@@ -578,7 +585,7 @@ FEATURES: tuple[Feature, ...] = (
             Patch(RUNNER, ("max_total_num_tokens",), "The memory plan sets the number of durable slots."),
             Patch(
                 REQ,
-                ("full_untruncated_fill_ids", "prefix_indices", "logprob_start_len"),
+                ("full_untruncated_fill_ids", "logprob_start_len"),
                 "The start runs requests of its own.",
             ),
             Patch(

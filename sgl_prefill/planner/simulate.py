@@ -15,13 +15,14 @@ from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.calibration import Calibration
 from sgl_prefill.core.jct import FittedJct
 from sgl_prefill.core.job import Job
-from sgl_prefill.core.packing import StepSize
+from sgl_prefill.core.packing import LEAST_LED_TOKENS, StepSize
 from sgl_prefill.core.policies import make
 from sgl_prefill.core.policy import PolicySettings
 from sgl_prefill.planner.summary import Served as Served
 from sgl_prefill.planner.workloads import Arrival
 from sgl_prefill.port.kv.simulated_cache import SimulatedCache
 from sgl_prefill.startup import arguments
+from sgl_prefill.startup.techniques import EVICT
 
 
 def name_of(config: PrefillConfig) -> str:
@@ -47,7 +48,7 @@ class SimulatedEngine:
         self._jct_ms = jct_ms
         self._page_tokens = page_tokens
         self._cache = SimulatedCache(durable_tokens // page_tokens)
-        settings = settings_of(config, jct_ms, page_tokens)
+        settings = settings_of(config, jct_ms, page_tokens)._replace(kv_tokens=durable_tokens // page_tokens)
         self._policy = make(config.scheduling, settings, is_fair=False)
         self._predictor = settings.predictor
         self._calibration = Calibration(self._cache.tree, self._policy)
@@ -75,13 +76,13 @@ class SimulatedEngine:
         plans = self._cache.begin(run)
         predicted = None
         if self._predictor is not None:  # in the policy's own units
-            predicted = self._predictor.model.of_step([(job.n_input_tokens, job.n_cached_tokens) for job in run])
+            predicted = self._predictor.model.of_step([(job.n_input_tokens, job.n_reused_tokens) for job in run])
         self._policy.started(run)
         for job in run:
             self._calibration.remove(job)
         served = [self._waiting.pop(job) for job in run]
         cached = [
-            min(plan.n_cached * self._page_tokens, arrival.n_tokens - 1)
+            min(plan.n_reused * self._page_tokens, arrival.n_tokens - 1)
             for plan, arrival in zip(plans, served, strict=True)
         ]
         took_ms = sum(self._jct_ms.of_step([(one.n_tokens, n) for one, n in zip(served, cached, strict=True)]))
@@ -139,7 +140,8 @@ def settings_of(config: PrefillConfig, jct_ms: FittedJct, page_tokens: int) -> P
     max_requests = arguments.most_requests_of_step(config) or sys.maxsize
     pack_tokens = jct_ms.full_price_tokens() if config.pack_step_tokens is None else config.pack_step_tokens
     most = pack_tokens if pack_tokens is not None else max_requests * page_tokens  # a token costs nothing
-    step = StepSize(max(most // page_tokens, 1), max_requests) if most else StepSize()
+    least_led = max(LEAST_LED_TOKENS // page_tokens, 1) if EVICT.is_on(config) else 0
+    step = StepSize(max(most // page_tokens, 1), max_requests, least_led_tokens=least_led) if most else StepSize()
     return PolicySettings.of(
         step,
         jct_ms=jct_ms if config.jct_model == "fitted" else None,

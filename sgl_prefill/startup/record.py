@@ -35,6 +35,7 @@ class StartRecord:
     parity_differences: dict[str, float] | None = None
     jct_ms: FittedJct | None = None
     step_size: StepSize | None = None
+    no_branches: str | None = None  # why the engine computes no branches and lets no request follow another
     ranks: dict[str, int] | None = None  # of tensor parallelism; None for one rank
 
     def shown(self) -> dict[str, Any]:

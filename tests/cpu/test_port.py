@@ -100,7 +100,7 @@ def test_the_lists_say_everything_once_and_why() -> None:
 def test_hooks_and_patches_stay_few() -> None:
     """Each makes every release of SGLang dearer."""
     assert len(HOOKS) <= 41
-    assert sum(len(patch.attributes) for feature in FEATURES for patch in feature.patches) <= 45
+    assert sum(len(patch.attributes) for feature in FEATURES for patch in feature.patches) <= 47
 
 
 NEEDS_A_DEVICE = "shared_prefix_fa3"  # its import does
@@ -156,6 +156,7 @@ def test_every_attribute_that_is_set_on_sglangs_objects_is_declared() -> None:
         "product",
         "server_args",
         "rows",
+        "job",
     }
     found = set()
     package = Path(sgl_prefill.__file__).parent

@@ -247,7 +247,9 @@ def test_while_a_graph_is_recorded_sglangs_layers_run(monkeypatch: pytest.Monkey
     chunked: Any = SimpleNamespace(chunk_tokens=1024, serves_short=False, n_passes=0, run=lambda *_: "hybrid")
     monkeypatch.setattr(forward, "BatchIO", lambda *_: None)
     body.layers = torch.nn.ModuleList()
-    forward._route(body, chunked, forward.ExpertContext(body), reads_last_rows=False)
+    forward._route(
+        RunnerState(StartRecord(PrefillConfig())), body, chunked, forward.ExpertContext(body), reads_last_rows=False
+    )
     step = SimpleNamespace(forward_mode=ForwardMode.EXTEND, rids=[], out_cache_loc=None)
     tokens = torch.zeros(2048, dtype=torch.int64)
     with enable_breakable_cuda_graph():

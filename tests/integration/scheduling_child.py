@@ -272,13 +272,13 @@ def packing(folder: Path) -> dict[str, Any]:
 def packed(folder: Path, family: str) -> dict[str, Any]:
     """Packed steps give what the requests give alone, in fewer steps, and compute nothing twice."""
     config = {"fairness_lambda": 0.0, "pack_step_tokens": 300}
-    engine = start(folder, family, config=config, prefill_max_requests=16)
+    engine = start(folder, family, config=config, prefill_max_requests=16, max_running_requests=16)
     rng = random.Random(11)
     profiles = [prompt(rng, 150), prompt(rng, 220)]
     prompts = [[*profiles[n % 2], *prompt(rng, 5 + n)] for n in range(20)]
     prompts += [prompt(rng, n) for n in (40, 90, 700)]
-    results = {}
-    for durable_tokens in (2000, 260):
+    results: dict[str, Any] = {"aborted": aborted_leader(engine)}
+    for durable_tokens in (2000, 260, 100):
         engine.set_durable(durable_tokens)
         alone = [one_at_a_time(engine, tokens) for tokens in prompts]
         engine.set_durable(durable_tokens)
@@ -304,6 +304,33 @@ def packed(folder: Path, family: str) -> dict[str, Any]:
             "with_tail": sum(one.meta["evicted_tokens"] > 0 for one in answers),
         }
     return results
+
+
+def aborted_leader(engine: InProcessScheduler) -> dict[str, Any]:
+    """Five requests of one new prefix, the first of which is cancelled while its step runs; again as often as slots last."""
+    rng = random.Random(12)
+    shared = prompt(rng, 120)
+    prompts = [[*shared, *prompt(rng, 10 + n)] for n in range(5)]
+    alone = [one_at_a_time(engine, tokens) for tokens in prompts]
+    engine.set_durable(400)
+    worst, run = 0.0, engine.hybrid.run
+    for _ in range(4):
+        engine.flush()
+        rids = [engine.submit(tokens) for tokens in prompts]
+
+        def cancelling(*args: Any, first: str = rids[0]) -> Any:
+            engine.cancel(first)
+            return run(*args)
+
+        with mock.patch.object(engine.hybrid, "run", cancelling):
+            engine.step()
+        engine.check_slots()
+        engine.run_all()
+        engine.check_slots()
+        answers = [engine.answer(rid) for rid in rids]
+        others = zip(answers[1:], alone[1:], strict=True)
+        worst = max(worst, *(largest_difference(one.label_logprobs, other) for one, other in others))
+    return {"worst": worst, "cached": [one.cached_tokens for one in answers]}
 
 
 def one_at_a_time(engine: InProcessScheduler, tokens: list[int]) -> list[float]:

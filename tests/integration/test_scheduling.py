@@ -94,11 +94,22 @@ def test_a_prediction_counts_a_prefix_that_several_wait_for_once(order: dict[str
 @pytest.mark.parametrize("family", PACKED_FAMILIES)
 def test_packed_requests_get_the_answers_that_they_get_alone(packing: dict[str, Any], family: str) -> None:
     """23 requests with two shared profiles: with room for all, nothing is computed twice; with 260 slots, many have tails
-    in scratch, next to each other. Scratch is filled with NaN before every step, and slots are counted after it."""
+    in scratch, next to each other; with 100, the profiles do not fit. Scratch is filled with NaN before every step, and slots
+    are counted after it."""
     result = packing[family]
-    for slots in ("2000", "260"):
+    for slots in ("2000", "260", "100"):
         assert result[slots]["worst"] <= CLOSE, slots
         assert result[slots]["steps"] < 10
         assert result[slots]["most"] > 4
     assert result["2000"]["computed"] == result["2000"]["least"]
     assert result["260"]["with_tail"] >= 10
+    assert result["100"]["computed"] == result["100"]["least"], (
+        "followers compute no prefix again that the cache cannot hold"
+    )
+
+
+@pytest.mark.parametrize("family", PACKED_FAMILIES)
+def test_requests_that_follow_a_cancelled_one_get_their_answers(packing: dict[str, Any], family: str) -> None:
+    result = packing[family]["aborted"]
+    assert result["worst"] <= CLOSE
+    assert result["cached"] == [0, 120, 120, 120, 120]

@@ -220,6 +220,8 @@ class InProcessScheduler:
         self.flush()
         self.allocator.resize_durable(n_tokens)
         self.scheduler.max_total_num_tokens = n_tokens
+        if self.parts.steps.scheduling is not None:
+            self.live.policy.settings = self.live.policy.settings._replace(kv_tokens=n_tokens)
         self.scheduler.invariant_checker.max_total_num_tokens = n_tokens
         object.__setattr__(self.scheduler.pool_stats_observer, "max_total_num_tokens", n_tokens)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 from sgl_prefill.core.job import Job
 from sgl_prefill.core.lazy_heap import LazyHeap
-from sgl_prefill.core.policies.srjf import CalibratedSrjf, cost_alone
+from sgl_prefill.core.policies.srjf import CalibratedSrjf
 from sgl_prefill.core.policy import TYPICAL_TOKENS, Forecast, Policy, PolicySettings, ScoreParts
 from sgl_prefill.core.shares import Shares
 
@@ -94,7 +94,7 @@ class Fair(Policy):
 
     def _price(self, job: Job) -> float:
         """Marginal cost of a job in a step. The step's fixed cost is charged to no client."""
-        return cost_alone(self.settings.cost, job) - self._shared_cost
+        return self.settings.cost(job.n_input_tokens, job.n_reused_tokens) - self._shared_cost
 
 
 class _PriorityClass:

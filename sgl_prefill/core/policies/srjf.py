@@ -170,11 +170,12 @@ class CalibratedSrjf(Policy):
         n_tokens, tokens_ms, n_following = n_tokens + own[0], tokens_ms + own[1], n_following + own[2]
         n_requests = n_before + 1
         steps = fill_steps(round(n_tokens), n_requests, size)
-        if n_following and steps.n_steps == 1:
-            steps = steps._replace(n_steps=2)  # a job never shares a step with the job whose prefix it waits for
+        follows = size.least_led_tokens > 0
+        if n_following and steps.n_steps == 1 and not follows:
+            steps = steps._replace(n_steps=2)  # a job shares no step with the job whose prefix it waits for
         room_tokens, room_requests = steps.room_tokens, steps.room_requests
         for other in itertools.islice(self._by_score.after(job), LOOK_AT):
-            if other.next_page is not None and other.next_page == job.next_page:
+            if not follows and other.next_page is not None and other.next_page == job.next_page:
                 continue  # it finds that page cached in a later step
             n_here, ms_here, _ = self._by_score.weights_of(other)
             if room_requests == 0 or n_here > room_tokens:

@@ -87,7 +87,7 @@ class WholeJob(Policy):
             for prefix in self._in_use:
                 prefix.n_left -= prefix.serves(row.place)
             self._in_use = [prefix for prefix in self._in_use if prefix.n_left > 0]
-            if n_tokens := self._new_prefix_tokens(job, row):
+            if n_tokens := self._new_prefix_tokens(row, job.n_reused_tokens):
                 self._in_use.append(_PrefixInUse(row, n_tokens))
 
     def ended(self, job: Job, n_output_tokens: int) -> None:
@@ -112,7 +112,7 @@ class WholeJob(Policy):
 
     def _expected_tokens(self, job: Job) -> int:
         """Returns how many tokens a row will write."""
-        return math.ceil(self._output_length.share * job.most_output_tokens) if job.most_output_tokens > 1 else 0
+        return math.ceil(self._output_length.share * job.most_output_tokens) if job.decodes else 0
 
     def _held_by_those_who_write(self) -> int:
         """Counts the KV that they hold, or will, without prefixes in use."""
@@ -125,34 +125,39 @@ class WholeJob(Policy):
         return n_held
 
     def _ready(self) -> Iterator[Job]:
-        """Yields rows that need not wait for another, the first in any case."""
+        """Yields rows that need not wait for another, or follow it in its step; the first in any case."""
         room = math.inf if self.settings.kv_tokens is None else self.settings.kv_tokens
         room -= sum(prefix.n_tokens for prefix in self._in_use) + self._held_by_those_who_write()
         some_run = bool(self.writing)
-        index = 0
+        index = led_end = 0
         while index < len(self._places):
             place = self._places[index]
             job = self._job_at[place]
             row = job.planned
             assert row is not None
-            n_tokens = self._new_prefix_tokens(job, row)
+            n_tokens = self._new_prefix_tokens(
+                row, max(job.n_cached_tokens, row.n_reused_tokens) if place < led_end else job.n_cached_tokens
+            )
+            follows = self.settings.step.least_led_tokens > 0 and not job.decodes
             # A row that only reads leaves an unshared tail, which is evicted as soon as others need the room.
-            n_needed = job.n_miss_tokens + self._expected_tokens(job) if job.most_output_tokens > 1 else n_tokens
-            if some_run and job.most_output_tokens > 1 and n_needed > room:
+            n_needed = job.n_miss_tokens + self._expected_tokens(job) if job.decodes else n_tokens
+            if some_run and job.decodes and n_needed > room:
                 return
             # Who shares the prefix must be here already: nothing else tells the cache that it is wanted.
             if index == 0 or n_tokens == 0 or (n_needed <= room and place + 1 in self._job_at):
                 room -= n_needed
                 some_run = True
                 yield job
-            index = index + 1 if n_tokens == 0 else bisect.bisect_left(self._places, row.end)
+                if follows:
+                    led_end = max(led_end, row.end)
+            index = index + 1 if n_tokens == 0 or place < led_end else bisect.bisect_left(self._places, row.end)
 
-    def _new_prefix_tokens(self, job: Job, row: PlannedRow) -> int:
-        """Counts the tokens that a row computes for others. Of a prefix that is longer than the cache only the beginning is
-        kept, and the others compute the rest of it again."""
+    def _new_prefix_tokens(self, row: PlannedRow, n_reused: int) -> int:
+        """Counts the tokens that a row computes for others, beyond the `n_reused` that are there before. Of a prefix that is
+        longer than the cache only the beginning is kept."""
         kept = (
             row.n_shared_tokens
             if self.settings.kv_tokens is None
             else min(row.n_shared_tokens, self.settings.kv_tokens)
         )
-        return max(kept - job.n_cached_tokens, 0)
+        return max(kept - n_reused, 0)

@@ -4,10 +4,10 @@ than the durable slots, and allocates each request's KV by its plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sgl_prefill.core.kv_plan import ceil_to, floor_to, plan_kv
+from sgl_prefill.core.kv_plan import KVPlan, ceil_to, floor_to, plan_kv
 from sgl_prefill.core.ranks import smallest
 from sgl_prefill.errors import UnsupportedModelError
 from sgl_prefill.port.kv.allocator import SuffixKVAllocator
@@ -152,17 +152,53 @@ def decodes(req: Req) -> bool:
 def around_add_one_req(
     original: Callable[..., AddReqResult], adder: PrefillAdder, req: Req, *arguments: Any, **options: Any
 ) -> AddReqResult:
-    """Hook: counts scratch slots as room for a request that ends with its prefill."""
+    """Hook: counts scratch slots as room for a request that ends with its prefill, and lets followers follow their leaders."""
     allocator = adder.token_to_kv_pool_allocator
     # SGLang reserves a page and one token more than the request needs.
     credit_tokens = 0 if decodes(req) else allocator.scratch_tokens + 2 * allocator.page_size + 2
+    n_more = _follow(adder, allocator, req)
+    adder.rem_input_tokens += n_more
     adder.rem_total_token_offset -= credit_tokens
     adder.cur_rem_token_offset -= credit_tokens
     try:
         return original(adder, req, *arguments, **options)
     finally:
+        adder.rem_input_tokens -= n_more
         adder.rem_total_token_offset += credit_tokens
         adder.cur_rem_token_offset += credit_tokens
+
+
+def _follow(adder: PrefillAdder, allocator: SuffixKVAllocator, req: Req) -> int:
+    """Makes what the request's leader computes a part of its cached prefix. `_copy_slots` writes the slots later.
+
+    Returns how many tokens a step of followers may compute beyond SGLang's limit: the longest input has that room.
+    """
+    import torch
+
+    state = request_state.of(req)
+    state.leader, job = None, state.job
+    if job is None or job.leader is None:
+        return 0
+    leader = next((one for one in adder.can_run_list if request_state.of(one).job is job.leader), None)
+    n_more = job.n_led_tokens - len(req.prefix_indices)
+    # SGLang may have left the leader out, or divided it.
+    if leader is None or leader.extend_range.end < job.n_led_tokens or n_more <= 0:
+        return 0
+    state.leader = leader
+    req.prefix_indices = torch.cat((req.prefix_indices, req.prefix_indices.new_zeros(n_more)))
+    n_computed = sum(one.extend_range.length for one in adder.can_run_list)
+    return max(int(allocator.scratch_tokens - n_computed - adder.rem_input_tokens), 0)
+
+
+def _copy_slots(batch: ScheduleBatch, plans: Sequence[KVPlan]) -> None:
+    """Writes the slots of leaders into the rows of their followers."""
+    table = batch.req_to_token_pool.req_to_token
+    for req, plan in zip(batch.reqs, plans, strict=True):
+        if (leader := request_state.of(req).leader) is None:
+            continue
+        slots = table[leader.req_pool_idx, plan.n_cached : plan.n_led]
+        table[req.req_pool_idx, plan.n_cached : plan.n_led] = slots
+        req.prefix_indices[plan.n_cached :] = slots.to(req.prefix_indices.dtype)
 
 
 def _room_for_background(cache: WatchedRadixCache, reqs: list[Req]) -> int | None:
@@ -178,18 +214,19 @@ def around_alloc_for_extend(
     """Hook: plans each request's KV, evicts for the durable part, and lets SGLang allocate the planned slots."""
     cache: WatchedRadixCache = batch.tree_cache
     allocator = cache.token_to_kv_pool_allocator
-    plans = []
+    plans: list[KVPlan] = []
     n_promised = 0
     n_for_background = _room_for_background(cache, batch.reqs)
     for req in batch.reqs:
-        n_input, n_cached = req.extend_range.end, len(req.prefix_indices)
-        n_free = allocator.available_size() - n_promised
         state = request_state.of(req)
+        n_input, n_reused = req.extend_range.end, len(req.prefix_indices)
+        n_cached = n_reused if state.leader is None else req.cache_protected_len
+        n_free = allocator.available_size() - n_promised
         if cache.advisor is None or state.job is None or decodes(req):
             n_available = n_free + cache.evictable_size()
         else:
-            n_missing = ceil_to(n_input - n_cached, allocator.page_size)
-            n_available = cache.advisor.room_for(state.job, n_cached, n_missing, n_free)
+            n_missing = ceil_to(n_input - n_reused, allocator.page_size)
+            n_available = cache.advisor.room_for(state.job, n_reused, n_missing, n_free)
         if n_for_background is not None:
             n_available = min(n_available, max(n_free + n_for_background, 0))
         plan = plan_kv(
@@ -198,13 +235,16 @@ def around_alloc_for_extend(
             n_available=n_available,
             page_size=allocator.page_size,
             all_durable=decodes(req),
+            leader=None if state.leader is None else plans[batch.reqs.index(state.leader)],
+            n_led=0 if state.leader is None else n_reused,
         )
         n_promised += ceil_to(plan.n_new_durable, allocator.page_size)
         plans.append(plan)
     cache.evict_tokens(n_promised - allocator.available_size(), for_background=n_for_background is not None)
     with allocator.serving(plans):
         allocated = original(batch)
+    _copy_slots(batch, plans)
     for req, plan in zip(batch.reqs, plans, strict=True):
         request_state.of(req).kv_plan = plan
-        time_stats.add_facts(req.time_stats, kept_tokens=plan.n_durable, evicted_tokens=plan.n_scratch)
+        time_stats.add_facts(req.time_stats, kept_tokens=plan.n_durable, evicted_tokens=plan.n_input - plan.n_durable)
     return allocated

@@ -92,7 +92,7 @@ class SuffixKVAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
 
     def _alloc_planned(self, n_tokens: int) -> torch.Tensor:
         assert self._plans is not None
-        assert n_tokens == sum(plan.n_input - plan.n_cached for plan in self._plans), (n_tokens, self._plans)
+        assert n_tokens == sum(plan.n_input - plan.n_reused for plan in self._plans), (n_tokens, self._plans)
         parts = []
         for plan in self._plans:
             if plan.n_new_durable > 0:

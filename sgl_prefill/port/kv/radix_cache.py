@@ -169,18 +169,21 @@ class WatchedRadixCache(RadixCache):  # type: ignore[misc]
             self.listener.leaf_removed(node)
 
     def cache_finished_req(self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
-        """Inserts only the durable part of the request into the tree."""
+        """Inserts only the durable part of the request into the tree; of a follower, behind what its leader has inserted."""
         self._inserts_for_background = custom_params.is_background(req)
         if namespaces.is_public(req):
             self.share(req.origin_input_ids)
         state = request_state.of(req)
-        plan = state.kv_plan
-        state.kv_plan = None
-        if plan is None or plan.n_scratch == 0:
-            super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
-            return
-        super().cache_finished_req(req, is_insert, kv_len_to_handle=min(kv_len_to_handle, plan.n_durable))
-        self.token_to_kv_pool_allocator.give_back_scratch(plan)
+        plan, leader = state.kv_plan, state.leader
+        state.kv_plan = state.leader = None
+        n_kept = kv_len_to_handle if plan is None else min(kv_len_to_handle, plan.n_durable)
+        if plan is not None and leader is not None:
+            is_insert = is_insert and request_state.of(leader).n_published >= min(plan.n_led, n_kept)
+            req.cache_protected_len = min(plan.n_led, n_kept)  # the leader's slots are not this request's to free
+        super().cache_finished_req(req, is_insert, kv_len_to_handle=n_kept)
+        state.n_published = n_kept if is_insert else 0
+        if plan is not None and plan.n_scratch > 0:
+            self.token_to_kv_pool_allocator.give_back_scratch(plan)
 
     def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
         plan = request_state.of(req).kv_plan

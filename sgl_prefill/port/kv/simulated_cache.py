@@ -44,8 +44,10 @@ class SimulatedCache:
             self._locked.append(match.last_device_node)
         for job, n_cached in zip(jobs, cached, strict=True):
             n_free = self._slots.n_free - n_promised
-            n_missing = job.n_input_tokens - n_cached
-            plan = plan_kv(job.n_input_tokens, n_cached, self._cache.advisor.room_for(job, n_cached, n_missing, n_free))
+            n_reused = max(n_cached, job.n_led_tokens)
+            room = self._cache.advisor.room_for(job, n_reused, job.n_input_tokens - n_reused, n_free)
+            leader = None if job.leader is None else plans[jobs.index(job.leader)]
+            plan = plan_kv(job.n_input_tokens, n_cached, room, leader=leader, n_led=job.n_led_tokens)
             n_promised += plan.n_new_durable
             plans.append(plan)
         self._cache.evict_tokens(n_promised - self._slots.n_free)
@@ -57,7 +59,7 @@ class SimulatedCache:
         for job, plan in zip(jobs, plans, strict=True):
             value = torch.zeros(plan.n_durable, dtype=torch.int64)
             result = self._cache.insert(InsertParams(key=_key(job, plan.n_durable), value=value))
-            self._slots.n_free += max(result.prefix_len - plan.n_cached, 0)  # duplicates of cached tokens are freed
+            self._slots.n_free += max(result.prefix_len - plan.n_reused, 0)  # duplicates of cached tokens are freed
         for node in self._locked:
             self._cache.dec_lock_ref(node)
         self._locked.clear()

@@ -97,6 +97,7 @@ def around_get_worker_info(
         except BaseException:
             model.close()
             raise
+    record.no_branches = branch_rows.problem(state, worker.model_runner)
     assert record.memory_plan is not None
     longest = record.memory_plan.max_input_tokens
     max_total, max_prefill, max_running, max_queued, max_req, _, *rest = original(worker)
@@ -130,12 +131,11 @@ def around_init_req_max_new_tokens(original: Callable[..., None], scheduler: Sch
 def after_get_init_info(state: RunnerState, result: dict[str, Any], scheduler: Scheduler) -> dict[str, Any]:
     """Hook: adds the record of the start to the dict that SGLang sends to the HTTP process, for /server_info."""
     state.record.ranks = _ranks(state)
-    problem = branch_rows.problem(state, scheduler.tp_worker.model_runner)
     return {
         **result,
         RECORD_KEY: state.record.shown(),
         PACKS_WEIGHTS_KEY: state.record.packed_weights is not None,
-        ANSWERS_KEY: problem,
+        ANSWERS_KEY: state.record.no_branches,
     }
 
 

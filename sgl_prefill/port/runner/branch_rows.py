@@ -27,7 +27,7 @@ from sgl_prefill.port.kv.allocator import SuffixKVAllocator
 from sgl_prefill.port.runner import logits as logits_of
 from sgl_prefill.port.runner import model_faults
 from sgl_prefill.port.runner.runner_state import RunnerState
-from sgl_prefill.port.steps import custom_params, time_stats
+from sgl_prefill.port.steps import custom_params, request_state, time_stats
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
@@ -151,7 +151,9 @@ def around_forward_batch_generation(
 ) -> Any:
     """Hook: allocates slots for a step's branches, and keeps their log-probabilities. Raises MemoryError."""
     rows = state.branch_rows
-    of_requests = [] if rows is None or not batch.forward_mode.is_extend() else _branches_of(batch)
+    is_extend = batch.forward_mode.is_extend()
+    state.has_followers = is_extend and any(request_state.of(req).leader is not None for req in batch.reqs)
+    of_requests = [] if rows is None or not is_extend else _branches_of(batch)
     if rows is None or not of_requests:
         return original(worker, batch, *rest, **options)
     n_branches = sum(len(branches) for _, branches in of_requests)
@@ -228,6 +230,11 @@ def around_forward(
 def are_in(batch: ForwardBatch) -> bool:
     """Whether a batch, or SGLang's copy of it, has branches."""
     return bool(batch.rids) and batch.rids[-1] == NO_REQUEST
+
+
+def reads_own_kv(state: RunnerState, batch: ForwardBatch) -> bool:
+    """Whether a sequence of the batch attends to KV that another one of it writes: each layer has to write all of it first."""
+    return state.has_followers or are_in(batch)
 
 
 def _with_branches(rows: BranchRows, batch: ForwardBatch) -> ForwardBatch:

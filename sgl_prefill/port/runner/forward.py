@@ -49,7 +49,7 @@ def trace_model(state: RunnerState, model_runner: ModelRunner) -> None:
     state.hybrid = hybrid
     reads_last_rows = hybrid.serves_short and model_runner.is_generation
     context = ExpertContext(body, quant_config_of(model_runner))
-    _route(body, hybrid, context, reads_last_rows=reads_last_rows)
+    _route(state, body, hybrid, context, reads_last_rows=reads_last_rows)
 
 
 def use_small_logprob_chunks() -> None:
@@ -190,7 +190,9 @@ def _is_captured() -> bool:
     return bool(get_is_capture_mode() or is_in_breakable_cuda_graph() or is_in_tc_piecewise_cuda_graph())
 
 
-def _route(body: torch.nn.Module, hybrid: HybridBody, context: ExpertContext, *, reads_last_rows: bool) -> None:
+def _route(
+    state: RunnerState, body: torch.nn.Module, hybrid: HybridBody, context: ExpertContext, *, reads_last_rows: bool
+) -> None:
     """Replaces `body.forward` by a dispatcher. Extends of at most one chunk run in SGLang's layers, unless native kernels serve
     the body. reads_last_rows: SGLang reads the last hidden state of each request only.
     """
@@ -207,7 +209,7 @@ def _route(body: torch.nn.Module, hybrid: HybridBody, context: ExpertContext, *,
         is_short = input_ids is not None and len(input_ids) <= hybrid.chunk_tokens
         is_plain = (
             input_ids is None
-            or (is_short and not hybrid.serves_short and not branch_rows.are_in(forward_batch))
+            or (is_short and not hybrid.serves_short and not branch_rows.reads_own_kv(state, forward_batch))
             or not (mode == ForwardMode.EXTEND or (hybrid.serves_short and mode.is_decode()))
             or any(value is not None for value in (*args, *kwargs.values()))  # e.g. input embeddings
             or _is_captured()

@@ -8,8 +8,8 @@ the step's own plan. Tokens are padded to the next recorded size; padding has sl
     shared prefixes        they only change the step's attention plan
     label logits           they and their log-probabilities are computed after the graph
 
-Branches (`branch_rows`) do not: a replay's batch has no request ids, which mark their rows, and their K and V
-must be written before attention, as in a hybrid pass.
+Branches (`branch_rows`) and followers (`core.kv_plan`) do not: K and V of other sequences must be written before they attend,
+as in a hybrid pass, and a replay's batch has no request ids, which mark the rows of branches.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def around_can_run_graph(
     state: RunnerState, original: Callable[..., bool], graphs: PrefillCudaGraphRunner, forward_batch: ForwardBatch
 ) -> bool:
     """Hook: SGLang calls this before each extend to decide whether to replay it."""
-    if state.runs_eagerly or branch_rows.are_in(forward_batch):
+    if state.runs_eagerly or branch_rows.reads_own_kv(state, forward_batch):
         return False
     return original(graphs, forward_batch)
 

@@ -20,4 +20,5 @@ class RunnerState:
     hybrid: HybridBody | None = None  # None: the model runs in SGLang's layers
     branch_rows: BranchRows | None = None  # None: branches cannot be computed
     long_rope_tokens: int | None = None  # longest sequence that turns by short rotary factors; None: there is one kind
+    has_followers: bool = False  # of the running pass: a request reads KV that another one of it writes
     runs_eagerly: bool = False  # no step is replayed from a CUDA graph, while the start compares and measures paths

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sgl_prefill.core import policies
 from sgl_prefill.core.deadlines import Refusal
 from sgl_prefill.core.job import BACKGROUND, Job, PlannedRow
-from sgl_prefill.core.packing import StepSize
+from sgl_prefill.core.packing import LEAST_LED_TOKENS, StepSize
 from sgl_prefill.core.policies.follower import Broadcast, Follower
 from sgl_prefill.core.policy import Decision, Policy, PolicySettings, Writing
 from sgl_prefill.core.ranks import ALONE, Ranks
@@ -25,6 +25,7 @@ from sgl_prefill.port.steps.request_log import RequestLog
 from sgl_prefill.port.steps.step_state import StepListener, StepState
 from sgl_prefill.port.steps.traces import Traces
 from sgl_prefill.port.steps.waiting_list import WaitingList
+from sgl_prefill.startup.techniques import EVICT
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -34,6 +35,15 @@ if TYPE_CHECKING:
 class Followed(NamedTuple):
     waiting: WaitingList[Req]
     refused: dict[Req, Refusal]  # removed from it: beyond the waiting limits
+
+
+class _Run(NamedTuple):
+    """What rank 0 says of a request of the next step."""
+
+    rid: str
+    n_cached_tokens: int
+    leader: str | None  # id of the request that it follows
+    n_led_tokens: int
 
 
 class SchedulerPort:
@@ -99,20 +109,26 @@ class SchedulerPort:
         is_broadcast = self._ranks.count > 1 and self._ranks.index == 0 and bool(self.live.policy.waiting)
         decision = self.live.decide(now_s, self.writing(running))
         if is_broadcast:
-            run = [(self._reqs[job].rid, job.n_cached_tokens) for job in decision.run]
+            run = [
+                _Run(job.rid, job.n_cached_tokens, None if job.leader is None else job.leader.rid, job.n_led_tokens)
+                for job in decision.run
+            ]
             refuse = {self._reqs[job].rid: why for job, why in decision.refuse.items()}
             self._ranks.of_first((run, refuse, self.live.policy.output_share))
         return decision
 
     def receive_decision(self) -> Broadcast:
         """Returns rank 0's decision on another rank. Raises SeamError where the prefix caches of the two differ."""
-        nothing: tuple[list[tuple[str, int]], dict[str, Refusal], float | None] = ([], {}, None)
+        nothing: tuple[list[_Run], dict[str, Refusal], float | None] = ([], {}, None)
         first_run, first_refuse, output_share = self._ranks.of_first(nothing)
-        run = [self._jobs[rid] for rid, _ in first_run]
-        for job, (rid, n_cached_tokens) in zip(run, first_run, strict=True):
-            if job.n_cached_tokens != n_cached_tokens:
+        run = [self._jobs[one.rid] for one in first_run]
+        for job, of_first in zip(run, first_run, strict=True):
+            job.leader = None if of_first.leader is None else self._jobs[of_first.leader]
+            job.n_led_tokens = of_first.n_led_tokens
+            if job.n_cached_tokens != of_first.n_cached_tokens:
                 raise SeamError(
-                    f"the ranks differ: rank 0 has {n_cached_tokens} tokens of request {rid} in its prefix cache, and"
+                    f"the ranks differ: rank 0 has {of_first.n_cached_tokens} tokens of request {of_first.rid} in its prefix"
+                    " cache, and"
                     f" rank {self._ranks.index} has {job.n_cached_tokens}. Their answers would be wrong: start the server again,"
                     " and please report it"
                 )
@@ -130,7 +146,7 @@ class SchedulerPort:
     def started(self, job: Job) -> None:
         req = self._reqs[job]
         self.forget([job])
-        if job.most_output_tokens > 1:
+        if job.decodes:
             request_state.of(req).writing = job
 
     def writing(self, running: Iterable[Req]) -> list[Writing]:
@@ -238,6 +254,7 @@ def _step_size(state: StepState, scheduler: Scheduler) -> StepSize:
     page_size = scheduler.tree_cache.page_size
     if pack_tokens == 0:
         return StepSize(page_size=page_size)
+    follows = state.record.no_branches is None and EVICT.is_on(state.record.config)
     from sglang.srt.runtime_context import get_schedule
 
     if pack_tokens is None:
@@ -246,4 +263,9 @@ def _step_size(state: StepState, scheduler: Scheduler) -> StepSize:
     # SGLang's limit of a step of several requests is the memory that the plan has reserved.
     most = scheduler.max_prefill_tokens
     max_requests = get_schedule().prefill_max_requests or scheduler.max_running_requests
-    return StepSize(most if pack_tokens is None else min(pack_tokens, most), max_requests, page_size)
+    return StepSize(
+        most if pack_tokens is None else min(pack_tokens, most),
+        max_requests,
+        page_size,
+        LEAST_LED_TOKENS if follows else 0,
+    )

@@ -88,7 +88,7 @@ class LiveScheduling:
         """Removes the jobs of a step that is about to run. Returns the predicted milliseconds; None without a predictor."""
         predicted_ms = None
         if self.predictor is not None and jobs:
-            self._running = self.predictor.model.of_step([(job.n_input_tokens, job.n_cached_tokens) for job in jobs])
+            self._running = self.predictor.model.of_step([(job.n_input_tokens, job.n_reused_tokens) for job in jobs])
             predicted_ms = self.predictor.ms(self._running)
         if jobs:
             self.last_predicted_ms = predicted_ms
