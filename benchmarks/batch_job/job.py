@@ -32,12 +32,12 @@ def command_of(job: Path, output: Path, flags: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", MODULE, "-i", str(job), "-o", str(output), *flags]
 
 
-def run(job: Path, output: Path, flags: Sequence[str]) -> dict[str, Any]:
-    """Runs a job to its end, and returns its summary. Raises ServerStartError."""
+def run(job: Path, output: Path, flags: Sequence[str], checkout: Path = report.REPOSITORY) -> dict[str, Any]:
+    """Runs a job to its end with this checkout's package, and returns its summary. Raises ServerStartError."""
     done = subprocess.run(
         command_of(job, output, ["--overwrite", *flags]),
-        env={**os.environ, **engines.QUIET},
-        cwd=report.REPOSITORY,
+        env={**os.environ, **engines.QUIET, "PYTHONPATH": str(checkout)},
+        cwd=checkout,
         capture_output=True,
         text=True,
         check=False,

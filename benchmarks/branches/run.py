@@ -27,6 +27,7 @@ import orjson
 from transformers import AutoTokenizer
 
 from benchmarks import report, shapes
+from benchmarks.branches import followers
 from benchmarks.front.run import model_of
 from benchmarks.front.texts import one_token_words
 from benchmarks.harness import engines
@@ -262,7 +263,16 @@ def targets_of(medians: Sequence[dict[str, Any]], difference: float, *, quick: b
     ]
 
 
-PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {"tokens": measure_tokens, "speed": measure_speed}
+def measure_followers(quick: bool) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as scratch:
+        return followers.measure(model_of(Path(scratch) / "model", N_LAYERS), quick=quick)
+
+
+PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
+    "tokens": measure_tokens,
+    "speed": measure_speed,
+    "followers": measure_followers,
+}
 
 if __name__ == "__main__":
     sys.exit(report.in_parts(__doc__, Path(__file__), PARTS))

@@ -150,8 +150,14 @@ def running(
     python = sys.executable if engine.python_variable is None else os.environ.get(engine.python_variable)
     if python is None:
         raise ServerStartError(f"not measured: {engine.python_variable} names no environment for {engine.name}")
-    # An engine may be a module of this repository, wherever the benchmark was started.
-    fixed = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"], "PYTHONPATH": str(report.REPOSITORY), **QUIET}
+    # An engine may be a module of this repository, wherever the benchmark was started; or of another checkout that `environment`
+    # names: without PYTHONSAFEPATH the working directory would come before it.
+    fixed = {
+        "OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"],
+        "PYTHONPATH": str(report.REPOSITORY),
+        "PYTHONSAFEPATH": "1",
+        **QUIET,
+    }
     fixed |= {**dict(engine.environment), **(environment or {})}
     flags = [*common, *engine.flags]
     with local_server.running(engine.module, flags, log, python=python, environment=fixed) as server:
