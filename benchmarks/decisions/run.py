@@ -8,6 +8,7 @@ See the README beside this file.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import statistics
 import sys
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import requests
 
 from benchmarks import report, shapes
-from benchmarks.decisions import small_model
+from benchmarks.decisions import small_model, suites
 from benchmarks.decisions.messages import SETS, MessageSet
 from benchmarks.harness import engines
 from sgl_prefill.core.decision_prompts import Kind, Option, Question, prompts_of
@@ -79,6 +80,34 @@ def choose_by_name(url: str, item: Item, options: dict[str, str], orders: int | 
     return Found(best["label"], best["probability"])
 
 
+YES_NO = {"yes or no": ("yes", "no"), "Yes or No": ("Yes", "No")}
+
+
+def yes_no_rows(url: str, asked: list[Item]) -> list[dict[str, Any]]:
+    """Is each message about its right option, and about the next one? By the codes that the prompt asks for, and in which form
+    they are read."""
+    rows = []
+    for shown, codes in itertools.product(YES_NO, YES_NO.values()):
+        right, masses, n_yes = [], [], 0
+        for item in asked:
+            names = list(item.of.options)
+            for is_true, name in ((True, item.right), (False, names[names.index(item.right) - 1])):
+                text = f"Is the following true? The message is about {name} ({item.of.options[name]})."
+                content = f"{item.message}\n\n{text}\nAnswer with {shown} only."
+                body = {"model": "m", "messages": [{"role": "user", "content": content}], "allowed_tokens": codes}
+                reply = requests.post(f"{url}/v1/chat/completions", json=body, timeout=120)
+                reply.raise_for_status()
+                scores = reply.json()["choices"][0]["label_scores"]
+                says_yes = scores["labels"][0]["probability"] >= 0.5
+                right.append(says_yes is is_true)
+                masses.append(scores["label_mass"])
+                n_yes += says_yes
+        row = {"asked": shown, "read": "/".join(codes), "accuracy": statistics.mean(right)}
+        rows.append({**row, "says_yes": n_yes / len(right), "label_mass": statistics.mean(masses)})
+        print(rows[-1], file=sys.stderr)
+    return rows
+
+
 def measure(model: Callable[[], Path], quick: bool) -> dict[str, Any]:
     """Each item in the four cyclic orders of its options as the client may send them."""
     asked = list(items(quick=quick))
@@ -94,6 +123,9 @@ def measure(model: Callable[[], Path], quick: bool) -> dict[str, Any]:
             found = [[choice(server.url, one, rotated(one.of, start), orders) for start in range(4)] for one in asked]
             rows.append({"way": way, **figures(asked, found)})
             print(rows[-1], file=sys.stderr)
+        more: dict[str, Any] = {"yes_no": yes_no_rows(server.url, asked)}
+        more["sys1bench"] = suites.sys1bench(server.url, Path(scratch), quick=quick)
+        print(more, file=sys.stderr)
     one, default = (next(row for row in rows if row["way"] == way) for way in WAYS[:2])
     targets = [
         report.Target.at_most("default orders: items whose answer depends on the order", default["depend"], 0),
@@ -101,7 +133,7 @@ def measure(model: Callable[[], Path], quick: bool) -> dict[str, Any]:
     if model is small_model.ensure:
         ratio = default["accuracy"] / one["accuracy"]
         targets.insert(0, report.Target.at_least("accuracy, default orders / one order", ratio, 1.5))
-    return report.part(rows, targets, items=len(asked))
+    return report.part(rows, targets, items=len(asked), **more)
 
 
 def figures(asked: list[Item], found: list[list[Found]]) -> dict[str, Any]:
@@ -124,9 +156,19 @@ def figures(asked: list[Item], found: list[list[Found]]) -> dict[str, Any]:
     }
 
 
+def measure_relations(quick: bool) -> dict[str, Any]:
+    flags = [*shapes.weight_flags(demo_model.ensure(), shapes.DTYPE), "--max-input-length", "4000", *shapes.budget(3)]
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        engines.running(engines.OURS, flags, Path(scratch) / "log") as server,
+    ):
+        return report.part([suites.jevbench(server.url, Path(scratch), quick=quick)], [])
+
+
 PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "demo": functools.partial(measure, demo_model.ensure),
     "qwen": functools.partial(measure, small_model.ensure),
+    "relations": measure_relations,
 }
 
 if __name__ == "__main__":

@@ -71,6 +71,8 @@ def pack(
     is_full = False
     for job in itertools.islice(in_order, 1 if size.is_one else LOOK_AT):
         job.leader, job.n_led_tokens = None, 0
+        if picked and (job.runs_alone or picked[0].runs_alone):
+            break
         burst = bursts.get(job.next_page)
         if burst is not None and not burst.lead(job, size):
             continue

@@ -19,8 +19,9 @@ from sgl_prefill.port.runner import branch_rows
 # Each branch lists all KV slots of its prompt, so long prompts get fewer.
 MOST_NAMED_SLOTS = 4 << 20
 FEWEST_BRANCHES = 64
-# Tokens of a step's branches, or as many as its prompt has: so branches at most double the time of a long prompt.
-MOST_TOKENS = 2_048
+# Tokens of a step's branches, some 32 questions, or as many as its prompt has: so branches at most double the time of a long
+# prompt. Others wait for such a step.
+MOST_TOKENS = 1_280
 # At least so many behind a text, whose tokens are not counted yet.
 FEWEST_TOKENS = 256
 ANY_TOKEN = 0  # asked for where nothing else is asked behind the prompt: each request asks for something

@@ -105,7 +105,11 @@ class DecisionRoutes:
             body, asked = decision_bodies.read_system_one(given)
         except BodyError as error:
             return _json({"detail": decision_bodies.details_of(error.errors)}, HTTPStatus.UNPROCESSABLE_ENTITY)
-        decided = await self._decider().decide(asked, raw_request)
+        try:
+            decided = await self._decider().decide(asked, raw_request)
+        except PromptTooLongError as error:
+            detail = {"error_type": "invalid_request_error", "message": str(error)}
+            return _json({"detail": detail}, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         return _json(reply_of_typesafe(self._decider().model, body, asked, decided))
 
 

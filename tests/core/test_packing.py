@@ -50,6 +50,12 @@ def test_of_those_that_wait_for_one_page_only_the_first_goes() -> None:
     assert packed("A10p B10q C10p D10 E10", max_tokens=40) == "ABDE"
 
 
+def test_what_was_in_a_step_that_ran_out_of_memory_runs_alone() -> None:
+    jobs = [job(5), job(5, runs_alone=True), job(5)]
+    assert pack(jobs, StepSize(100, 10)) == jobs[:1]
+    assert pack(jobs[1:], StepSize(100, 10)) == jobs[1:2]
+
+
 def test_tokens_are_counted_in_whole_pages() -> None:
     """Three jobs of 5 tokens take 8 each where a page has 4."""
     jobs = [job(6, cached=1) for _ in range(3)]

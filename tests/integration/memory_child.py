@@ -243,6 +243,19 @@ def faults(folder: Path) -> dict[str, Any]:
     replace_run(engine, fail)
     result["out_of_memory"] = engine.ask(prompt(rng, 800)).finish_reason
     engine.check_slots()
+    tokens = prompt(rng, 200)
+    rids = [engine.submit([*tokens, *prompt(rng, 20)]) for _ in range(3)]
+    sizes: list[int] = []
+
+    def fail_together(token_rows: Any, *rest: Any) -> torch.Tensor:
+        sizes.append(len(token_rows["input_ids"]))
+        return fail() if sizes[-1] > 220 else run(token_rows, *rest)
+
+    replace_run(engine, fail_together)
+    engine.run_all()
+    engine.check_slots()
+    result["together"] = {"sizes": sizes, "answers": [engine.answer(rid).finish_reason["type"] for rid in rids]}
+    engine.flush()
     replace_run(engine, run)
     result["nothing_leaked"] = engine.allocator.available_size() == before
     result["next_one"] = engine.ask(prompt(rng, 800)).finish_reason

@@ -194,7 +194,7 @@ def test_other_errors_have_the_format_of_their_route(server: Server) -> None:
     body = {"model": "demo", "state": "word " * 20_000, "questions": QUESTIONS}
     reply = requests.post(f"{server.url}/v1/systemone", json=body, timeout=60)
     detail = reply.json()["detail"]
-    assert (reply.status_code, detail["error_type"]) == (400, "invalid_request_error")
+    assert (reply.status_code, detail["error_type"]) == (413, "invalid_request_error")
     assert "too many" in detail["message"]
     openais = {"model": "demo", "input": body["state"], "questions": [QUESTION]}
     reply = requests.post(f"{server.url}/v1/decisions", json=openais, timeout=60)

@@ -88,6 +88,11 @@ def test_an_out_of_memory_forward_is_answered_with_503_and_the_next_request_is_s
     assert faults["next_one"]["type"] == "length"
 
 
+def test_requests_whose_step_runs_out_of_memory_run_again_alone(faults: dict[str, Any]) -> None:
+    """The first leads two others of 20 tokens of their own; then each finds its prefix cached."""
+    assert faults["together"] == {"sizes": [260, 220, 20, 20], "answers": ["length"] * 3}
+
+
 def test_a_request_that_generates_keeps_its_kv_or_is_refused_with_the_numbers(faults: dict[str, Any]) -> None:
     """And one token needs no slot, however long the prompt."""
     assert faults["decodes_and_fits"] == {"type": "length", "length": 5}

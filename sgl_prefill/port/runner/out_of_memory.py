@@ -1,7 +1,8 @@
-"""Where a forward pass runs out of memory, its requests get a 503 and the server goes on.
+"""Where a forward pass runs out of memory, its requests run again one by one, one that fails alone gets a 503, and the server
+goes on.
 
 SGLang's scheduler ends with any exception of a forward pass. Prefill-only requests hold nothing but their slots, so they can be
-answered and freed. For a batch that decodes SGLang's behaviour stays.
+freed, and answered or queued again. For a batch that decodes SGLang's behaviour stays.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from sgl_prefill.port.steps import request_state
+from sgl_prefill.port.steps.waiting_list import WaitingList
 from sgl_prefill.startup.device import device_of, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -22,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 class FailedPass:
-    """The result of a forward pass whose requests have been answered with 503."""
+    """The result of a forward pass whose requests have been answered with 503, or wait again."""
 
 
 def around_run_batch(original: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, *rest: Any) -> Any:
-    """Hook: where memory runs out, answers the batch's requests with the reason."""
+    """Hook: where memory runs out, queues several requests again, and answers a lone one with the reason."""
     try:
         return original(scheduler, batch, *rest)
     except (MemoryError, RuntimeError) as error:
@@ -37,8 +40,28 @@ def around_run_batch(original: Callable[..., Any], scheduler: Scheduler, batch: 
             raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     # Outside the handler: the exception's traceback would keep the failed pass's tensors alive.
-    _fail(scheduler, batch, reason)
+    gc.collect()
+    device_of(scheduler.device).release_unused()
+    if len(batch.reqs) > 1 and isinstance(scheduler.waiting_queue, WaitingList):
+        _queue_again(scheduler, batch, reason)
+    else:
+        _fail(scheduler, batch, reason)
     return FailedPass()
+
+
+def _queue_again(scheduler: Scheduler, batch: ScheduleBatch, reason: str) -> None:
+    """Each runs alone: without the others it may fit, and a follower computes its own prefix."""
+    from sglang.srt.mem_cache.common import release_kv_cache
+
+    n_tokens = sum(req.extend_range.length for req in batch.reqs)
+    logger.warning(
+        "out of memory with %d requests of %d tokens (%s): each runs alone", len(batch.reqs), n_tokens, reason
+    )
+    for req in batch.reqs:
+        release_kv_cache(req, scheduler.tree_cache, is_insert=False)
+        req.reset_for_retract()
+        request_state.of(req).runs_alone = True
+        scheduler.waiting_queue.append(req)
 
 
 def _fail(scheduler: Scheduler, batch: ScheduleBatch, reason: str) -> None:
@@ -51,8 +74,6 @@ def _fail(scheduler: Scheduler, batch: ScheduleBatch, reason: str) -> None:
         " start the server with a smaller --max-input-length"
     )
     logger.error("%s", message)
-    gc.collect()
-    device_of(scheduler.device).release_unused()
     for req in batch.reqs:
         req.finished_reason = FINISH_ABORT(message, HTTPStatus.SERVICE_UNAVAILABLE, "OutOfMemory")
         req.time_stats.set_completion_time()

@@ -79,7 +79,7 @@ class SchedulerPort:
         refused: dict[Req, Refusal] = {}
         for req in appended:
             job = self._job_of(req)
-            if not req.output_ids and (refusal := self.live.policy.refusal(job)) is not None:
+            if not req.output_ids and not job.runs_alone and (refusal := self.live.policy.refusal(job)) is not None:
                 refused[req] = refusal
                 continue
             self._reqs[job] = req
@@ -180,6 +180,7 @@ class SchedulerPort:
             n_branches=branches.branches,
             deadline_ms=custom_params.of(req, custom_params.DEADLINE),
             client=clients.of(req),
+            runs_alone=request_state.of(req).runs_alone,
             rid=req.rid,
         )
 

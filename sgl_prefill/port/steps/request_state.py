@@ -19,6 +19,7 @@ class RequestState:
     job: Job | None = None  # while the request waits under this package's policy
     writing: Job | None = None  # while it generates after its prefill under such a policy
     kv_plan: KVPlan | None = None  # None before and after the forward pass
+    runs_alone: bool = False  # it was in a step that ran out of memory
     leader: Req | None = None  # of the same step: computes the beginning of this request's prompt
     n_published: int = 0  # tokens of it that are in the prefix cache since its step
 
