@@ -261,6 +261,7 @@ def faults(folder: Path) -> dict[str, Any]:
     result["next_one"] = engine.ask(prompt(rng, 800)).finish_reason
 
     result["decodes_and_fits"] = engine.ask(prompt(rng, 100), max_new_tokens=5).finish_reason
+    engine.check_slots()
     result["decodes_and_does_not"] = engine.ask(prompt(rng, 500), max_new_tokens=5).finish_reason
     result["one_token_beyond_durable"] = engine.ask(prompt(rng, 500), max_new_tokens=1).finish_reason
 

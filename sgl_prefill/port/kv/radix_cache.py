@@ -176,7 +176,9 @@ class WatchedRadixCache(RadixCache):  # type: ignore[misc]
         state = request_state.of(req)
         plan, leader = state.kv_plan, state.leader
         state.kv_plan = state.leader = None
-        n_kept = kv_len_to_handle if plan is None else min(kv_len_to_handle, plan.n_durable)
+        n_kept = kv_len_to_handle  # with what it has generated
+        if plan is not None and plan.n_scratch > 0:
+            n_kept = min(n_kept, plan.n_durable)
         if plan is not None and leader is not None:
             is_insert = is_insert and request_state.of(leader).n_published >= min(plan.n_led, n_kept)
             req.cache_protected_len = min(plan.n_led, n_kept)  # the leader's slots are not this request's to free
