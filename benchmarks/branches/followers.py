@@ -3,10 +3,8 @@ another one."""
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,15 +19,11 @@ from benchmarks import report, shapes
 from benchmarks.batch_job import job
 from benchmarks.batch_job.workloads import Micro
 from benchmarks.harness import client, engines
+from benchmarks.two_commits.run import Tree, both_trees
 
 TURNS = 5
 LONGEST = 24_000
 MICRO = (Micro(200, 20, 4, 640), Micro(200, 20, 16, 640))
-
-
-class Tree(NamedTuple):
-    name: str
-    folder: Path
 
 
 class Work(NamedTuple):
@@ -62,17 +56,8 @@ WORKS = (
 )
 
 
-def trees() -> tuple[Tree, Tree]:
-    if (before := os.environ.get("BEFORE")) is None:
-        raise report.InvalidRunError("BEFORE names no checkout to compare with: set it to one without followers")
-    return Tree("before", Path(before).resolve()), Tree("now", report.REPOSITORY)
-
-
 def measure(model_folder: Path, *, quick: bool) -> dict[str, Any]:
-    both, n_turns = trees(), 1 if quick else TURNS
-    commit = subprocess.run(
-        ["git", "-C", str(both[0].folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-    )
+    both, n_turns = both_trees(), 1 if quick else TURNS
     turns = [*on_servers(both, model_folder, n_turns), *in_jobs(both, model_folder, n_turns)]
     medians = []
     for what in dict.fromkeys(row["what"] for row in turns):
@@ -88,7 +73,7 @@ def measure(model_folder: Path, *, quick: bool) -> dict[str, Any]:
         report.Target.at_least(f"{one['what']}: requests a second, now / before", one["ratio"], least[one["what"]])
         for one in medians
     ]
-    return report.part(medians, targets, turns=turns, before=commit.stdout.strip())
+    return report.part(medians, targets, turns=turns, before=both[0].commit)
 
 
 def on_servers(both: Sequence[Tree], folder: Path, n_turns: int) -> Iterator[dict[str, Any]]:
@@ -99,7 +84,7 @@ def on_servers(both: Sequence[Tree], folder: Path, n_turns: int) -> Iterator[dic
             flags = [*_flags(folder), "--max-total-tokens", str(kv_tokens)]
             servers = [
                 (tree, stack.enter_context(
-                    engines.running(engines.OURS, flags, logs / tree.name, {"PYTHONPATH": str(tree.folder)})
+                    engines.running(engines.OURS, flags, logs / tree.name, tree.environment)
                 ))
                 for tree in both
             ]  # fmt: skip

@@ -21,9 +21,8 @@ CALIBRATED_BY = "temperature"
 
 
 def _run(package: str, words: Sequence[str], **environment: str) -> str:
-    name = package.partition("=")[0]
     uv = Path(sys.executable).with_name("uv")
-    command = [str(uv), "tool", "run", "--python", sys.executable, "--from", package, name, *words]
+    command = [str(uv), "tool", "run", "--python", sys.executable, "--from", package, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
     if done.returncode != 0:
         raise report.InvalidRunError(f"{' '.join(words)}: {done.stderr[-2000:]}")
@@ -35,7 +34,9 @@ def jevbench(url: str, folder: Path, *, quick: bool) -> dict[str, Any]:
     suite = "examples" if quick else "jevbench-mini"
     output = folder / "jevbench.json"
     at_once = ["--concurrency", str(MINI_AT_ONCE), "--cache-dir", str(folder / "jevbench")]
-    _run(JEVBENCH, ["eval", "--url", f"{url}/v1/systemone", "--suite", suite, *at_once, "--out", str(output)])
+    _run(
+        JEVBENCH, ["jevbench", "eval", "--url", f"{url}/v1/systemone", "--suite", suite, *at_once, "--out", str(output)]
+    )
     found = json.loads(output.read_text())
     scores = found["scores"]
     groups = {name: 100 * of for name, of in scores["groups"].items() if of is not None}
@@ -59,16 +60,11 @@ def sys1bench(url: str, folder: Path, *, quick: bool) -> list[dict[str, Any]]:
     where = (
         "import sys1bench, pathlib; print(next(pathlib.Path(sys1bench.__file__).parent.glob('data/canary/*.jsonl')))"
     )
-    uv = Path(sys.executable).with_name("uv")
-    found = subprocess.run(
-        [str(uv), "tool", "run", "--python", sys.executable, "--from", SYS1BENCH, "python", "-c", where],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    items = _run(SYS1BENCH, ["python", "-c", where]).strip()
     output = folder / "predictions.jsonl"
     limit = ["--limit", "8"] if quick else []
-    words = ["run", found.stdout.strip(), str(output), "--config", str(config), "--cache", str(folder / "cache.sqlite")]
+    cache = str(folder / "cache.sqlite")
+    words = ["sys1bench", "run", items, str(output), "--config", str(config), "--cache", cache]
     _run(SYS1BENCH, [*words, *limit], PYTHONWARNINGS="ignore")
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     if failed := [row["error"] for row in rows if row["error"]]:

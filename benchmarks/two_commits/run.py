@@ -39,16 +39,22 @@ class Tree(NamedTuple):
     def environment(self) -> dict[str, str]:
         return {"PYTHONPATH": str(self.folder)}
 
+    @property
+    def commit(self) -> str:
+        head = ["git", "-C", str(self.folder), "rev-parse", "HEAD"]
+        return subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def both_trees() -> tuple[Tree, Tree]:
+    if (before := os.environ.get("BEFORE")) is None:
+        raise report.InvalidRunError("BEFORE names no checkout to compare with: set it to the folder of one")
+    return Tree("before", Path(before).resolve()), Tree("now", report.REPOSITORY)
+
 
 def main() -> int:
     arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
-    if (before := os.environ.get("BEFORE")) is None:
-        raise report.InvalidRunError("BEFORE names no checkout to compare with: set it to the folder of one")
-    trees = (Tree("before", Path(before).resolve()), Tree("now", report.REPOSITORY))
-    commit = subprocess.run(
-        ["git", "-C", str(trees[0].folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-    )
-    conditions = {**report.conditions(), "before": commit.stdout.strip()}
+    trees = both_trees()
+    conditions = {**report.conditions(), "before": trees[0].commit}
     n_turns = 1 if arguments.quick else TURNS
     rows = [*in_processes(trees, n_turns, arguments.quick), *on_servers(trees, n_turns, arguments.quick)]
     medians = medians_of(rows)
