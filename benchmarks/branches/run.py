@@ -27,7 +27,7 @@ import orjson
 from transformers import AutoTokenizer
 
 from benchmarks import report, shapes
-from benchmarks.branches import followers, rivals
+from benchmarks.branches import followers
 from benchmarks.front.run import model_of
 from benchmarks.front.texts import one_token_words
 from benchmarks.harness import engines
@@ -268,22 +268,10 @@ def measure_followers(quick: bool) -> dict[str, Any]:
         return followers.measure(model_of(Path(scratch) / "model", N_LAYERS), quick=quick)
 
 
-def measure_rivals(quick: bool) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as name:
-        scratch = Path(name)
-        folder = model_of(scratch / "model", N_LAYERS)
-
-        def maker() -> Maker:
-            return Maker(folder)
-
-        return rivals.measure(folder, maker, send, scratch, quick=quick)
-
-
 PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "tokens": measure_tokens,
     "speed": measure_speed,
     "followers": measure_followers,
-    "rivals": measure_rivals,
 }
 
 if __name__ == "__main__":
