@@ -27,7 +27,7 @@ import orjson
 from transformers import AutoTokenizer
 
 from benchmarks import report, shapes
-from benchmarks.branches import followers
+from benchmarks.branches import followers, long_labels, rivals, threshold
 from benchmarks.front.run import model_of
 from benchmarks.front.texts import one_token_words
 from benchmarks.harness import engines
@@ -263,15 +263,25 @@ def targets_of(medians: Sequence[dict[str, Any]], difference: float, *, quick: b
     ]
 
 
-def measure_followers(quick: bool) -> dict[str, Any]:
+def on_a_model(measure: Callable[..., dict[str, Any]], *arguments: Any, quick: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
-        return followers.measure(model_of(Path(scratch) / "model", N_LAYERS), quick=quick)
+        return measure(model_of(Path(scratch) / "model", N_LAYERS), *arguments, quick=quick)
+
+
+def measure_rivals(quick: bool) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as scratch:
+        qwen3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}  # vLLM decides with few architectures
+        folder = model_of(Path(scratch) / "model", N_LAYERS, **qwen3)
+        return rivals.measure(folder, lambda: Maker(folder), send, quick=quick)
 
 
 PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "tokens": measure_tokens,
     "speed": measure_speed,
-    "followers": measure_followers,
+    "followers": lambda quick: on_a_model(followers.measure, quick=quick),
+    "threshold": lambda quick: on_a_model(threshold.measure, quick=quick),
+    "labels": lambda quick: on_a_model(long_labels.measure, send, quick=quick),
+    "rivals": measure_rivals,
 }
 
 if __name__ == "__main__":

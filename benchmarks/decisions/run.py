@@ -26,7 +26,7 @@ from benchmarks import report, shapes
 from benchmarks.decisions import small_model, suites
 from benchmarks.decisions.messages import SETS, MessageSet
 from benchmarks.harness import engines
-from sgl_prefill.core.decision_prompts import Kind, Option, Question, prompts_of
+from sgl_prefill.core.decision_prompts import MOST_ORDERS, Kind, Option, Question, prompts_of
 from sgl_prefill.examples import demo_model
 
 WAYS = ("one order", "default orders", "names")
@@ -156,6 +156,25 @@ def figures(asked: list[Item], found: list[list[Found]]) -> dict[str, Any]:
     }
 
 
+def measure_orders(quick: bool) -> dict[str, Any]:
+    """Accuracy by the number of orders that are averaged: from two on they do not depend on the client's."""
+    asked, rows = list(items(quick=quick)), []
+    flags = [*shapes.weight_flags(small_model.ensure(), shapes.DTYPE), "--max-input-length", "2000", *shapes.budget(3)]
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        engines.running(engines.OURS, flags, Path(scratch) / "log") as server,
+    ):
+        for n_orders in range(1, MOST_ORDERS + 1):
+            starts = range(4 if n_orders == 1 else 1)
+            right = [
+                choose(server.url, one, rotated(one.of, start), n_orders).choice == one.right
+                for one, start in itertools.product(asked, starts)
+            ]
+            rows.append({"orders": n_orders, "accuracy": statistics.mean(right)})
+            print(rows[-1], file=sys.stderr)
+    return report.part(rows, [], items=len(asked))
+
+
 def measure_relations(quick: bool) -> dict[str, Any]:
     flags = [*shapes.weight_flags(demo_model.ensure(), shapes.DTYPE), "--max-input-length", "4000", *shapes.budget(3)]
     with (
@@ -168,6 +187,7 @@ def measure_relations(quick: bool) -> dict[str, Any]:
 PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "demo": functools.partial(measure, demo_model.ensure),
     "qwen": functools.partial(measure, small_model.ensure),
+    "orders": measure_orders,
     "relations": measure_relations,
 }
 

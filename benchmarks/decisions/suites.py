@@ -33,10 +33,9 @@ def jevbench(url: str, folder: Path, *, quick: bool) -> dict[str, Any]:
     """Relations between answers that hold for a coherent model, in percent that hold; no right answers are known."""
     suite = "examples" if quick else "jevbench-mini"
     output = folder / "jevbench.json"
+    server = ["--url", f"{url}/v1/systemone", "--model", "jev-latest"]
     at_once = ["--concurrency", str(MINI_AT_ONCE), "--cache-dir", str(folder / "jevbench")]
-    _run(
-        JEVBENCH, ["jevbench", "eval", "--url", f"{url}/v1/systemone", "--suite", suite, *at_once, "--out", str(output)]
-    )
+    _run(JEVBENCH, ["jevbench", "eval", *server, "--suite", suite, *at_once, "--out", str(output)])
     found = json.loads(output.read_text())
     scores = found["scores"]
     groups = {name: 100 * of for name, of in scores["groups"].items() if of is not None}

@@ -82,14 +82,15 @@ def measure_texts(quick: bool) -> dict[str, Any]:
     return report.part(rows, [report.Target.at_most("texts with other ids than the tokenizer's", n_different, 0)])
 
 
-def model_of(folder: Path, n_layers: int) -> Path:
-    """A model with the demo model's tokenizer, and random weights."""
+def model_of(folder: Path, n_layers: int, **settings: object) -> Path:
+    """A model with the demo model's tokenizer, and random weights. settings: added to its config."""
     folder.mkdir()
     config = {
         **shapes.config("llama-small"),
         "num_hidden_layers": n_layers,
         "vocab_size": 49_152,
         "max_position_embeddings": 32_768,
+        **settings,
     }
     (folder / "config.json").write_text(json.dumps(config))
     shapes.write_weights(folder)

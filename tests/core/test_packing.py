@@ -10,7 +10,7 @@ from sgl_prefill.core.packing import LOOK_AT, Steps, StepSize, fill_steps, pack
 from sgl_prefill.core.policies.fifo import Fifo
 from sgl_prefill.core.policies.srjf import CalibratedSrjf
 from sgl_prefill.core.policy import PolicySettings
-from tests.core.jobs import job
+from tests.core.jobs import calibrate, job, srjf
 
 
 def packed(jobs: str, max_tokens: int, max_requests: int = 100) -> str:
@@ -54,6 +54,18 @@ def test_what_was_in_a_step_that_ran_out_of_memory_runs_alone() -> None:
     jobs = [job(5), job(5, runs_alone=True), job(5)]
     assert pack(jobs, StepSize(100, 10)) == jobs[:1]
     assert pack(jobs[1:], StepSize(100, 10)) == jobs[1:2]
+
+
+def test_one_question_waits_for_one_step_at_most_beside_a_request_of_400() -> None:
+    """13 parts of 32 questions about one state; what they compute is cached once the first of them has run."""
+    parts = [job(2_040, n_branch_tokens=1_240, n_branches=31) for _ in range(13)]
+    policy = srjf(*parts, step=StepSize(1_300, 100))
+    (running,) = policy.decide(0.0).run
+    policy.remove(running)
+    for one in parts[1:]:
+        calibrate(policy, one, cached=2_000)
+    policy.add(question := job(240, 1.0, n_branch_tokens=40, n_branches=1))
+    assert question in policy.decide(1.1).run
 
 
 def test_tokens_are_counted_in_whole_pages() -> None:
