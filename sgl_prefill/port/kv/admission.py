@@ -154,8 +154,11 @@ def around_add_one_req(
 ) -> AddReqResult:
     """Hook: counts scratch slots as room for a request that ends with its prefill, and lets followers follow their leaders."""
     allocator = adder.token_to_kv_pool_allocator
+    # Beside a request that needs all of its KV the others count whole: they might lock the slots that it was admitted for.
     # SGLang reserves a page and one token more than the request needs.
-    credit_tokens = 0 if decodes(req) else allocator.scratch_tokens + 2 * allocator.page_size + 2
+    credit_tokens = (
+        0 if any(map(decodes, (req, *adder.can_run_list))) else allocator.scratch_tokens + 2 * allocator.page_size + 2
+    )
     n_more = _follow(adder, allocator, req)
     adder.rem_input_tokens += n_more
     adder.rem_total_token_offset -= credit_tokens
