@@ -387,7 +387,7 @@ FEATURES: tuple[Feature, ...] = (
         ),
         patches=(
             Patch(REQ, ("sgl_prefill",), "It holds what this package knows of a request in the scheduler."),
-            Patch(REQ, ("finished_reason",), "A forward pass ran out of memory."),
+            Patch(REQ, ("finished_reason",), "A forward pass ran out of memory, or has been launched."),
         ),
     ),
     Feature(

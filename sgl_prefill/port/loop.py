@@ -22,9 +22,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sgl_prefill.core.job import Job
+from sgl_prefill.port.kv.admission import decodes
 from sgl_prefill.port.runner import out_of_memory
 from sgl_prefill.port.steps import clients, request_state, time_stats
 from sgl_prefill.port.steps.jobs import SchedulerPort, follow, of, refuse
+from sgl_prefill.port.steps.live import RunningStep
 from sgl_prefill.port.steps.metrics import Facts
 from sgl_prefill.port.steps.recent import text
 from sgl_prefill.port.steps.step_state import Answered, EndedStep, StartedStep, StepState
@@ -46,15 +48,21 @@ def around_recv_requests(
     state: StepState, original: Callable[..., list[Any]], receiver: SchedulerRequestReceiver
 ) -> list[Any]:
     """Hook: receive."""
-    return [*of(state).take_messages(), *original(receiver)]
+    messages = [*of(state).take_messages(), *original(receiver)]
+    if state.pipeline is not None and not all(map(_is_request, messages)):
+        state.pipeline.finish()  # others may ask whether the engine is idle
+    return messages
 
 
 def around_get_new_batch_prefill(
     state: StepState, original: Callable[..., NextBatchPlan], scheduler: Scheduler, running_batch: ScheduleBatch
 ) -> NextBatchPlan:
     """Hook: decide, and let SGLang admit the picked requests."""
-    port, decided_s = of(state), time.perf_counter()
-    live = port.live
+    port = of(state)
+    live, pipeline = port.live, state.pipeline
+    if pipeline is not None:
+        pipeline.await_decision(lambda: take_in(state, scheduler))
+    decided_s = time.perf_counter()
     waiting = follow(state, scheduler)
     with live.cost:
         run, refused = port.decide(decided_s, running_batch.reqs)
@@ -65,6 +73,8 @@ def around_get_new_batch_prefill(
         refuse(scheduler, req, refusal)
     if (share := live.policy.output_share) is not None:
         scheduler.new_token_ratio_tracker.current = share
+    if pipeline is not None and len(picked) > scheduler.req_to_token_pool.available_size():
+        pipeline.finish()  # its requests hold their rows until then
     scheduler.waiting_queue = list(picked)
     try:
         plan = original(scheduler, running_batch)
@@ -79,6 +89,8 @@ def around_get_new_batch_prefill(
             if req not in picked:
                 waiting.append(req)
         scheduler.waiting_queue = waiting
+    if pipeline is not None:
+        pipeline.begin() if plan.batch_to_run is not None else pipeline.finish()
     _release_memory(state, scheduler, plan)
     if plan.batch_to_run is not None and plan.batch_to_run.prefill_stats is not None:
         plan.batch_to_run.prefill_stats.num_pending_tokens = live.n_pending_tokens
@@ -101,17 +113,60 @@ def around_process_batch_result(
     state: StepState, original: Callable[..., None], scheduler: Scheduler, batch: ScheduleBatch, result: Any
 ) -> None:
     """Hook: takes in arrived requests before SGLang waits for the result of the launched step; learns from the result."""
-    if state.scheduling is not None:
-        take_in(state, scheduler)
+    if state.scheduling is None:
+        if not isinstance(result, out_of_memory.FailedPass):
+            original(scheduler, batch, result)
+        return
+    step = state.scheduling.live.take_started()
+    if state.pipeline is not None:
+        if step.predicted_ms is not None and _ends_at_launch(scheduler, batch, result):
+            _publish(scheduler, batch)
+            take_in(state, scheduler)
+            kept = batch.copy()  # SGLang takes ended requests out of the batch of the last step
+            state.pipeline.launch(
+                kept.reqs,
+                step.predicted_ms,
+                lambda: original(scheduler, kept, result),
+                lambda ms: learn(of(state), kept, step, ms),
+            )
+            return
+        state.pipeline.finish()
+    take_in(state, scheduler)
     if not isinstance(result, out_of_memory.FailedPass):  # its requests have been answered
         original(scheduler, batch, result)
-    if state.scheduling is not None:
-        learn(state.scheduling, batch)
+    learn(state.scheduling, batch, step)
 
 
-def take_in(state: StepState, scheduler: Scheduler) -> None:
+def _ends_at_launch(scheduler: Scheduler, batch: ScheduleBatch, result: Any) -> bool:
+    """Whether no request of the step needs its result to go on (`port.launched`)."""
+    return (
+        not isinstance(result, out_of_memory.FailedPass)
+        and scheduler.is_generation
+        and batch.forward_mode.is_extend_without_speculative()
+        and not batch.decoding_reqs
+        and batch.chunked_req is None
+        and not any(decodes(req) or req.grammar is not None or req.finished() for req in batch.reqs)
+    )
+
+
+def _publish(scheduler: Scheduler, batch: ScheduleBatch) -> None:
+    """Puts the prefixes of a launched step into the prefix cache, gives its other slots back, and marks its requests as ended:
+    SGLang would decode for them.
+    """
+    from sglang.srt.managers.schedule_batch import FINISH_LENGTH
+
+    for req in batch.reqs:
+        is_insert = not getattr(req, "skip_radix_cache_insert", False)
+        scheduler.tree_cache.cache_finished_req(req, is_insert, kv_len_to_handle=req.effective_kv_committed_len())
+        request_state.of(req).is_published = True
+        req.finished_reason = FINISH_LENGTH(0)
+
+
+def take_in(state: StepState, scheduler: Scheduler) -> bool:
     """Passes requests to SGLang and to the policy, up to the first other message. Messages from there on (new weights, cache
     flushes, cancellations) wait for SGLang's next turn: it would take the engine for idle while the launched batch runs.
+
+    Returns whether requests wait.
     """
     received = scheduler.request_receiver.recv_requests()
     n_requests = next((place for place, message in enumerate(received) if not _is_request(message)), len(received))
@@ -121,6 +176,7 @@ def take_in(state: StepState, scheduler: Scheduler) -> None:
         assert answer is None, message
     if n_requests:
         follow(state, scheduler)
+    return bool(of(state).live.policy.waiting)
 
 
 def _is_request(message: Any) -> bool:
@@ -142,26 +198,29 @@ def _is_request(message: Any) -> bool:
     return getattr(message, "session_params", None) is None and not is_health_check_generate_req(message)
 
 
-def learn(port: SchedulerPort, batch: ScheduleBatch) -> None:
-    """Corrects the JCT model by the time that a step has taken, and passes the step to the listeners."""
+def learn(port: SchedulerPort, batch: ScheduleBatch, running: RunningStep, actual_ms: float | None = None) -> None:
+    """Corrects the JCT model by the time that a step has taken, and passes the step to the listeners.
+
+    actual_ms: on the device; None: until its result was read.
+    """
     port.ended(batch.reqs)
     if not batch.forward_mode.is_extend():
         return
-    live, actual_ms = port.live, None
+    live = port.live
     done = [req for req in batch.reqs if req.time_stats.prefill_finished_time > 0]  # the others failed
     if done:
-        begin_s = done[0].time_stats.forward_entry_time
         end_s = max(req.time_stats.prefill_finished_time for req in done)
+        begin_s = done[0].time_stats.forward_entry_time if actual_ms is None else end_s - actual_ms / 1000
         actual_ms = 1000 * (end_s - begin_s)
-    live.observe(actual_ms, [_facts_of(req) for req in done])
+    live.observe(running, actual_ms if done else None, [_facts_of(req) for req in done])
     if done:
         step = EndedStep(
-            number=live.n_steps,
+            number=running.number,
             begin_s=begin_s,
             end_s=end_s,
-            predicted_ms=live.last_predicted_ms,
+            predicted_ms=running.predicted_ms,
             policy_s=live.last_step_s,
-            score=live.last_score,
+            score=running.score,
             is_waited_for=bool(live.policy.waiting),
             reqs=done,
             answered=[_answered(req, begin_s, end_s) for req in done],

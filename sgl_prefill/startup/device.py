@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import abc
 import ctypes
+import functools
 import os
 import platform
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -215,13 +217,36 @@ class Accelerator(Device):
 
     def time_ms(self, run: Callable[[], Any]) -> float:
         """Measures by the device's clock, since this thread may be late by a millisecond."""
-        started, ended = (self._module.Event(enable_timing=True) for _ in range(2))
         self.synchronize()
-        started.record()
+        started = self.mark()
         run()
-        ended.record()
+        ended = self.mark()
         self.synchronize()
-        return float(started.elapsed_time(ended))
+        return self.ms_between(started, ended)
+
+    def mark(self) -> Any:
+        """Marks the end of what this thread's stream has been given so far."""
+        event = self._module.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def is_reached(self, mark: Any) -> bool:
+        return bool(mark.query())
+
+    def ms_between(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end))
+
+    @contextmanager
+    def reading_after(self, mark: Any) -> Iterator[None]:
+        """Within the block, reads wait for the mark, and not for what the stream was given later."""
+        with self._module.stream(self._reader):
+            self._reader.wait_event(mark)
+            yield
+            self._reader.synchronize()
+
+    @functools.cached_property
+    def _reader(self) -> Any:
+        return self._module.Stream()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

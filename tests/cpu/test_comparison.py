@@ -251,7 +251,7 @@ def test_an_engine_without_its_activation_record_fails_the_run(tmp_path: Path, m
     monkeypatch.setattr(local_server, "running", healthy)
     infos: list[tuple[engines.Engine, dict[str, Any]]] = [(OURS, {}), (RIVAL, {"sgl_prefill": {"config": {}}})]
     for engine, info in infos:
-        monkeypatch.setattr(requests, "get", lambda *_, info=info, **__: Namespace(json=lambda: info))
+        monkeypatch.setattr(requests, "get", lambda *_, info=info, **__: Namespace(ok=True, json=lambda: info))
         with pytest.raises(report.InvalidRunError, match="activation record"), engines.running(engine, [], tmp_path):
             pass
 

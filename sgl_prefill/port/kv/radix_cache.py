@@ -170,10 +170,12 @@ class WatchedRadixCache(RadixCache):  # type: ignore[misc]
 
     def cache_finished_req(self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         """Inserts only the durable part of the request into the tree; of a follower, behind what its leader has inserted."""
+        state = request_state.of(req)
+        if state.is_published:
+            return
         self._inserts_for_background = custom_params.is_background(req)
         if namespaces.is_public(req):
             self.share(req.origin_input_ids)
-        state = request_state.of(req)
         plan, leader = state.kv_plan, state.leader
         state.kv_plan = state.leader = None
         n_kept = kv_len_to_handle  # with what it has generated

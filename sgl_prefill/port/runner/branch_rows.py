@@ -179,7 +179,9 @@ def around_move_logprobs(state: RunnerState, original: Callable[..., None], proc
     """Hook: copies the branches' log-probabilities to the host when SGLang reads the step's result."""
     rows = state.branch_rows
     if rows is not None and rows.unread:
-        unread, rows.unread = rows.unread, []
+        of_step = {id(req.time_stats) for req in options["batch"].reqs}  # another step may have been launched
+        unread = [one for one in rows.unread if id(one[0]) in of_step]
+        rows.unread = [one for one in rows.unread if id(one[0]) not in of_step]
         read = iter(logits_of.on_host([value for _, values in unread for value in values]))
         for stats, values in unread:
             found: Logprobs = [next(read).tolist() for _ in values]

@@ -15,6 +15,7 @@ from sgl_prefill.core.policy import Decision, Policy, PolicySettings, Writing
 from sgl_prefill.core.ranks import ALONE, Ranks
 from sgl_prefill.errors import SeamError
 from sgl_prefill.port.kv.radix_cache import RadixTree, WatchedRadixCache
+from sgl_prefill.port.launched import pipeline_of
 from sgl_prefill.port.runner import branch_rows
 from sgl_prefill.port.runner.rank_group import these_ranks
 from sgl_prefill.port.steps import clients, custom_params, request_state, silent_metrics, time_stats
@@ -219,6 +220,7 @@ def after_init_schedule_policy(state: StepState, result: None, scheduler: Schedu
     live = LiveScheduling(RadixTree(cache), policy, metrics)
     cache.connect(live.listener, live.advisor, scheduler.max_total_num_tokens)
     state.scheduling = SchedulerPort(live, sign, ranks)
+    state.pipeline = pipeline_of(has_predictor=settings.predictor is not None, n_ranks=ranks.count)
     if config.request_log is not None and ranks.index == 0:
         state.scheduling.listeners.append(RequestLog(config.request_log))
     scheduler.waiting_queue = WaitingList(scheduler.waiting_queue)

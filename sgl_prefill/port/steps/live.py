@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from sgl_prefill.core.calibration import Calibration
 from sgl_prefill.core.jct import Work
@@ -33,6 +33,13 @@ class CostMeter:
         return spent_s
 
 
+class RunningStep(NamedTuple):
+    number: int  # of the decision
+    predicted_ms: float | None  # None without a predictor
+    score: ScoreParts | None  # of the first job; None for policies without scores
+    work: Work | None  # for the JCT model
+
+
 class LiveScheduling:
     """One per scheduler process."""
 
@@ -43,11 +50,10 @@ class LiveScheduling:
         self.predictor = policy.settings.predictor
         self.n_steps = 0  # decided so far
         self.last_step_s = 0.0  # time of the policy in the last step
-        self.last_predicted_ms: float | None = None  # of the last step, before it ran; None without a predictor
-        self.last_score: ScoreParts | None = None  # of the first job of the last step
+        self._score: ScoreParts | None = None  # of the first job of the last decision
         self.n_pending_tokens = 0  # input tokens of all waiting requests
         self._metrics = metrics
-        self._running: Work | None = None  # of the running step, for the JCT model
+        self._started: RunningStep | None = None  # the step that was started last, until it is taken
         self._shows_waiting = False  # the gauges say that requests wait
 
     @property
@@ -76,7 +82,7 @@ class LiveScheduling:
             self.leave(job)
         if decision.run:
             self.n_steps += 1
-            self.last_score = self.policy.parts_of_score(decision.run[0], now_s)
+            self._score = self.policy.parts_of_score(decision.run[0], now_s)
         if self._metrics is not None:
             if decision.run:
                 self._metrics.set_starvation(self.policy, decision.run, now_s)
@@ -86,12 +92,12 @@ class LiveScheduling:
 
     def start(self, jobs: Sequence[Job], now_s: float) -> float | None:
         """Removes the jobs of a step that is about to run. Returns the predicted milliseconds; None without a predictor."""
-        predicted_ms = None
+        predicted_ms = work = None
         if self.predictor is not None and jobs:
-            self._running = self.predictor.model.of_step([(job.n_input_tokens, job.n_reused_tokens) for job in jobs])
-            predicted_ms = self.predictor.ms(self._running)
+            work = self.predictor.model.of_step([(job.n_input_tokens, job.n_reused_tokens) for job in jobs])
+            predicted_ms = self.predictor.ms(work)
         if jobs:
-            self.last_predicted_ms = predicted_ms
+            self._started = RunningStep(self.n_steps, predicted_ms, self._score, work)
         self.policy.started(jobs)
         for job in jobs:
             if self._metrics is not None:
@@ -105,16 +111,20 @@ class LiveScheduling:
             self._metrics.set_queue(self.policy, now_s)
             self._shows_waiting = bool(self.policy.waiting)
 
-    def observe(self, actual_ms: float | None, facts: Sequence[Facts]) -> None:
+    def take_started(self) -> RunningStep:
+        """Returns the step that was started last, once."""
+        step, self._started = self._started, None
+        return step or RunningStep(self.n_steps, None, None, None)
+
+    def observe(self, step: RunningStep, actual_ms: float | None, facts: Sequence[Facts]) -> None:
         """Corrects the predictor and counts the requests of a step that has ended.
 
         actual_ms: of its forward pass, None where it failed. facts: of the answered requests.
         """
-        work, self._running = self._running, None
-        if self.predictor is not None and work is not None and actual_ms is not None:
+        if self.predictor is not None and step.work is not None and actual_ms is not None:
             if self._metrics is not None:
-                self._metrics.observe_prediction(self.predictor.ms(work), actual_ms)
-            self.predictor.observe(work, actual_ms)
+                self._metrics.observe_prediction(self.predictor.ms(step.work), actual_ms)
+            self.predictor.observe(step.work, actual_ms)
         if self._metrics is not None:
             for of_request in facts:
                 self._metrics.count_request(of_request)

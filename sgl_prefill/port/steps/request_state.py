@@ -22,6 +22,7 @@ class RequestState:
     runs_alone: bool = False  # it was in a step that ran out of memory
     leader: Req | None = None  # of the same step: computes the beginning of this request's prompt
     n_published: int = 0  # tokens of it that are in the prefix cache since its step
+    is_published: bool = False  # since its launch (`port.launched`): it holds nothing but its row of the slot table
 
 
 def of(req: Req) -> RequestState:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from sgl_prefill.port.dashboard.watch import Watch
+    from sgl_prefill.port.launched import Pipeline
     from sgl_prefill.port.steps.jobs import SchedulerPort
 
 
@@ -68,5 +69,6 @@ class StepState:
 
     record: StartRecord
     scheduling: SchedulerPort | None = None  # None with --scheduling stock
+    pipeline: Pipeline | None = None  # None: a result is read before the next step is chosen
     watch: Watch | None = None  # None until the dashboard is opened
     memory_released_at_step: int = 0
