@@ -28,13 +28,14 @@ Send = Callable[[str, Sequence[tuple[str, bytes]]], tuple[float, list[Any]]]
 
 
 def measure(folder: Path, send: Send, *, quick: bool) -> dict[str, Any]:
+    trees = both_trees()
     turns: list[dict[str, Any]] = []
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         flags = [*shapes.weight_flags(folder, shapes.DTYPE), "--context-length", "32768", *shapes.budget(3)]
         servers = [
             (tree, stack.enter_context(engines.running(engines.OURS, flags, logs / tree.name, tree.environment)))
-            for tree in (trees := both_trees())
+            for tree in trees
         ]
         for turn, (n_tokens, at_once) in itertools.product(range(2 if quick else TURNS + 1), WORKS):
             rng = random.Random(f"{turn} {n_tokens} {at_once}")
