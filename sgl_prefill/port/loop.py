@@ -12,7 +12,8 @@
 
 SGLang builds a prefill batch by walking `scheduler.waiting_queue`. During that call the queue holds only the picked requests, so
 that SGLang matches, locks and allocates for them alone; afterwards the others are put back in order of arrival. The choice
-waits for the result of the running step, so that its prefix is in the cache; SGLang's overlap loop chooses before.
+waits until the prefix of the running step is in the cache: on a host for its result, on a device for its launch
+(`port.launched`). SGLang's overlap loop chooses before.
 """
 
 from __future__ import annotations
