@@ -27,7 +27,7 @@ import orjson
 from transformers import AutoTokenizer
 
 from benchmarks import report, shapes
-from benchmarks.branches import followers, long_labels, rivals, threshold
+from benchmarks.branches import followers, long_labels, rivals
 from benchmarks.front.run import model_of
 from benchmarks.front.texts import one_token_words
 from benchmarks.harness import engines
@@ -279,7 +279,6 @@ PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "tokens": measure_tokens,
     "speed": measure_speed,
     "followers": lambda quick: on_a_model(followers.measure, quick=quick),
-    "threshold": lambda quick: on_a_model(threshold.measure, quick=quick),
     "labels": lambda quick: on_a_model(long_labels.measure, send, quick=quick),
     "rivals": measure_rivals,
 }

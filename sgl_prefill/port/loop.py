@@ -114,28 +114,27 @@ def around_process_batch_result(
     state: StepState, original: Callable[..., None], scheduler: Scheduler, batch: ScheduleBatch, result: Any
 ) -> None:
     """Hook: takes in arrived requests before SGLang waits for the result of the launched step; learns from the result."""
-    if state.scheduling is None:
-        if not isinstance(result, out_of_memory.FailedPass):
-            original(scheduler, batch, result)
-        return
-    step = state.scheduling.live.take_started()
-    if state.pipeline is not None:
-        if step.predicted_ms is not None and _ends_at_launch(scheduler, batch, result):
+    port, pipeline = state.scheduling, state.pipeline
+    step = None if port is None else port.live.take_started()
+    if port is not None and step is not None:
+        if pipeline is not None and step.predicted_ms is not None and _ends_at_launch(scheduler, batch, result):
             _publish(scheduler, batch)
             take_in(state, scheduler)
             kept = batch.copy()  # SGLang takes ended requests out of the batch of the last step
-            state.pipeline.launch(
+            pipeline.launch(
                 kept.reqs,
                 step.predicted_ms,
                 lambda: original(scheduler, kept, result),
-                lambda ms: learn(of(state), kept, step, ms),
+                lambda ms: learn(port, kept, step, ms),
             )
             return
-        state.pipeline.finish()
-    take_in(state, scheduler)
+        if pipeline is not None:
+            pipeline.finish()
+        take_in(state, scheduler)
     if not isinstance(result, out_of_memory.FailedPass):  # its requests have been answered
         original(scheduler, batch, result)
-    learn(state.scheduling, batch, step)
+    if port is not None and step is not None:
+        learn(port, batch, step)
 
 
 def _ends_at_launch(scheduler: Scheduler, batch: ScheduleBatch, result: Any) -> bool:

@@ -16,7 +16,7 @@ STEP_MS = 2.0
 
 
 class LateDevice:
-    """In the place of a CUDA stream. Without a launch that it has not run, it is like a host."""
+    """Stands in for a CUDA stream: a forward pass runs when its result is read, or by chance when its end is asked for."""
 
     def __init__(self, engine: InProcessScheduler, seed: int = 0) -> None:
         self._engine, self._rng = engine, random.Random(seed)
