@@ -27,7 +27,7 @@ import orjson
 from transformers import AutoTokenizer
 
 from benchmarks import report, shapes
-from benchmarks.branches import followers, long_labels, rivals
+from benchmarks.branches import followers, long_labels, rivals, threshold
 from benchmarks.front.run import model_of
 from benchmarks.front.texts import one_token_words
 from benchmarks.harness import engines
@@ -281,6 +281,7 @@ PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "followers": lambda quick: on_a_model(followers.measure, quick=quick),
     "labels": lambda quick: on_a_model(long_labels.measure, send, quick=quick),
     "rivals": measure_rivals,
+    "threshold": lambda quick: on_a_model(threshold.measure, quick=quick),
 }
 
 if __name__ == "__main__":
