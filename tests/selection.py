@@ -47,7 +47,7 @@ RARE: dict[str, tuple[str, ...]] = {
         *GPU_KERNELS,
         "tests/cpu/shared_prefix_child.py",
     ),
-    "tests/cpu/test_wheelhouse.py": ("scripts/wheelhouse.py", "pyproject.toml"),
+    "tests/cpu/test_gpu_kit.py": ("scripts/gpu_kit.py", "scripts/gpu_setup.sh"),
     "tests/integration/test_batch.py::test_a_dry_run_tells_what_the_job_costs_and_leaves_nothing": (BATCH,),
     "tests/integration/test_batch.py::test_the_reviews_of_the_readme_are_scored_right": (BATCH, "sgl_prefill/examples"),
     "tests/integration/test_benchmarks.py": ("benchmarks/harness", "benchmarks/storm"),

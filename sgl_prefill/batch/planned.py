@@ -60,9 +60,9 @@ def describe(planned: Planned, unit: str) -> list[str]:
 def predicted_ms(order: JobPlan, lengths: IntArray, model: FittedJct, step: StepSize) -> float:
     """Predicted computing time if each step is filled and the cache holds what the plan reuses."""
     in_order = lengths[order.rows]
-    computed = in_order - order.reused_tokens
-    n_steps = fill_steps(int(np.minimum(computed, step.max_tokens or computed).sum()), len(order), step).n_steps
-    tokens_ms = sum(map(model.tokens_ms, in_order.tolist(), order.reused_tokens.tolist()))
+    jobs = list(zip(in_order.tolist(), order.reused_tokens.tolist(), strict=True))
+    n_steps = fill_steps(sum(step.tokens_of(*job) for job in jobs), len(order), step).n_steps
+    tokens_ms = sum(model.tokens_ms(*job) for job in jobs)
     return sum(model.work(n_steps, len(order), tokens_ms))
 
 

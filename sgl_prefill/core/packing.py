@@ -16,8 +16,9 @@ from typing import NamedTuple
 from sgl_prefill.core.job import Job
 from sgl_prefill.core.kv_plan import ceil_to
 
-# A shorter prefix than this is waited for: on a GPU a step with followers cannot be replayed from a CUDA graph.
-LEAST_LED_TOKENS = 64
+# A shorter prefix than this is waited for. On a host following pays from the shortest prefix on that was measured
+# (benchmarks/branches, `threshold`); on a device a step with followers cannot be replayed from a CUDA graph.
+LEAST_LED_TOKENS, LEAST_LED_TOKENS_ON_DEVICE = 8, 64
 # Candidates looked at per step: many may have to wait for each other.
 LOOK_AT = 256
 # Limit on the branches of a step: each is a sequence of the forward pass, with a row of the slot table (`core.branches`).
@@ -31,15 +32,22 @@ class StepSize(NamedTuple):
     max_requests: int = 1
     page_size: int = 1  # computed tokens are counted in whole pages
     least_led_tokens: int = 0  # a job follows another for so many tokens at least; 0: none follows
+    pair_tokens: float = 0.0  # computed tokens that cost as much as attention of one token to one; 0: it is not counted
 
     @property
     def is_one(self) -> bool:
         return self.max_tokens == 0 or self.max_requests == 1
 
-    def tokens_of(self, n_miss_tokens: int) -> int:
-        """Tokens that a job takes of a step, in whole pages; a longer job fills a step alone."""
-        n_tokens = ceil_to(n_miss_tokens, self.page_size)
+    def tokens_of(self, n_input_tokens: int, n_cached_tokens: int) -> int:
+        """Tokens that a job takes of a step; a longer job fills a step alone."""
+        n_tokens = self.price(n_input_tokens, n_cached_tokens)
         return n_tokens if self.is_one else min(n_tokens, self.max_tokens)
+
+    def price(self, n_input_tokens: int, n_cached_tokens: int) -> int:
+        """Tokens that a job computes, in whole pages, and its attention in tokens of the same time."""
+        n_miss = n_input_tokens - n_cached_tokens
+        n_pairs = n_miss * (n_input_tokens + n_cached_tokens + 1) / 2
+        return ceil_to(n_miss, self.page_size) + round(self.pair_tokens * n_pairs)
 
 
 CountShared = Callable[[Job, Job], int]  # tokens that both jobs begin with, in whole pages
@@ -57,7 +65,7 @@ def pack(
 ) -> list[Job]:
     """Chooses the jobs of the next step, in order; the first is always among them.
 
-    Others join while all of them compute at most `max_tokens`. Of jobs that wait for the same page the first computes it, and
+    Others join while all of them take at most `max_tokens`. Of jobs that wait for the same page the first computes it, and
     the others follow it, or find that page cached in a later step: nothing is computed twice. Followers of a prefix that is
     longer than the cache would find only a part of it there, so as many tokens of them as the first job has join a full step.
 
@@ -79,7 +87,7 @@ def pack(
         is_lost = kv_tokens is not None and job.n_led_tokens > kv_tokens  # what it would wait for
         if is_full and not is_lost:
             continue
-        n_here = ceil_to(job.n_input_tokens - job.n_reused_tokens, size.page_size)
+        n_here = size.price(job.n_input_tokens, job.n_reused_tokens)
         most_tokens = max(size.max_tokens, 2 * n_first) if is_lost else size.max_tokens
         if picked and (n_tokens + n_here > most_tokens or n_branches + job.n_branches > MOST_BRANCHES):
             is_full = True

@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import torch
 
+from sgl_prefill.core.kv_plan import ceil_to
 from sgl_prefill.hybrid.shared_rows import Exchange, SharedRows
 from sgl_prefill.hybrid.split import Argument, Attention, BufferSpec, Piece, SplitBody
 
@@ -28,14 +29,18 @@ class LayerIO(Protocol):
         ...
 
 
+TILE_ROWS = 64  # of a matrix product; chunks are whole tiles
+
+
 class HybridBody:
-    """Runs a split body with `chunk_tokens` rows at a time."""
+    """Runs a split body with at most `chunk_tokens` rows at a time."""
 
     def __init__(self, split: SplitBody, chunk_tokens: int, products: Sequence[Any] = ()) -> None:
         self.split = split
         self.chunk_tokens = chunk_tokens
+        self.plain_tokens = 0  # extends of at most so many, and of at most one chunk, run in SGLang's own layers
         self.products = products  # `cpu.fused.Linear`, whose weights can be packed; none without native kernels
-        # Whether extends of at most one chunk run here too and not in SGLang's own layers.
+        # Whether those run here too.
         self.serves_short = bool(products)
         # Memory profiles set this: of the first two pieces and the last one only the first and the last chunk are
         # computed, in buffers that are all written once. All other layers do the same in the same buffers, so that a
@@ -108,7 +113,7 @@ class HybridBody:
             if buffer not in self.shared:
                 return make((n_tokens, *spec.row_shape), dtype=spec.dtype, device=device)
             assert self.exchange is not None
-            return SharedRows(spec, n_tokens, self.chunk_tokens, self.exchange, make, device)
+            return SharedRows(spec, n_tokens, self._chunk_rows(n_tokens), self.exchange, make, device)
 
         return [made(buffer, spec) for buffer, spec in enumerate(self.split.buffers)]
 
@@ -174,9 +179,16 @@ class HybridBody:
         return torch.empty(shape, dtype=scored.dtype, device=scored.device).index_copy_(0, read_rows, scored)
 
     def _chunks(self, n_tokens: int) -> list[tuple[int, int]]:
-        starts = range(0, n_tokens, self.chunk_tokens)
-        chunks = [(start, min(start + self.chunk_tokens, n_tokens)) for start in starts]
+        n_rows = self._chunk_rows(n_tokens)
+        chunks = [(start, min(start + n_rows, n_tokens)) for start in range(0, n_tokens, n_rows)]
         return [chunks[0], chunks[-1]] if self.only_what_decides_memory else chunks
+
+    def _chunk_rows(self, n_tokens: int) -> int:
+        """Rows of each chunk: as few chunks as possible, of equal length, since products of few rows waste a device."""
+        if self.only_what_decides_memory:
+            return self.chunk_tokens
+        n_chunks = -(-n_tokens // self.chunk_tokens)
+        return min(ceil_to(-(-n_tokens // n_chunks), TILE_ROWS), self.chunk_tokens)
 
     @staticmethod
     def _run_chunk(

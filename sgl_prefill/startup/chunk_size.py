@@ -29,6 +29,7 @@ def choose_chunk_tokens(model: LoadedModel, config_tokens: int | None) -> None:
     hybrid = model.hybrid
     assert hybrid is not None
     hybrid.chunk_tokens = config_tokens or _measured_chunk_tokens(model, hybrid)
+    hybrid.plain_tokens = 0 if config_tokens else model.device.plain_tokens
     logger.info(
         "hybrid prefilling: chunks of %d tokens, %d bytes a token kept between layers",
         hybrid.chunk_tokens,

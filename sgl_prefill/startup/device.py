@@ -67,6 +67,7 @@ class Device(abc.ABC):
     chunk_candidates: ClassVar[
         tuple[int, ...]
     ]  # chunk sizes of hybrid prefilling in tokens, among which a start chooses
+    plain_tokens: ClassVar[int]  # extends of at most so many run in SGLang's layers, which copy nothing
     budget_flag: ClassVar[str]  # the option that gives the engine more memory
     budget_holds_activations: ClassVar[bool]  # besides the KV pool; else SGLang has reserved memory for them
     backs_on_use: ClassVar[bool]  # aliased memory is backed when it is written, else when it is committed
@@ -121,6 +122,7 @@ class Device(abc.ABC):
 class Host(Device):
     is_host = True
     chunk_candidates = (256, 512, 1024, 2048)
+    plain_tokens = 0
     budget_flag = "--memory-budget-gb"
     budget_holds_activations = True
     backs_on_use = True
@@ -165,6 +167,7 @@ class Host(Device):
 class Accelerator(Device):
     is_host = False
     chunk_candidates = (1024, 2048, 4096, 8192)
+    plain_tokens = 8192  # SGLang's own limit of a step; the memory plan holds them
     budget_flag = "--mem-fraction-static"
     budget_holds_activations = False
     backs_on_use = False

@@ -33,7 +33,7 @@ def fitted_model(model: LoadedModel, longest_tokens: int) -> FittedJct:
         "chunk_tokens": None if model.hybrid is None else model.hybrid.chunk_tokens,
         "longest_tokens": longest_tokens,
         "is_evicting": model.is_evicting,
-        "most_replayed_tokens": model.most_replayed_tokens,
+        "most_replayed_tokens": max(model.graphed_tokens, default=0),
         "coefficients": FittedJct._fields,
         "steps": (MISS_TOKENS, CACHED_SHARES, SEVERAL, SEVERAL_CACHED_TOKENS),
     }

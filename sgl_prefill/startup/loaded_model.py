@@ -89,8 +89,8 @@ class LoadedModel(Protocol):
         """
 
     @property
-    def most_replayed_tokens(self) -> int:
-        """Largest number of tokens of a step that is replayed from a CUDA graph; 0 without graphs."""
+    def graphed_tokens(self) -> list[int]:
+        """Numbers of tokens of a step for which there is a CUDA graph, the largest last; none on a host."""
 
     def without_graphs(self) -> AbstractContextManager[None]:
         """Within the block no step is replayed from a CUDA graph."""

@@ -31,7 +31,7 @@ from sgl_prefill.core.memory_plan import MemoryUse
 from sgl_prefill.core.ranks import smallest
 from sgl_prefill.errors import MemoryPlanError, NoMemoryLeftError
 from sgl_prefill.startup import disk_cache
-from sgl_prefill.startup.device import is_out_of_memory
+from sgl_prefill.startup.device import Accelerator, is_out_of_memory
 from sgl_prefill.startup.loaded_model import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ HOST_RESERVE_BYTES = 48 << 20
 HOST_FIRST_TOKENS = 8192  # for memory beside tensors: the CPU attention's tiles grow up to here
 HOST_LONGEST_TOKENS = 32768  # for the slope, with half of it
 HOST_PLAIN_PATH_TOKENS = 1024  # in SGLang's layers, which are slow
-DEVICE_FIRST_TOKENS = 8192
+DEVICE_FIRST_TOKENS = Accelerator.plain_tokens
 SHORTER = 0.75  # factor of the next length where memory runs out
 FEWEST_TOKENS = 16
 UNBOUNDED_TOKENS = sys.maxsize
@@ -168,7 +168,10 @@ def _measure_on_device(
     while True:
         line = _unless_memory_runs_out(model, functools.partial(_line, model, longest, _peak_bytes))
         if not isinstance(line, _RanOut):
-            return Activations(*line, limit_tokens)
+            fixed_bytes, per_token = line
+            # The first input ran in SGLang's layers.
+            fixed_bytes = max(fixed_bytes, int(first_bytes - first_tokens * per_token))
+            return Activations(fixed_bytes, per_token, limit_tokens)
         if wanted_tokens is not None or model.ranks.count > 1 or longest <= first_tokens:
             raise MemoryPlanError(
                 f"an input of {longest} tokens runs out of memory ({line.reason}): {_free(model)}. Name a shorter"

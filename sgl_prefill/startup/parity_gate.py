@@ -144,7 +144,7 @@ def _pairs(model: LoadedModel, seed: int, n_tokens: int, reference: torch.Tensor
 def _replay_and_plain(model: LoadedModel, seed: int, references: References, number: int) -> float | None:
     """Returns the difference for the shortest prompt; None where it is not replayed from a CUDA graph."""
     n_tokens = min(references)
-    if n_tokens > model.most_replayed_tokens:
+    if n_tokens > max(model.graphed_tokens, default=0):
         return None
     with _room_for_two(model, n_tokens):
         step = model.step([_token_ids(model, seed, n_tokens)])
@@ -207,8 +207,9 @@ def _chunks_of(model: LoadedModel, chunk_tokens: int) -> Iterator[None]:
     if hybrid is None:
         yield
         return
-    kept, hybrid.chunk_tokens = hybrid.chunk_tokens, chunk_tokens
+    kept = hybrid.chunk_tokens, hybrid.plain_tokens
+    hybrid.chunk_tokens, hybrid.plain_tokens = chunk_tokens, 0
     try:
         yield
     finally:
-        hybrid.chunk_tokens = kept
+        hybrid.chunk_tokens, hybrid.plain_tokens = kept

@@ -39,6 +39,11 @@ def prepare(record: StartRecord, model: LoadedModel) -> None:
     record.cpu_kernel, record.packed_weights = model.pack_weights()
     if model.hybrid is not None:
         choose_chunk_tokens(model, config.hybrid_chunk_tokens)
+    record.passes = {
+        "chunk_tokens": None if model.hybrid is None else model.hybrid.chunk_tokens,
+        "plain_tokens": None if model.hybrid is None else model.hybrid.plain_tokens,
+        "graphed_tokens": model.graphed_tokens,
+    }
     if config.stable_answers != "off":
         _make_stable(record, model)
     parity_gate.share_rows(model)

@@ -31,6 +31,7 @@ class StartRecord:
     packed_weights: dict[str, Any] | None = None
     stable_answers: dict[str, Any] | None = None  # what was checked for them; None: answers depend on their company
     unstable_answers: str | None = None  # why
+    passes: dict[str, Any] | None = None  # which numbers of tokens run how
     memory_plan: MemoryPlan | None = None
     parity_differences: dict[str, float] | None = None
     jct_ms: FittedJct | None = None
@@ -45,6 +46,7 @@ class StartRecord:
             "packed_weights": self.packed_weights,
             "stable_answers": self.stable_answers,
             "unstable_answers": self.unstable_answers,
+            "passes": self.passes,
             "memory": None if self.memory_plan is None else memory_plan.shown(self.memory_plan),
             "parity_gate": self.parity_differences,
             "jct_model": None if self.jct_ms is None else self.jct_ms._asdict(),

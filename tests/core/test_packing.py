@@ -73,8 +73,16 @@ def test_tokens_are_counted_in_whole_pages() -> None:
     jobs = [job(6, cached=1) for _ in range(3)]
     assert len(pack(jobs, StepSize(16, 100, page_size=1))) == 3
     assert len(pack(jobs, StepSize(16, 100, page_size=4))) == 2
-    assert StepSize(16, 100, page_size=4).tokens_of(5) == 8
-    assert StepSize(16, 100, page_size=4).tokens_of(500) == 16
+    assert StepSize(16, 100, page_size=4).tokens_of(5, 0) == 8
+    assert StepSize(16, 100, page_size=4).tokens_of(500, 0) == 16
+
+
+def test_a_step_is_full_by_its_time_where_attention_is_counted() -> None:
+    """150 tokens behind 14,000 take as long as 150 + 2,100 of a first prompt where 1,000 pairs cost as much as a token."""
+    size = StepSize(9_000, 100, pair_tokens=0.001)
+    jobs = [job(14_150, cached=14_000) for _ in range(100)]
+    assert size.price(14_150, 14_000) == 150 + 2_111
+    assert [len(pack(jobs, size)), len(pack(jobs, size._replace(pair_tokens=0.0)))] == [3, 60]
 
 
 def test_a_long_run_of_sharers_is_not_searched_to_its_end() -> None:
@@ -107,7 +115,7 @@ def test_steps_are_filled_and_a_long_request_has_one_to_itself() -> None:
     """10 of 30 tokens fill 3 steps of 100; a miss of 14,000 takes one, not 140; places run out before tokens do."""
 
     def filled(lengths: list[int], size: StepSize) -> Steps:
-        return fill_steps(sum(map(size.tokens_of, lengths)), len(lengths), size)
+        return fill_steps(sum(size.tokens_of(length, 0) for length in lengths), len(lengths), size)
 
     assert filled([30] * 10, StepSize(100, 32)) == Steps(3, room_tokens=0, room_requests=86)
     assert filled([14_000, 50], StepSize(100, 32)) == Steps(2, room_tokens=50, room_requests=62)

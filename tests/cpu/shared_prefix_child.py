@@ -6,6 +6,8 @@ modules that need a device are imported over stand-ins for their kernels.
 
 from __future__ import annotations
 
+import itertools
+import random
 import sys
 import warnings
 from types import ModuleType, SimpleNamespace
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
-from sgl_prefill.port.runner.forward import gathers_kv
+from sgl_prefill.port.runner.forward import BatchIO, attends_for_rows, gathers_kv, last_rows
 from sgl_prefill.port.runner.shared_prefix_attention import SharedPrefixTriton, Sharing
 from tests.support import (
     quiet_imports,  # noqa: F401  (before all else that imports SGLang)
@@ -45,6 +47,41 @@ def check(backend: Any, step: sharing_steps.SharingStep, soft_cap: float = 0.0) 
             assert found.data_ptr() == batch._attn_output.data_ptr(), "the output has its place"
         torch.testing.assert_close(found.view_as(step.query), step.expected(soft_cap), rtol=CLOSE, atol=CLOSE)
     return True
+
+
+def check_read_rows(backend: Any, step: sharing_steps.SharingStep, rng: random.Random) -> None:
+    """Compares the last layer of a hybrid pass, which asks SGLang's own attention for the last rows of each request."""
+    from sglang.srt.layers.attention import flashattention_backend
+
+    def attend(*, cu_seqlens_k_new: Any, window_size: Any, ver: int, **options: Any) -> torch.Tensor:
+        return slow_attention.flash_attn_with_kvcache(**{**options, "return_softmax_lse": True})[0]
+
+    n_kv = [n_cached + n_new for n_cached, n_new in zip(step.cached, step.new, strict=True)]
+    whole = flashattention_backend.FlashAttentionMetadata(
+        cache_seqlens_int32=torch.tensor(n_kv, dtype=torch.int32),
+        max_seq_len_q=max(step.new),
+        cu_seqlens_q=torch.tensor([0, *itertools.accumulate(step.new)], dtype=torch.int32),
+        page_table=step.table[step.rows, :: step.page_tokens] // step.page_tokens,
+    )
+    nothing = ("use_mla", "kv_cache_is_mxfp8", "has_local_attention", "use_sliding_window_kv_pool", "fa_skip_kv_cache")
+    vars(backend).update(dict.fromkeys(nothing, False), forward_metadata=whole)
+    vars(flashattention_backend)["flash_attn_with_kvcache"] = attend
+    vars(backend).update(attn_cp_size=1, kv_cache_dtype_str="auto", fa_impl_ver=3, full_cg_prefill_metadata=None)
+    assert attends_for_rows(backend)
+    backend.token_to_kv_pool = step.pool()
+    backend.token_to_kv_pool.set_kv_buffer(
+        None, SimpleNamespace(loc=step.new_slots), *(x[step.new_slots] for x in (step.keys, step.values))
+    )
+    batch = step.batch(input_ids=step.new_slots, attn_cp_metadata=None)
+    backend.init_forward_metadata(batch)  # where requests share, in two parts
+    n_read = [rng.randint(1, n_new) for n_new in step.new]
+    io: Any = BatchIO.__new__(BatchIO)
+    vars(io).update(_batch=batch, _layers={0: step.layer}, _n_read=n_read, _backend=backend, _kernels=None)
+    rows = last_rows(batch, n_read)
+    found = torch.empty_like(step.query[rows])
+    io.attend(0, step.query[rows], found, only_read_rows=True)
+    torch.testing.assert_close(found, step.expected()[rows], rtol=CLOSE, atol=CLOSE)
+    assert backend.forward_metadata is whole, "the next pass finds what SGLang has made"
 
 
 def triton() -> int:
@@ -93,6 +130,7 @@ def fa3() -> int:
         backend.fa_skip_kv_cache, backend.num_splits = False, 0
         backend.flash_attn_with_kvcache = slow_attention.flash_attn_with_kvcache
         n_compared += check(backend, step, soft_cap=(0.0, 5.0)[seed // 4 % 2])
+        check_read_rows(backend, step, random.Random(seed))
         backend.fa_skip_kv_cache = True
         backend.init_forward_metadata(step.batch())
         assert backend._planned is None, "K and V are not in the pool"

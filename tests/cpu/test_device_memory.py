@@ -181,6 +181,7 @@ class FakeStep:
             model.card.held_bytes += LATER_BYTES
             model.is_warm = True
         needed = model.fixed_bytes + self._n_tokens * model.bytes_per_token
+        needed += model.plain_bytes if self._n_tokens <= FakeDevice.plain_tokens else 0
         needed += model.jump_bytes if self._n_tokens > model.jumps_at_tokens else 0
         if not model.card.can_allocate(max(needed - model.card.cached_bytes, 0)):
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {needed} bytes")
@@ -199,6 +200,7 @@ class FakeModel(SglangModel):
 
     fixed_bytes, bytes_per_token = 3 * MIB, 1024
     jumps_at_tokens, jump_bytes = 10**9, 700 * MIB  # what a kernel takes of long inputs alone
+    plain_bytes = 0  # what SGLang's layers take of short ones beyond a hybrid pass
 
     def __init__(self, state: RunnerState, runner: Any, card: FakeCard) -> None:
         super().__init__(state, runner)
@@ -272,6 +274,7 @@ def start(
         token_to_kv_pool_allocator=allocator,
         max_total_num_tokens=0,
         attn_backend=backend or FlashAttentionBackend(),
+        prefill_cuda_graph_runner=None,
     )
     model, held_bytes = FakeModel(state, runner, card), card.held_bytes
 
@@ -319,6 +322,15 @@ def test_durable_kv_is_what_is_free_after_the_profile_less_activations_and_a_mar
         assert model.runner.max_total_num_tokens == plan.durable_tokens
         last = model.pool.page_size + plan.durable_tokens
         assert all(buffer[:last].eq(0).all() for buffer in (*model.pool.k_buffer, *model.pool.v_buffer))
+
+
+def test_the_plan_has_room_for_what_runs_in_sglangs_layers(card: FakeCard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs of up to 8,192 tokens, which take more than a longer one chunk by chunk."""
+    before = planned(card, max_input_length=19_000)
+    monkeypatch.setattr(FakeModel, "plain_bytes", 50 * MIB)
+    assert before.durable_bytes - planned(card, max_input_length=19_000).durable_bytes == pytest.approx(
+        50 * MIB, abs=MIB
+    )
 
 
 def test_a_smaller_fraction_is_a_limit_on_kv_as_in_sglang(card: FakeCard) -> None:

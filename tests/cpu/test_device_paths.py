@@ -66,7 +66,7 @@ def test_opaque_products_find_how_weights_are_quantized() -> None:
 class FlashAttentionBackend:
     """SGLang's module of this name loads a device's kernels."""
 
-    fa_skip_kv_cache = False
+    fa_skip_kv_cache = has_local_attention = False
 
 
 def loaded(backend: Any, kv_dtype: torch.dtype, dtype: torch.dtype = torch.bfloat16) -> Any:

@@ -95,9 +95,7 @@ def test_a_jct_profile_in_which_tokens_cost_nothing_is_neither_kept_nor_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A busy machine's: one was used for months, and predicted 474 ms for each step of 35 ms."""
-    model: Any = SimpleNamespace(
-        circumstances={}, hybrid=None, is_evicting=False, most_replayed_tokens=0, ranks=OneRank()
-    )
+    model: Any = SimpleNamespace(circumstances={}, hybrid=None, is_evicting=False, graphed_tokens=[], ranks=OneRank())
     busy, quiet = FittedJct(441.0, 0.0, 0.0, 0.0), FittedJct(30.4, 0.225, 0.0, 0.0)
     measured = [busy, quiet]
     monkeypatch.setattr(jct_profile, "measure", lambda *_: [])

@@ -137,6 +137,15 @@ def test_any_chunk_size_gives_what_one_chunk_gives(in_place: bool, n_tokens: int
         torch.testing.assert_close(run(split, chunk_tokens, input_ids), whole, rtol=0, atol=1e-5)
 
 
+def test_chunks_are_of_equal_length() -> None:
+    """2,550 tokens in chunks of 1,024 are 896 + 896 + 758, and not 1,024 + 1,024 + 502, whose products waste a device."""
+    body = HybridBody(split_body(trace(Body()), attention_in_place=True), 1024)
+    written: list[int] = []
+    body.on_written = lambda buffer, rows: written.append(len(rows)) if buffer == 0 else None
+    run_body(body, torch.zeros(2550, dtype=torch.int64))
+    assert written[:3] == [896, 896, 758]
+
+
 @pytest.mark.parametrize("chunk_tokens", [7, 200])
 def test_the_last_layer_of_scored_rows_alone_gives_those_rows(chunk_tokens: int) -> None:
     split = split_body(trace(Body()), attention_in_place=True)

@@ -28,9 +28,9 @@ class FakeStep:
 
     def run(self) -> torch.Tensor:
         model, path = self.model, "plain"
-        if model.graphs_on and self.n_new <= model.most_replayed_tokens:
+        if model.graphs_on and self.n_new <= max(model.graphed_tokens):
             self.was_replayed, path = True, "replay"
-        elif self.n_new > model.hybrid.chunk_tokens and model.hybrid_is_reached:
+        elif self.n_new > max(model.hybrid.chunk_tokens, model.hybrid.plain_tokens) and model.hybrid_is_reached:
             model.hybrid.n_passes += 1
             path = "hybrid"
             model.chunks.append(-(-self.n_new // model.hybrid.chunk_tokens))
@@ -63,8 +63,8 @@ class FakeModel:
         hybrid_is_reached: bool = True,
     ) -> None:
         self.device = SimpleNamespace(is_host=is_host)
-        self.hybrid = SimpleNamespace(serves_short=False, chunk_tokens=chunk_tokens, n_passes=0)
-        self.most_replayed_tokens = most_replayed_tokens
+        self.hybrid = SimpleNamespace(serves_short=False, chunk_tokens=chunk_tokens, plain_tokens=8192, n_passes=0)
+        self.graphed_tokens = [most_replayed_tokens]
         self.wrong_paths, self.wrong_seeds = wrong_paths, wrong_seeds
         self.hybrid_is_reached = hybrid_is_reached
         self.graphs_on = True

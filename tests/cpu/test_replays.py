@@ -218,13 +218,13 @@ def test_a_gpu_asks_us_before_a_replay() -> None:
         assert any(target.endswith("PrefillCudaGraphRunner.can_run_graph") for target in targets)
 
 
-def test_the_largest_replay_is_known() -> None:
-    """0 where SGLang runs all steps eagerly, or where no size fitted."""
+def test_the_sizes_of_replays_are_known() -> None:
+    """None where SGLang runs all steps eagerly, or where no size fitted."""
     runner: Any = SimpleNamespace(prefill_cuda_graph_runner=recorded([4, 512]))
-    assert replays.most_tokens(runner) == 512
+    assert replays.graphed_tokens(runner) == [4, 512]
     for other in (None, object()):
         runner.prefill_cuda_graph_runner = other
-        assert replays.most_tokens(runner) == 0
+        assert replays.graphed_tokens(runner) == []
 
 
 def test_rows_that_pad_a_replay_have_the_slot_that_is_nobodys() -> None:
@@ -244,7 +244,9 @@ def test_while_a_graph_is_recorded_sglangs_layers_run(monkeypatch: pytest.Monkey
     """A dispatcher that took 2,048 tokens into chunks would record what attention is planned for once. Passes are counted."""
     body = torch.nn.Module()
     vars(body)["forward"] = lambda *_: "plain"
-    chunked: Any = SimpleNamespace(chunk_tokens=1024, serves_short=False, n_passes=0, run=lambda *_: "hybrid")
+    chunked: Any = SimpleNamespace(
+        chunk_tokens=1024, plain_tokens=0, serves_short=False, n_passes=0, run=lambda *_: "hybrid"
+    )
     monkeypatch.setattr(forward, "BatchIO", lambda *_: None)
     body.layers = torch.nn.ModuleList()
     forward._route(
@@ -256,4 +258,6 @@ def test_while_a_graph_is_recorded_sglangs_layers_run(monkeypatch: pytest.Monkey
         assert body.forward(tokens, tokens, step, None) == "plain"
     assert chunked.n_passes == 0
     assert body.forward(tokens, tokens, step, None) == "hybrid"
+    chunked.plain_tokens = 2048
+    assert body.forward(tokens, tokens, step, None) == "plain"
     assert chunked.n_passes == 1

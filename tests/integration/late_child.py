@@ -26,10 +26,10 @@ def late(engine: InProcessScheduler) -> Iterator[tuple[LateDevice, Pipeline]]:
     del engine.scheduler.model_worker.forward_batch_generation
 
 
-def launched(folder: Path) -> dict[str, Any]:
+def launched(folder: Path, n_prompts: int = 300) -> dict[str, Any]:
     config = {"fairness_lambda": 0.0, "pack_step_tokens": 300, "jct_model": "fitted"}
     engine = start(folder, "llama", config=config, prefill_max_requests=16, max_running_requests=16)
-    return {"storm": [storm(engine, n_tokens) for n_tokens in (2000, 300)], "order": order(engine)}
+    return {"storm": [storm(engine, n_tokens) for n_tokens in (2000, 300)], "order": order(engine, n_prompts)}
 
 
 def storm(engine: InProcessScheduler, durable_tokens: int) -> dict[str, Any]:
@@ -70,12 +70,12 @@ def storm(engine: InProcessScheduler, durable_tokens: int) -> dict[str, Any]:
     }
 
 
-def order(engine: InProcessScheduler) -> dict[str, Any]:
+def order(engine: InProcessScheduler, n_prompts: int) -> dict[str, Any]:
     """What is chosen, and found in the cache, where steps are launched late and where each is awaited."""
     rng = random.Random(1)
     engine.set_durable(700)
     shared = [prompt(rng, n_tokens) for n_tokens in (90, 140, 200)]
-    prompts = [[*rng.choice(shared), *prompt(rng, rng.randrange(5, 290))] for _ in range(300)]
+    prompts = [[*rng.choice(shared), *prompt(rng, rng.randrange(5, 290))] for _ in range(n_prompts)]
     found = []
     for is_late in (False, True):
         engine.flush()
@@ -85,7 +85,7 @@ def order(engine: InProcessScheduler) -> dict[str, Any]:
         else:
             found.append(ran(engine, prompts))
     same = sum(one == other for one, other in zip(*found, strict=True))
-    return {"differ": len(prompts) - same, "behind": device.n_behind, "passes": device.n_run}
+    return {"requests": n_prompts, "differ": n_prompts - same, "behind": device.n_behind, "passes": device.n_run}
 
 
 def ran(engine: InProcessScheduler, prompts: list[list[int]]) -> list[tuple[int, int]]:

@@ -150,7 +150,7 @@ class CalibratedSrjf(Policy):
 
     def _put(self, job: Job, key: tuple[float, float], is_first: bool) -> None:
         n_cached = job.n_cached_tokens if is_first else max(job.n_cached_tokens, job.n_shared_tokens)
-        n_step_tokens = self.settings.step.tokens_of(job.n_input_tokens - n_cached)
+        n_step_tokens = self.settings.step.tokens_of(job.n_input_tokens, n_cached)
         predictor = self.settings.predictor
         tokens_ms = 0.0 if predictor is None else predictor.model.tokens_ms(job.n_input_tokens, n_cached)
         self._by_score.put(job, key, (n_step_tokens, tokens_ms, float(not is_first)))

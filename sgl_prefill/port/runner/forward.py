@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -47,7 +48,8 @@ def trace_model(state: RunnerState, model_runner: ModelRunner) -> None:
         logger.warning("hybrid prefilling is off, the plain path serves %s: %s", name, error)
         return
     state.hybrid = hybrid
-    reads_last_rows = hybrid.serves_short and model_runner.is_generation
+    backend = prefill_backend(model_runner.attn_backend)
+    reads_last_rows = model_runner.is_generation and (hybrid.serves_short or attends_for_rows(backend))
     context = ExpertContext(body, quant_config_of(model_runner))
     _route(state, body, hybrid, context, reads_last_rows=reads_last_rows)
 
@@ -193,8 +195,8 @@ def _is_captured() -> bool:
 def _route(
     state: RunnerState, body: torch.nn.Module, hybrid: HybridBody, context: ExpertContext, *, reads_last_rows: bool
 ) -> None:
-    """Replaces `body.forward` by a dispatcher. Extends of at most one chunk run in SGLang's layers, unless native kernels serve
-    the body. reads_last_rows: SGLang reads the last hidden state of each request only.
+    """Replaces `body.forward` by a dispatcher. Short extends run in SGLang's layers, unless native kernels serve the body.
+    reads_last_rows: SGLang reads the last hidden state of each request only.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -206,7 +208,7 @@ def _route(
         input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch, *args: Any, **kwargs: Any
     ) -> Any:
         mode = forward_batch.forward_mode
-        is_short = input_ids is not None and len(input_ids) <= hybrid.chunk_tokens
+        is_short = input_ids is not None and len(input_ids) <= max(hybrid.chunk_tokens, hybrid.plain_tokens)
         is_plain = (
             input_ids is None
             or (is_short and not hybrid.serves_short and not branch_rows.reads_own_kv(state, forward_batch))
@@ -218,7 +220,7 @@ def _route(
             return plain_forward(input_ids, positions, forward_batch, *args, **kwargs)
         token_rows = {"input_ids": input_ids, "positions": positions, "out_cache_loc": forward_batch.out_cache_loc}
         n_read = _n_read(forward_batch, hybrid.chunk_tokens) if reads_last_rows else None
-        read_rows = None if n_read is None else _last_rows(forward_batch, n_read)
+        read_rows = None if n_read is None else last_rows(forward_batch, n_read)
         hybrid.n_passes += 1
         with context.of(forward_batch):
             return hybrid.run(token_rows, BatchIO(forward_batch, layers, n_read), read_rows)
@@ -244,11 +246,17 @@ def _n_read(forward_batch: ForwardBatch, most_rows: int) -> list[int] | None:
     return counts if sum(counts) <= most_rows else None
 
 
-def _last_rows(forward_batch: ForwardBatch, counts: Sequence[int]) -> torch.Tensor:
+def last_rows(forward_batch: ForwardBatch, counts: Sequence[int]) -> torch.Tensor:
     """Returns the indices of so many last rows of each request, int64."""
     ends = itertools.accumulate(forward_batch.extend_seq_lens_cpu)
     rows = [row for end, n in zip(ends, counts, strict=True) for row in range(end - n, end)]
-    return torch.tensor(rows, dtype=torch.int64, device=forward_batch.input_ids.device)
+    return _to_device(rows, torch.int64, forward_batch.input_ids.device)
+
+
+def _to_device(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A copy that does not wait for what the device has been given before."""
+    is_host = device.type == "cpu"
+    return torch.tensor(numbers, dtype=dtype, pin_memory=not is_host).to(device, non_blocking=True)
 
 
 class BatchIO:
@@ -286,7 +294,27 @@ class BatchIO:
         if _attends_in_place(self._backend):
             self._backend.attend_into(output, query, layer, self._n_read if only_read_rows else None)
             return
-        assert not only_read_rows
+        with self._rows_of_metadata() if only_read_rows else nullcontext():
+            self._attend_by_sglang(layer_id, query, output)
+
+    @contextmanager
+    def _rows_of_metadata(self) -> Iterator[None]:
+        """Within the block SGLang's FlashAttention computes the last rows of each request that are read: its mask is aligned to
+        the end of the keys.
+        """
+        assert self._n_read is not None
+        metadata = self._backend.forward_metadata
+        starts = _to_device([0, *itertools.accumulate(self._n_read)], torch.int32, metadata.cu_seqlens_q.device)
+        self._backend.forward_metadata = dataclasses.replace(
+            metadata, cu_seqlens_q=starts, max_seq_len_q=max(self._n_read)
+        )
+        try:
+            yield
+        finally:
+            self._backend.forward_metadata = metadata
+
+    def _attend_by_sglang(self, layer_id: int, query: torch.Tensor, output: torch.Tensor) -> None:
+        layer = self._layers[layer_id]
         key = value = None
         if gathers_kv(self._backend):
             key = self._own_rows(self._pool.get_key_buffer(layer_id))
@@ -330,6 +358,13 @@ def _picks(backend: Any) -> bool:
 def _attends_in_place(backend: Any) -> bool:
     """Whether the backend may write its output over the queries: `cpu.attention_backend` may."""
     return hasattr(prefill_backend(backend), "attend_into")
+
+
+def attends_for_rows(backend: Any) -> bool:
+    """Whether `BatchIO` can have a backend compute rows of its choice: SGLang's FlashAttention, which reads all K and V from the
+    pool, without layers that see only their part of the prompt (Llama 4).
+    """
+    return not gathers_kv(backend) and not _attends_in_place(backend) and not backend.has_local_attention
 
 
 def gathers_kv(backend: Any) -> bool:

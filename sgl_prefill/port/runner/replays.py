@@ -46,9 +46,9 @@ def none(state: RunnerState) -> Iterator[None]:
         state.runs_eagerly = before
 
 
-def most_tokens(runner: ModelRunner) -> int:
-    """Largest number of tokens of a replayed step; 0 without graphs."""
+def graphed_tokens(runner: ModelRunner) -> list[int]:
+    """Numbers of tokens for which SGLang has recorded a graph, in order."""
     from sglang.srt.model_executor.runner import PrefillCudaGraphRunner
 
     graphs = runner.prefill_cuda_graph_runner
-    return int(graphs.max_num_tokens) if isinstance(graphs, PrefillCudaGraphRunner) else 0
+    return list(graphs.capture_num_tokens) if isinstance(graphs, PrefillCudaGraphRunner) else []

@@ -144,8 +144,8 @@ class SglangModel:
         return MadeUpStep(self.runner, prompts, cached_slots)
 
     @property
-    def most_replayed_tokens(self) -> int:
-        return replays.most_tokens(self.runner)
+    def graphed_tokens(self) -> list[int]:
+        return replays.graphed_tokens(self.runner)
 
     def without_graphs(self) -> AbstractContextManager[None]:
         return replays.none(self._state)

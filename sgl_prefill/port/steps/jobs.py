@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sgl_prefill.core import policies
 from sgl_prefill.core.deadlines import Refusal
 from sgl_prefill.core.job import BACKGROUND, Job, PlannedRow
-from sgl_prefill.core.packing import LEAST_LED_TOKENS, StepSize
+from sgl_prefill.core.packing import LEAST_LED_TOKENS, LEAST_LED_TOKENS_ON_DEVICE, StepSize
 from sgl_prefill.core.policies.follower import Broadcast, Follower
 from sgl_prefill.core.policy import Decision, Policy, PolicySettings, Writing
 from sgl_prefill.core.ranks import ALONE, Ranks
@@ -26,6 +26,7 @@ from sgl_prefill.port.steps.request_log import RequestLog
 from sgl_prefill.port.steps.step_state import StepListener, StepState
 from sgl_prefill.port.steps.traces import Traces
 from sgl_prefill.port.steps.waiting_list import WaitingList
+from sgl_prefill.startup.device import this_device
 from sgl_prefill.startup.techniques import EVICT
 
 if TYPE_CHECKING:
@@ -260,9 +261,14 @@ def _step_size(state: StepState, scheduler: Scheduler) -> StepSize:
     follows = state.record.no_branches is None and EVICT.is_on(state.record.config)
     from sglang.srt.runtime_context import get_schedule
 
+    is_host, pair_tokens = this_device().is_host, 0.0
+    least_led = LEAST_LED_TOKENS if is_host else LEAST_LED_TOKENS_ON_DEVICE
     if pack_tokens is None:
-        assert state.record.jct_ms is not None
-        pack_tokens = state.record.jct_ms.full_price_tokens()
+        jct_ms = state.record.jct_ms
+        assert jct_ms is not None
+        pack_tokens = jct_ms.full_price_tokens()
+        if not is_host and jct_ms.miss_token_ms > 0:  # a host attends a shared prefix once
+            pair_tokens = jct_ms.pair_ms / jct_ms.miss_token_ms
     # SGLang's limit of a step of several requests is the memory that the plan has reserved.
     most = scheduler.max_prefill_tokens
     max_requests = get_schedule().prefill_max_requests or scheduler.max_running_requests
@@ -270,5 +276,6 @@ def _step_size(state: StepState, scheduler: Scheduler) -> StepSize:
         most if pack_tokens is None else min(pack_tokens, most),
         max_requests,
         page_size,
-        LEAST_LED_TOKENS if follows else 0,
+        least_led if follows else 0,
+        pair_tokens,
     )
