@@ -82,8 +82,10 @@ class Pipeline:
         """Notes that a step was launched, whose requests end with it; then reads the result of the one before."""
         now_s = time.perf_counter()
         self._decision_s += WEIGHT * (now_s - self._decided_s - self._decision_s)
-        begin_s = now_s if self.launched is None else max(now_s, self.launched.end_s)
-        end = self._stream.mark()
+        before, end = self.launched, self._stream.mark()
+        begin_s = now_s
+        if before is not None and not self._stream.is_reached(before.end):
+            begin_s = max(now_s, before.end_s)
         self.finish()
         self.launched = LaunchedStep(reqs, read, learn, self._begin, end, begin_s + predicted_ms / 1000)
 
