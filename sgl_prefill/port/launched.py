@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, Protocol
 from sgl_prefill.startup.device import Accelerator, this_device
 
 POLL_S = 0.0002
-# A step is chosen so much earlier than the running one ends as the last choices have taken to their launch, times this.
-MARGIN = 1.5
-FIRST_DECISION_S = 0.01
-WEIGHT = 0.2  # of the last choice in their mean
+# A step is chosen so long before the running one's predicted end. The margin grows by the first factor where the device was done
+# before the launch, and else shrinks by the second: one launch in twenty is late, whatever choices take and predictions miss.
+FIRST_MARGIN_S, LARGEST_MARGIN_S = 0.01, 1.0
+GROWS, SHRINKS = 1.25, 0.99
 
 
 class Stream(Protocol):
@@ -54,8 +54,8 @@ class Pipeline:
         self.launched: LaunchedStep | None = None
         self._stream = stream
         self._begin: Any = None
-        self._decision_s = FIRST_DECISION_S
-        self._decided_s = 0.0
+        self._margin_s = FIRST_MARGIN_S
+        self._is_chosen_ahead = False  # while the launched step runs
 
     def await_decision(self, take_in: Callable[[], bool]) -> None:
         """Returns when the next step is to be chosen. Reads the result of the last one where nothing is to run behind it.
@@ -64,13 +64,14 @@ class Pipeline:
         """
         while (launched := self.launched) is not None:
             is_waited_for, is_done = take_in(), self._stream.is_reached(launched.end)
-            if is_waited_for and (is_done or time.perf_counter() >= launched.end_s - MARGIN * self._decision_s):
-                break
+            if is_waited_for and (is_done or time.perf_counter() >= launched.end_s - self._margin_s):
+                self._is_chosen_ahead = not is_done
+                return
             if is_done:
                 self.finish()
             else:
                 time.sleep(POLL_S)
-        self._decided_s = time.perf_counter()
+        self._is_chosen_ahead = False
 
     def begin(self) -> None:
         """Notes that a step is about to be launched."""
@@ -80,12 +81,12 @@ class Pipeline:
         self, reqs: Sequence[Any], predicted_ms: float, read: Callable[[], None], learn: Callable[[float], None]
     ) -> None:
         """Notes that a step was launched, whose requests end with it; then reads the result of the one before."""
-        now_s = time.perf_counter()
-        self._decision_s += WEIGHT * (now_s - self._decided_s - self._decision_s)
-        before, end = self.launched, self._stream.mark()
-        begin_s = now_s
-        if before is not None and not self._stream.is_reached(before.end):
-            begin_s = max(now_s, before.end_s)
+        before, end, begin_s = self.launched, self._stream.mark(), time.perf_counter()
+        is_late = before is None or self._stream.is_reached(before.end)
+        if before is not None and not is_late:
+            begin_s = max(begin_s, before.end_s)
+        if self._is_chosen_ahead:
+            self._margin_s = min(self._margin_s * (GROWS if is_late else SHRINKS), LARGEST_MARGIN_S)
         self.finish()
         self.launched = LaunchedStep(reqs, read, learn, self._begin, end, begin_s + predicted_ms / 1000)
 
