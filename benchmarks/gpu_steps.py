@@ -2,14 +2,15 @@
 
     python benchmarks/gpu_steps.py OUT [--minutes 9] [--again NAME...]
 
-Runs the steps that have no outcome yet, one after the other, until the minutes are over. The next call goes on there: a step
-that has ended is not run again, one that was cut off is, and the benchmarks among them go on where they stopped.
+Runs the steps that have no outcome yet until the minutes are over: tests side by side, what is timed alone. The next call goes on
+there: a step that has ended is not run again, one that was cut off is, and the benchmarks among them go on where they stopped.
 `scripts/gpu_bench.sh` is the command for people.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,6 +56,7 @@ class Step(NamedTuple):
     limit_s: float
     environment: Mapping[str, str] = {}
     result: Path | None = None  # below the folder of results
+    side_by_side: str = ""  # steps of one name, which follow each other, run together
 
 
 class Outcome(NamedTuple):
@@ -104,13 +107,14 @@ def steps(models: Sequence[str], backends: Sequence[str]) -> list[Step]:
     best, *other_backends = backends
     return [
         Step("look", (f"{HERE}/gpu_warm_up.py", "--look"), LEAST_S),
+        Step("kernels", (*PYTEST, "tests/gpu/test_kernels.py"), MEMORY_S),
         # Kernels are compiled before anything is timed, or has a limit of its own.
         _warm_up(first, best),
         Step("memory", (*PYTEST, "tests/gpu/test_memory.py"), MEMORY_S),
         _servers(best),
         _shared_prefix(best),
-        Step("storm", (*PYTEST, "tests/gpu/test_storm.py"), STORM_S),
-        Step("smoke", (*PYTEST, "tests/gpu/test_smoke.py"), SMOKE_S),
+        Step("storm", (*PYTEST, "tests/gpu/test_storm.py"), STORM_S, side_by_side="right"),
+        Step("smoke", (*PYTEST, "tests/gpu/test_smoke.py"), SMOKE_S, side_by_side="right"),
         *(_asked(question, first, best) for question in QUESTIONS),
         Step("models", (*PYTEST, "tests/gpu/test_models.py"), MODELS_S),
         *(
@@ -129,13 +133,13 @@ def steps(models: Sequence[str], backends: Sequence[str]) -> list[Step]:
 
 
 def _servers(backend: str) -> Step:
-    return Step(f"servers-{backend}", (*PYTEST, "-k", backend, "tests/gpu/test_servers.py"), SERVERS_S)
+    command = (*PYTEST, "-k", backend, "tests/gpu/test_servers.py")
+    return Step(f"servers-{backend}", command, SERVERS_S, side_by_side="right")
 
 
 def _shared_prefix(backend: str) -> Step:
-    return Step(
-        f"shared_prefix-{backend}", (*PYTEST, "-k", backend, "tests/gpu/test_shared_prefix.py"), SHARED_PREFIX_S
-    )
+    command = (*PYTEST, "-k", backend, "tests/gpu/test_shared_prefix.py")
+    return Step(f"shared_prefix-{backend}", command, SHARED_PREFIX_S, side_by_side="right")
 
 
 def _warm_up(model: str, backend: str) -> Step:
@@ -170,17 +174,22 @@ def run(
     notes, end_s = Notes(out), clock() + part_s - GRACE_S
     waiting = [step for step in all_steps if not notes.of(step).is_over]
     print(f"{len(all_steps) - len(waiting)} of {len(all_steps)} steps are over")
-    for step in waiting:
+    together = itertools.groupby(waiting, lambda step: step.side_by_side or step.name)
+    for group in (list(of_name) for _, of_name in together):
         left_s = end_s - clock()
         if left_s < LEAST_S:
             break
-        print(f"== {step.name}: python {' '.join(step.command)}", flush=True)
+        for step in group:
+            print(f"== {step.name}: python {' '.join(step.command)}", flush=True)
         started_s = clock()
-        status = _run_one(step, out, python, min(step.limit_s, left_s))
-        had_all = status == CUT_OFF and left_s >= step.limit_s
-        outcome = Outcome(status, notes.of(step).tries + had_all, round(clock() - started_s, 1))
-        notes.write(step, outcome)
-        print(f"   {shown(outcome)}: see {out / step.name}.txt", flush=True)
+        limits_s = [min(step.limit_s, left_s) for step in group]
+        with ThreadPoolExecutor(len(group)) as pool:
+            statuses = pool.map(lambda step, limit_s: _run_one(step, out, python, limit_s), group, limits_s)
+        for step, status in zip(group, statuses, strict=True):
+            had_all = status == CUT_OFF and left_s >= step.limit_s
+            outcome = Outcome(status, notes.of(step).tries + had_all, round(clock() - started_s, 1))
+            notes.write(step, outcome)
+            print(f"   {step.name} {shown(outcome)}: see {out / step.name}.txt", flush=True)
     return [step for step in all_steps if not notes.of(step).is_over]
 
 
@@ -236,14 +245,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     psutil.wait_procs(left, timeout=GRACE_S)
 
 
-def write_reports(out: Path, python: str = sys.executable) -> None:
-    """Figures and a page for each model that has results, and all of them in one file, to be carried away."""
-    for folder in sorted({path.parents[1] for path in out.glob("*/*/result.json")}):
-        for script in ("figures.py", "make_report.py"):
-            subprocess.run([python, str(HERE / script), "--folder", str(folder)], check=False)
-    shutil.make_archive(str(out), "gztar", out)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="where outputs and results are written")
@@ -263,7 +264,7 @@ def main() -> int:
         print(f"--again {error.args[0]}: no step of {out / STATES} has this name", file=sys.stderr)
         return 2
     left = run(steps(models, backends), out, 60 * arguments.minutes)
-    write_reports(out)
+    shutil.make_archive(str(out), "gztar", out)  # to be carried away
     print(f"left: {', '.join(step.name for step in left)}. Call again to go on" if left else "all steps are over")
     return 0
 

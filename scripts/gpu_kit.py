@@ -62,7 +62,7 @@ STRIPPED = (
     "zmq/**/*.so",
     "httptools/**/*.so",
 )
-# In the first archive: what `tests/gpu/test_kernels.py` needs.
+# In the first archive, so that both are of one size.
 FIRST = ("sgl_kernel", "sglang_kernel-*", "tvm_ffi", "apache_tvm_ffi-*", "jit")
 # Of a server on a GPU; the model registry then imports all models.
 IMPORTED = """

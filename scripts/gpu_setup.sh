@@ -1,5 +1,5 @@
 # Unpacks a kit of scripts/gpu_kit.py and sets this shell's environment. In the repository's root:  . scripts/gpu_setup.sh FOLDER
-# Into KIT_HOME (/opt/kit), once; later shells need no archives. With kit-1 alone the kernels can be tested.
+# Into KIT_HOME (/opt/kit), once; later shells need no archives.
 export KIT_HOME=${KIT_HOME:-/opt/kit}
 mkdir -p "$KIT_HOME" || return 1
 for _archive in "${1:-.kit}"/kit-*.tar.xz; do

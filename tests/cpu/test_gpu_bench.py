@@ -24,7 +24,7 @@ PART_S = 540.0
 def python_that(folder: Path, does: str) -> str:
     """A program in the place of `python`, which notes what it is asked for and then does this."""
     (folder / "bin").mkdir(exist_ok=True)
-    python = folder / "bin" / "python"
+    python = folder / "bin" / "python3"
     python.write_text(f'#!/bin/sh\necho "$* $BENCH_MODEL" >>{folder}/asked\n{does}\n')
     python.chmod(0o755)
     (folder / "asked").touch()
@@ -35,8 +35,9 @@ def test_what_decides_most_is_asked_first() -> None:
     """Kernels are compiled, then is it right, then the first model's speed, then other backends and models."""
     steps = gpu_steps.steps(MODELS, ["fa3", "triton"])
     names = [step.name for step in steps]
-    assert names[:14] == [
+    assert names[:15] == [
         "look",
+        "kernels",
         "warm_up-llama-3.1-8b-fa3",
         "memory",
         "servers-fa3",
@@ -131,7 +132,8 @@ def test_the_script_runs_the_steps_and_says_what_is_left(tmp_path: Path) -> None
     )
     python = Path(python_that(tmp_path, does))
     environment = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}", "BENCH_MINUTES": "7"}
-    environment.pop("CUDA_HOME", None)
+    for name in ("CUDA_HOME", "PYTHONPATH"):
+        environment.pop(name, None)
     command = [str(SCRIPT), str(tmp_path / "out"), "--again", "memory"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert done.stdout == f"CUDA_HOME=/some/toolkit 3 {SCRIPT.parents[1]}\n"
@@ -139,17 +141,12 @@ def test_the_script_runs_the_steps_and_says_what_is_left(tmp_path: Path) -> None
     assert asked.strip() == f"benchmarks/gpu_steps.py {tmp_path}/out --minutes 7 --again memory"
 
 
-def test_a_report_is_written_for_each_model_that_has_results_and_all_is_one_file(tmp_path: Path) -> None:
-    """And for no other folder."""
-    out = tmp_path / "results"
-    for folder in ("llama-fa3/mil", "qwen-fa3/mil"):
-        (out / folder).mkdir(parents=True)
-    (out / "llama-fa3" / "mil" / "result.json").write_text("{}")
-    gpu_steps.write_reports(out, python_that(tmp_path, ""))
-    asked = (tmp_path / "asked").read_text().splitlines()
-    assert [Path(line.split()[0]).name for line in asked] == ["figures.py", "make_report.py"]
-    assert all("llama-fa3" in line for line in asked)
-    assert (tmp_path / "results.tar.gz").exists()
+def test_tests_run_side_by_side_and_what_is_timed_alone(tmp_path: Path) -> None:
+    """Each of two waits for the other; the third would wait for ever beside nobody."""
+    does = f"touch {tmp_path}/$1; case $1 in a) o=b;; b) o=a;; *) exit 3;; esac; until [ -e {tmp_path}/$o ]; do sleep 0.01; done"
+    steps = [*(Step(name, (name,), LEAST_S, side_by_side="right") for name in "ab"), Step("c", ("c",), LEAST_S)]
+    assert gpu_steps.run(steps, tmp_path, PART_S, python_that(tmp_path, does)) == []
+    assert [Notes(tmp_path).of(step).status for step in steps] == [0, 0, 3]
 
 
 def answer(n_cached: int) -> Answer:
