@@ -55,23 +55,23 @@ class Pipeline:
         self._stream = stream
         self._begin: Any = None
         self._margin_s = FIRST_MARGIN_S
-        self._is_chosen_ahead = False  # while the launched step runs
+        self._could_be_ahead = False  # requests waited for the choice while the launched step ran
 
     def await_decision(self, take_in: Callable[[], bool]) -> None:
         """Returns when the next step is to be chosen. Reads the result of the last one where nothing is to run behind it.
 
         take_in: receives requests; whether any wait.
         """
+        self._could_be_ahead = False
         while (launched := self.launched) is not None:
             is_waited_for, is_done = take_in(), self._stream.is_reached(launched.end)
+            self._could_be_ahead |= is_waited_for and not is_done
             if is_waited_for and (is_done or time.perf_counter() >= launched.end_s - self._margin_s):
-                self._is_chosen_ahead = not is_done
                 return
             if is_done:
                 self.finish()
             else:
                 time.sleep(POLL_S)
-        self._is_chosen_ahead = False
 
     def begin(self) -> None:
         """Notes that a step is about to be launched."""
@@ -85,7 +85,7 @@ class Pipeline:
         is_late = before is None or self._stream.is_reached(before.end)
         if before is not None and not is_late:
             begin_s = max(begin_s, before.end_s)
-        if self._is_chosen_ahead:
+        if self._could_be_ahead:
             self._margin_s = min(self._margin_s * (GROWS if is_late else SHRINKS), LARGEST_MARGIN_S)
         self.finish()
         self.launched = LaunchedStep(reqs, read, learn, self._begin, end, begin_s + predicted_ms / 1000)
