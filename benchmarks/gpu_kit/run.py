@@ -20,10 +20,13 @@ from benchmarks import report
 
 # What such a machine has besides PyTorch, as far as servers import it.
 BARE = """
-torch==2.11.0 triton==3.6.0 torchaudio==2.11.0 torchvision numpy huggingface_hub safetensors sentencepiece tiktoken
-accelerate aiohttp anyio certifi click cloudpickle cuda-python einops filelock fsspec h11 httpx idna interegular
-jinja2 ninja numba nvidia-ml-py packaging pandas pillow prometheus-client protobuf psutil pygments pyyaml regex
-requests rich scipy sympy tabulate tqdm typing-extensions uvloop pytest hypothesis
+torch==2.11.0 triton==3.6.0 torchaudio==2.11.0 torchvision==0.26.0 huggingface_hub==1.33.0 numpy==2.5.2
+safetensors==0.8.0 sentencepiece==0.2.2 tiktoken==0.14.0 accelerate==1.15.0 aiohttp annotated-doc anyio attrs certifi
+charset-normalizer click cloudpickle cuda-bindings cuda-pathfinder einops filelock fsspec grpcio h11 hf-xet httpcore
+httpx idna jinja2 markdown-it-py markupsafe ml-dtypes mpmath msgpack multidict networkx ninja numba nvidia-ml-py
+packaging pillow pluggy prometheus-client protobuf psutil pygments pytest python-dateutil pyyaml regex requests rich
+scipy shellingham six sortedcontainers sympy tabulate tqdm typer typing-extensions urllib3 uvloop wrapt xxhash zipp
+hypothesis
 """
 MOST_MINUTES, MOST_MIB = 10.0, 60.0
 
