@@ -142,7 +142,7 @@ def test_the_script_runs_the_steps_and_says_what_is_left(tmp_path: Path) -> None
 
 
 def test_tests_run_side_by_side_and_what_is_timed_alone(tmp_path: Path) -> None:
-    """Each of two waits for the other; the third would wait for ever beside nobody."""
+    """Each of two waits for the other, which has begun; the third has another name."""
     does = f"touch {tmp_path}/$1; case $1 in a) o=b;; b) o=a;; *) exit 3;; esac; until [ -e {tmp_path}/$o ]; do sleep 0.01; done"
     steps = [*(Step(name, (name,), LEAST_S, side_by_side="right") for name in "ab"), Step("c", ("c",), LEAST_S)]
     assert gpu_steps.run(steps, tmp_path, PART_S, python_that(tmp_path, does)) == []

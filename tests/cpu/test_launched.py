@@ -48,7 +48,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def run_steps(clock: Clock, pipeline: Pipeline, n: int, *, decision_s: float, predicted_ms: float) -> list[float]:
-    """Returns for each step how long the device had waited when it was launched, and how early it was chosen, in seconds."""
+    """Returns for each step how many seconds the device had waited when it was launched."""
     waits = []
     for _ in range(n):
         pipeline.await_decision(lambda: True)
