@@ -23,6 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from sgl_prefill.entry.fingerprints import source_of
 from sgl_prefill.entry.hooks import FEATURES
 from sgl_prefill.http.routes import ROUTES
 
@@ -72,8 +73,7 @@ class Release:
     def _member(self, module: str, node: ast.AST, names: list[str], lines: list[str], hops: int) -> Found | None:
         assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         if not names:
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            return Found("".join(lines[first - 1 : node.end_lineno]), f"{module}.{node.name}")
+            return Found(source_of(node, lines), f"{module}.{node.name}")
         for inner in node.body:
             if getattr(inner, "name", None) == names[0]:
                 return self._member(module, inner, names[1:], lines, hops)

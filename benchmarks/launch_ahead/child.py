@@ -153,12 +153,7 @@ def tokens(rng: random.Random, n: int) -> list[int]:
     return [rng.randrange(3, VOCABULARY) for _ in range(n)]
 
 
-def late(folder: Path, n_prompts: int) -> dict[str, Any]:
-    """The scenarios of `tests/integration/late_child`, with more steps."""
-    return late_child.launched(folder, n_prompts)
-
-
-PARTS: dict[str, Callable[[Path, int], Any]] = {"wait": wait, "late": late}
+PARTS: dict[str, Callable[[Path, int], Any]] = {"wait": wait, "late": late_child.launched}
 
 if __name__ == "__main__":
     print(json.dumps(PARTS[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))))

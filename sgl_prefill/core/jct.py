@@ -67,7 +67,7 @@ class FittedJct(NamedTuple):
 
     def tokens_ms(self, n_input_tokens: int, n_cached_tokens: int) -> float:
         """Predicts what the tokens of one request add to a step."""
-        n_miss, n_pairs, n_cached = _token_features(n_input_tokens, n_cached_tokens)
+        n_miss, n_pairs, n_cached = token_features(n_input_tokens, n_cached_tokens)
         return self.miss_token_ms * n_miss + self.pair_ms * n_pairs + self.cached_token_ms * n_cached
 
     def in_units_of(self, n_tokens: int) -> FittedJct:
@@ -90,7 +90,8 @@ class FittedJct(NamedTuple):
         return max(math.ceil(self.step_ms / self.miss_token_ms * (1 / FIXED_SHARE - 1)), LEAST_FULL_PRICE_TOKENS)
 
 
-def _token_features(n_input_tokens: int, n_cached_tokens: int) -> tuple[float, float, float]:
+def token_features(n_input_tokens: int, n_cached_tokens: int) -> tuple[int, float, int]:
+    """Returns the tokens that a request computes, the pairs of one and a token that it sees, and the tokens that it reuses."""
     n_miss = n_input_tokens - n_cached_tokens
     n_pairs = n_miss * (n_input_tokens + n_cached_tokens + 1) / 2
     return n_miss, n_pairs, n_cached_tokens
@@ -98,7 +99,7 @@ def _token_features(n_input_tokens: int, n_cached_tokens: int) -> tuple[float, f
 
 def _features(requests: Sequence[tuple[int, int]]) -> list[float]:
     """Returns what each coefficient of FittedJct is multiplied by, in their order."""
-    of_tokens = np.array([_token_features(n_input, n_cached) for n_input, n_cached in requests]).sum(axis=0)
+    of_tokens = np.array([token_features(n_input, n_cached) for n_input, n_cached in requests]).sum(axis=0)
     return [1.0, *of_tokens, len(requests)]
 
 

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable
 from typing import NamedTuple
 
+from sgl_prefill.core.jct import token_features
 from sgl_prefill.core.job import Job
 from sgl_prefill.core.kv_plan import ceil_to
 
@@ -45,8 +46,7 @@ class StepSize(NamedTuple):
 
     def price(self, n_input_tokens: int, n_cached_tokens: int) -> int:
         """Tokens that a job computes, in whole pages, and its attention in tokens of the same time."""
-        n_miss = n_input_tokens - n_cached_tokens
-        n_pairs = n_miss * (n_input_tokens + n_cached_tokens + 1) / 2
+        n_miss, n_pairs, _ = token_features(n_input_tokens, n_cached_tokens)
         return ceil_to(n_miss, self.page_size) + round(self.pair_tokens * n_pairs)
 
 

@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import json
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from sgl_prefill.errors import SeamError
@@ -57,9 +57,14 @@ def source_from_file(target: str, module: str) -> str:
         if not inside:
             raise AttributeError(f"{module} has no {name} of {target}")
         found = inside[-1]
-    assert isinstance(found, ast.FunctionDef | ast.ClassDef)
-    first = min([found.lineno, *(decorator.lineno for decorator in found.decorator_list)])
-    return "".join(lines[first - 1 : found.end_lineno])
+    assert isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    return source_of(found, lines)
+
+
+def source_of(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, lines: Sequence[str]) -> str:
+    """Returns the source of a function or class with its decorators. lines: of its file."""
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    return "".join(lines[first - 1 : node.end_lineno])
 
 
 def differing(targets: Iterable[str]) -> list[str]:

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import os
 import struct
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from scripts import gpu_kit
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST_CODE = b"host code " * 100
 MAINLOOP = b"CollectiveMainloopFwdSm90ILi2EN4cute5tupleIJEEELi%dENS_10bfloat16_tE"
-
-
-@pytest.fixture(scope="module")
-def kit() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_kit", ROOT / "scripts" / "gpu_kit.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_kit"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def image(capability: int, code: bytes, kind: int = 2, flags: int = 0) -> bytes:
@@ -46,7 +36,7 @@ def library(folder: Path, name: str, *images: bytes) -> Path:
     return path
 
 
-def test_of_a_library_only_what_hopper_loads_stays(kit: ModuleType, tmp_path: Path) -> None:
+def test_of_a_library_only_what_hopper_loads_stays(tmp_path: Path) -> None:
     """PTX, other cards, and the folder of another card go; sizes, places and host code do not change."""
     images = (
         image(80, b"ampere" * 50),
@@ -56,15 +46,15 @@ def test_of_a_library_only_what_hopper_loads_stays(kit: ModuleType, tmp_path: Pa
     )
     path = library(tmp_path, "common_ops.so", *images)
     before = path.read_bytes()
-    assert kit.trim(path) == 2 * 300
+    assert gpu_kit.trim(path) == 2 * 300
     after = path.read_bytes()
     assert len(after) == len(before)
     assert after.count(HOST_CODE) == 3
     assert [after.count(word) for word in (b"ampere", b"hopper", b"ptx", b"b200")] == [0, 100, 0, 0]
-    assert [one.capability for one in kit.images(after)] == 2 * [80, 90, 80, 100], (
+    assert [one.capability for one in gpu_kit.images(after)] == 2 * [80, 90, 80, 100], (
         "no emptied image is taken for Hopper's"
     )
-    assert kit.trim(library(tmp_path / "sm100", "common_ops.so", image(90, b"hopper"))) == 0
+    assert gpu_kit.trim(library(tmp_path / "sm100", "common_ops.so", image(90, b"hopper"))) == 0
 
 
 @pytest.mark.parametrize(
@@ -81,20 +71,20 @@ def test_of_a_library_only_what_hopper_loads_stays(kit: ModuleType, tmp_path: Pa
     ],
 )
 def test_of_flash_attention_bfloat16_with_heads_of_64_and_128_stays(
-    kit: ModuleType, code: bytes, flags: int, stays: tuple[bool, bool]
+    code: bytes, flags: int, stays: tuple[bool, bool]
 ) -> None:
     """And helpers of all; with FP8 those too."""
-    assert (kit.serves(code, flags), kit.serves(code, flags, is_fp8=True)) == stays
+    assert (gpu_kit.serves(code, flags), gpu_kit.serves(code, flags, is_fp8=True)) == stays
 
 
-def test_all_that_the_kit_names_is_installed(kit: ModuleType) -> None:
+def test_all_that_the_kit_names_is_installed() -> None:
     """In the versions of this environment, in which the tests have run."""
-    for name in (*kit.PACKAGES.split(), *kit.FP8_PACKAGES):
-        assert kit.importlib.metadata.version(name)
+    for name in (*gpu_kit.PACKAGES.split(), *gpu_kit.FP8_PACKAGES):
+        assert importlib.metadata.version(name)
 
 
 @pytest.fixture
-def archives(kit: ModuleType, tmp_path: Path) -> Path:
+def archives(tmp_path: Path) -> Path:
     tree = tmp_path / "tree"
     for name in (
         "sgl_kernel/__init__.py",
@@ -105,7 +95,7 @@ def archives(kit: ModuleType, tmp_path: Path) -> Path:
     ):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_text("here = True\n")
-    kit.pack(tree, tmp_path / "kit")
+    gpu_kit.pack(tree, tmp_path / "kit")
     return tmp_path / "kit"
 
 
