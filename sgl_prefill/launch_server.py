@@ -103,7 +103,7 @@ def parse(
         return launch.server_args_of([*arguments.required_flags(config), *defaults, *for_sglang])
 
     config, server_args = launch.settle(config, build)
-    arguments.check_server_args(config, server_args, listens=listens)
+    arguments.check_server_args(config, launch.resolved(server_args), listens=listens)
     return config, server_args
 
 

@@ -50,7 +50,10 @@ def recorded_as_operations(
     longest_tokens: of any request; None: at most the length of the rotary tables. With a shorter table SGLang's own rotary
     layer runs: unlike the kernel it checks positions.
     """
+    from sglang.kernels.fused_op import get_fused_op_backend
+
     define_operations()
+    get_fused_op_backend()  # read from the environment now, and not while a graph is recorded
     replaced: list[tuple[Any, Any]] = []
     layers: list[Any] = list(body.modules())
     for module in layers:
@@ -107,7 +110,10 @@ def _norm_stand_in(norm: Any, offset: float) -> Callable[..., Any]:
     native: Callable[..., Any] = norm.forward_native
 
     def forward(
-        x: torch.Tensor, residual: torch.Tensor | None = None, post_residual_addition: torch.Tensor | None = None
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        post_residual_addition: torch.Tensor | None = None,
+        quant_linear: Any = None,
     ) -> Any:
         is_stacked = residual is not None and x.dim() != 2
         if post_residual_addition is not None or x.shape[-1] != norm.weight.shape[0] or is_stacked:

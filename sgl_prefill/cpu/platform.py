@@ -38,6 +38,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
             server_args.grammar_backend = "none"
         # SGLang gives platforms of this kind a pool for all layers, and would then miss its pool for sliding windows.
         server_args.disable_hybrid_swa_memory = True
+        server_args.disable_custom_all_reduce = True  # it copies between devices
         if server_args.attention_backend in (None, "intel_amx", ATTENTION_BACKEND_NAME):
             server_args.attention_backend = NAME_WITHOUT_TRITON
             server_args.prefill_attention_backend = server_args.prefill_attention_backend or ATTENTION_BACKEND_NAME
@@ -48,9 +49,9 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
     def init_backend(self) -> None:
         """Runs in each model process before its model runner exists."""
+        from sglang.kernels.fused_op import BaseFusedOp
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
         from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
-        from sglang.srt.layers.utils.multi_platform import MultiPlatformOp
         from sglang.srt.models.deepseek_common.attention_backend_handler import (
             AttentionBackendRegistry,
             AttnForwardMethod,
@@ -64,7 +65,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         register_attention_backend(DECODE_BACKEND_NAME)(CpuFlashAttentionBackend)
         for name in (ATTENTION_BACKEND_NAME, DECODE_BACKEND_NAME):
             AttentionBackendRegistry.register(name, lambda attention, batch: AttnForwardMethod.MLA)
-        MultiPlatformOp.register_oot_forward(
+        BaseFusedOp.register_oot_forward(
             UnquantizedFusedMoEMethod, forward_unquantized_experts, self.get_dispatch_key_name()
         )
         self._kernels = register_traced_experts(), register_sum()
@@ -82,17 +83,8 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
     def get_dispatch_key_name(self) -> str:
         return "native"
 
-    def get_mha_kv_pool_cls(self) -> type:
-        from sgl_prefill.cpu.attention_backend import LazyZeroKVPool
+    def get_kv_pool_cls(self, *, kind: str) -> type | None:
+        """Returns this package's pools of K and V heads and of latent rows; for other kinds SGLang has its own."""
+        from sgl_prefill.cpu.attention_backend import LatentKVPool, LazyZeroKVPool
 
-        return LazyZeroKVPool
-
-    def get_mla_kv_pool_cls(self) -> type:
-        from sgl_prefill.cpu.attention_backend import LatentKVPool
-
-        return LatentKVPool
-
-    def get_paged_allocator_cls(self) -> type:
-        from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
-
-        return PagedTokenToKVPoolAllocator  # type: ignore[no-any-return]
+        return {"mha": LazyZeroKVPool, "mla": LatentKVPool}.get(kind)

@@ -28,11 +28,6 @@ def register_sum() -> object:
     return library
 
 
-def around_init_model_parallel_group(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Hook: no NCCL communicator, which SGLang creates for every platform whose name it does not know."""
-    return original(*arguments, **{**options, "use_pynccl": False, "use_custom_allreduce": False})
-
-
 def around_all_reduce(
     original: Callable[..., torch.Tensor], group: GroupCoordinator, input_: torch.Tensor
 ) -> torch.Tensor:
@@ -45,10 +40,12 @@ def around_all_reduce(
     return input_
 
 
-def around_init_cpu_threads(original: Callable[..., None], *, tp_size: int, tp_rank: int, local_omp_cpuid: Any) -> None:
+def around_init_cpu_threads(original: Callable[..., None], *, local_omp_cpuid: Any, **options: Any) -> None:
     """Hook: binds threads to cores. SGLang's own code for several ranks needs `sgl_kernel`."""
-    if tp_size == 1:
-        original(tp_size=tp_size, tp_rank=tp_rank, local_omp_cpuid=local_omp_cpuid)
+    from sglang.srt.runtime_context import get_parallel
+
+    if get_parallel().tp_size == 1:
+        original(local_omp_cpuid=local_omp_cpuid, **options)
         return
     cores = cores_of(local_omp_cpuid)
     os.sched_setaffinity(0, cores)

@@ -138,10 +138,12 @@ def arguments_of(options: dict[str, Any], defaults: dict[str, Any] | None = None
     load_plugins()
 
     def build(config: PrefillConfig) -> Any:
-        return StockEngine.server_args_class(**{**sglang_defaults(config, given.get("prefill_max_requests")), **given})
+        made = StockEngine.server_args_class(**{**sglang_defaults(config, given.get("prefill_max_requests")), **given})
+        made.resolve_once()
+        return made
 
     config, server_args = launch.settle(config, build)
-    arguments.check_server_args(config, server_args, listens=False)
+    arguments.check_server_args(config, launch.resolved(server_args), listens=False)
     return config, server_args
 
 

@@ -14,10 +14,11 @@ import json
 import pkgutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from sgl_prefill.errors import SeamError
 
-SUPPORTED_SGLANG_VERSION = "0.5.17"
+SUPPORTED_SGLANG_VERSION = "0.5.23"
 # Importing this module needs a CUDA device: its source is read from the file.
 NEEDS_A_DEVICE = ("sglang.srt.layers.attention.flashattention_backend.",)
 FINGERPRINT_FILE = Path(__file__).with_name("fingerprints.json")
@@ -39,7 +40,8 @@ def fingerprint(target: str) -> str:
         if target.startswith(NEEDS_A_DEVICE):
             source = source_from_file(target, target.rsplit(".", 2)[0])
         else:
-            source = inspect.getsource(pkgutil.resolve_name(target))
+            found: Any = pkgutil.resolve_name(target)
+            source = inspect.getsource(getattr(found, "fget", found))
     except (ImportError, AttributeError):
         return "missing"
     return hashlib.sha256(source.encode()).hexdigest()

@@ -185,11 +185,6 @@ FEATURES: tuple[Feature, ...] = (
                 ("api_key",),
                 "Keys are not shown in logs; the other fields of startup.secret likewise.",
             ),
-            Patch(
-                f"{EXECUTOR}.runner_backend_utils.tc_piecewise_cuda_graph.context_manager.logger",
-                ("disabled",),
-                "Its hint on CUDA graphs would stand beside this package's own message.",
-            ),
         ),
         relied=(
             Relied(
@@ -251,7 +246,6 @@ FEATURES: tuple[Feature, ...] = (
                     "__init__",
                     "generate_request",
                     "_validate_one_request",
-                    "_handle_batch_request",
                     "_handle_abort_finish_reason",
                 ),
                 "Requests that can never be answered get a 400, and late ones a 429 or 504, before SGLang computes anything.",
@@ -318,9 +312,8 @@ FEATURES: tuple[Feature, ...] = (
             Patch("starlette.routing.Router", ("default",), "A path that no route serves gets a 404 with a sentence."),
         ),
         relied=(
-            Relied((f"{MANAGERS}.io_struct.GenerateReqInput.regenerate_rid",), "It appends to a request's id."),
+            Relied((f"{MANAGERS}.io_struct.GenerateReqInput.regenerate_rid",), "It gives a sample an id of its own."),
             Relied((f"{TOKENIZER_MANAGER}._handle_batch_output",), "It puts label scores into meta_info."),
-            Relied((f"{TOKENIZER_MANAGER}._remove_req_state",), "It forgets a refused request."),
             Relied(
                 (f"{STATS}.ReqTimeStatsBase.new_from_obj",),
                 "It copies the arrival time into the scheduler's stats, on the scheduler's clock.",
@@ -366,7 +359,7 @@ FEATURES: tuple[Feature, ...] = (
                 RADIX_CACHE, "WatchedRadixCache", ("match_prefix", "insert"), "Some prefixes are shared by all tenants."
             ),
         ),
-        patches=(Patch(REQ, ("extra_key",), "It names the tenant whose prefixes a request may find."),),
+        patches=(Patch(REQ, ("extra_key", "cache_salt"), "They name the tenant whose prefixes a request may find."),),
     ),
     Feature(
         "loop",
@@ -503,7 +496,7 @@ FEATURES: tuple[Feature, ...] = (
             Hook(
                 f"{ADDER}.add_one_req",
                 admission.around_add_one_req,
-                "SGLang admits a request only if the whole of it fits the durable slots.",
+                "A request could not follow the one of its step that computes its prefix.",
             ),
             Hook(
                 f"{MEM_CACHE}.allocation.alloc_for_extend",
@@ -520,8 +513,20 @@ FEATURES: tuple[Feature, ...] = (
             Override(
                 RADIX_CACHE,
                 "WatchedRadixCache",
-                ("cache_finished_req", "cache_unfinished_req"),
+                ("__init__", "checkpoint", "free_kv_row", "on_release"),
                 "A scratch slot never reaches the tree.",
+            ),
+            Override(
+                RADIX_CACHE,
+                "WatchedRadixCache",
+                ("prefix_device_indices",),
+                "A follower's prefix is its leader's, too.",
+            ),
+            Override(
+                f"{MEM_CACHE}.prefill_budget.PrefillBudget",
+                "SuffixKVBudget",
+                ("remaining_total", "remaining_current"),
+                "Scratch counts as room.",
             ),
             Override(
                 KV_POOL,
@@ -538,18 +543,29 @@ FEATURES: tuple[Feature, ...] = (
             Override(
                 ALLOCATOR,
                 "SuffixKVAllocator",
-                ("__init__", "available_size", "alloc", "alloc_extend", "clear", "_release_page_ids"),
+                (
+                    "__init__",
+                    "available_size",
+                    "alloc",
+                    "alloc_extend",
+                    "clear",
+                    "_release_page_ids",
+                    "create_prefill_budget",
+                ),
                 "Slots are handed out by the KV plans of a step, and given back without a copy of the list of free ones.",
             ),
         ),
         patches=(
-            Patch(
-                ADDER, ("rem_total_token_offset", "cur_rem_token_offset", "rem_input_tokens"), "Scratch counts as room."
-            ),
+            Patch(ADDER, ("rem_input_tokens",), "A step of followers may compute more than SGLang's limit."),
             Patch(
                 REQ,
-                ("prefix_indices", "cache_protected_len"),
-                "A follower reuses slots of its leader, which are not its own to free.",
+                ("prefix_len", "extend_end", "lock"),
+                "A follower reuses slots of its leader; a launched request holds none.",
+            ),
+            Patch(
+                f"{MANAGERS}.schedule_batch.ReqKvInfo",
+                ("cache_protected_len",),
+                "A leader's slots are not its follower's to free.",
             ),
             Patch(
                 f"{SRT}.sampling.sampling_params.SamplingParams",
@@ -560,7 +576,6 @@ FEATURES: tuple[Feature, ...] = (
         ),
         switches=("SGLANG_EAGER_INPUT_NO_COPY",),  # static input buffers would be as long as the KV pool
         relied=(
-            Relied((f"{ADDER}.rem_total_tokens.fget", f"{ADDER}.cur_rem_tokens.fget"), "They read the offsets."),
             Relied((f"{EXECUTOR}.runner.eager_runner.EagerRunner.load_batch",), "It copies inputs without the switch."),
         ),
     ),
@@ -640,7 +655,7 @@ FEATURES: tuple[Feature, ...] = (
                 "FlashAttention writes its output there, without a copy.",
             ),
             Patch(
-                f"{SRT}.layers.utils.multi_platform.MultiPlatformOp",
+                "sglang.kernels.fused_op.BaseFusedOp",
                 ("_forward_method",),
                 "While a body is recorded on a host, a layer with a native kernel is one operation.",
             ),
@@ -702,10 +717,6 @@ FEATURES: tuple[Feature, ...] = (
             Relied(
                 (f"{EXECUTOR}.model_runner_components.cuda_graph_setup.capture_prefill_graph",),
                 "It records what our dispatcher leaves to SGLang's layers.",
-            ),
-            Relied(
-                (f"{SRT}.server_args.ServerArgs._generate_prefill_cuda_graph_batch_sizes",),
-                "It chooses 42 sizes up to 2,048 tokens.",
             ),
             Relied(
                 (f"{SRT}.layers.deep_gemm_wrapper.compile_utils.update_deep_gemm_config",),
@@ -813,49 +824,21 @@ FEATURES: tuple[Feature, ...] = (
                 StartRecord,
             ),
         ),
-        relied=(
-            Relied((f"{LOGITS}.should_apply_lm_head_quant_method",), "It decides which LM heads have a plain weight."),
-        ),
-    ),
-    Feature(
-        "label log-probabilities",
-        _always,
-        hooks=(
-            Hook(
-                f"{SRT}.layers.logprob_processor.get_token_ids_logprobs_batch_optimized",
-                logits.around_gather,
-                "Each step of label requests would wait for the device in the middle of its launch, and a step with labels for"
-                " one request and none for another would end the scheduler.",
-            ),
-            *(
-                Hook(
-                    f"{SRT}.{target}",
-                    logits.around_compiled,
-                    "Its first call would compile for up to 15 seconds, in which no request is answered.",
-                )
-                for target in (
-                    "sampling.penaltylib.repetition_penalty.apply_scaling_penalties",
-                    "layers.sampler.multinomial_with_seed",
-                )
-            ),
-        ),
         patches=(
             Patch(
                 f"{LOGITS}.LogitsProcessorOutput",
                 ("next_token_token_ids_logprobs_val",),
-                "For requests without labels it holds lists among tensors.",
+                "The labels of all requests of a step are read in one copy.",
             ),
+        ),
+        relied=(
+            Relied((f"{LOGITS}.should_apply_lm_head_quant_method",), "It decides which LM heads have a plain weight."),
         ),
     ),
     Feature(
         "host",
         _on_host,
         hooks=(
-            Hook(
-                f"{SRT}.distributed.parallel_state.init_model_parallel_group",
-                rank_threads.around_init_model_parallel_group,
-                "SGLang would build a communicator of NCCL for the ranks of a host.",
-            ),
             Hook(
                 f"{SRT}.distributed.parallel_state.GroupCoordinator.all_reduce",
                 rank_threads.around_all_reduce,

@@ -122,14 +122,14 @@ class SteppedTokenizerManager(PrefillTokenizerManager):
     def _dispatch_to_scheduler(self, obj: Any) -> None:
         sock_send(self.sent, obj)
 
-    def _send_one_request(self, tokenized_obj: Any) -> None:
+    async def _send_one_request(self, tokenized_obj: Any) -> None:
         if self._runs(tokenized_obj):
-            super()._send_one_request(tokenized_obj)
+            await super()._send_one_request(tokenized_obj)
 
-    def _send_batch_request(self, tokenized_objs: list[Any]) -> None:
+    async def _send_batch_request(self, tokenized_objs: list[Any]) -> None:
         run = [one for one in tokenized_objs if self._runs(one)]
         if run:
-            super()._send_batch_request(tokenized_objs)
+            await super()._send_batch_request(tokenized_objs)
 
     def _runs(self, tokenized: Any) -> bool:
         """Records the plan's row of a request that runs, else its prompt. Returns whether the request runs."""
@@ -172,8 +172,13 @@ class InProcessEngine:
         from sglang.srt.server_args import PortArgs
 
         activation.activate(config, "http")
-        server_args.override(source="sgl_prefill", stat_loggers=silent_metrics.COLLECTORS)
+        from sglang.srt.runtime_context import SpawnRanks, publish
+
+        if not server_args._resolution_finished:
+            server_args.stat_loggers = silent_metrics.COLLECTORS
         self._config, self._server_args = config, server_args
+        # Its processes' parts are all here, and read one context; the scheduler's has ranks.
+        publish(server_args, role="tokenizer", ranks=SpawnRanks(world_rank=0, gpu_id=0))
         self._port_args = PortArgs.init_new(server_args)
         make = functools.partial(SteppedTokenizerManager, config=config)
         self._manager, templates = init_tokenizer_manager(server_args, self._port_args, make)
@@ -214,8 +219,10 @@ class InProcessEngine:
         """Loads the model and does the checks of a server's start. Raises SglPrefillError."""
         activation.activate(self._config, "detokenizer")
         # With metrics it would register the tokenizer manager's metrics again.
-        without_metrics = SimpleNamespace(**{**vars(self._server_args), "enable_metrics": False})
-        self._detokenizer = SteppedDetokenizer(without_metrics, self._port_args)
+        from sglang.srt.runtime_context import get_observability
+
+        with get_observability().override(enable_metrics=False):
+            self._detokenizer = SteppedDetokenizer(self._server_args, self._port_args)
         parts, self._scheduler = build_scheduler(self._config, self._server_args)
         channels = self._scheduler.ipc_channels
         channels.send_to_detokenizer.socket = channels.send_to_tokenizer.socket = self._answered
@@ -324,13 +331,12 @@ def build_scheduler(config: PrefillConfig, server_args: ServerArgs) -> tuple[act
             " (sgl_prefill.batch asks servers with --base-url)"
         )
     from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.runtime_context import publish
+    from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import PortArgs
 
     parts = activation.activate(config, "scheduler")
-    publish(server_args, role="scheduler")
-    ranks = dict.fromkeys(("tp_rank", "moe_ep_rank", "pp_rank", "attn_cp_rank", "moe_dp_rank"), 0)
-    return parts, Scheduler(server_args, PortArgs.init_new(server_args), gpu_id=0, **ranks, dp_rank=None)
+    publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+    return parts, Scheduler(server_args, PortArgs.init_new(server_args))
 
 
 @torch.inference_mode()

@@ -7,7 +7,7 @@ import functools
 import gc
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.cpu import rank_threads
@@ -38,10 +38,18 @@ def server_args_of(flags: list[str]) -> ServerArgs:
     load_plugins()  # `entry.plugin` adds the CPU attention backend to the choices
     with usage_as_error():
         found = prepare_server_args(flags)
-    keys = {name: Secret(value) for name in FIELDS if (value := getattr(found, name))}
-    if keys:
-        found.override("sgl_prefill", **keys)
+        for name in FIELDS:
+            if value := getattr(found, name):
+                setattr(found, name, Secret(value))  # the arguments are sealed once they are resolved
+        found.resolve_once()
     return found
+
+
+def resolved(server_args: ServerArgs) -> Any:
+    """Returns a view of what SGLang has made of its arguments, whose own attributes are what was given."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    return resolving_view(server_args)
 
 
 def with_config_file(flags: list[str]) -> list[str]:
@@ -64,8 +72,9 @@ def settle(config: PrefillConfig, build: Callable[[PrefillConfig], ServerArgs]) 
     """
     while True:
         server_args = build(config)
-        resolved = {need.field: getattr(server_args, need.field) for need in arguments.required_for(config)}
-        found = [*techniques.of_flags(resolved), *techniques.of_kv_dtype(server_args.kv_cache_dtype)]
+        view = resolved(server_args)
+        values = {need.field: getattr(view, need.field) for need in arguments.required_for(config)}
+        found = [*techniques.of_flags(values), *techniques.of_kv_dtype(view.kv_cache_dtype)]
         allowed = techniques.step_back(config, [*found, *admission.unsupported_with(server_args)])
         if allowed is config:
             techniques.log_what_is_off(config)
@@ -92,11 +101,12 @@ def serve(config: PrefillConfig, server_args: ServerArgs) -> int:
     ending = Ending()
     activation.activate(config, "http").processes.is_of_server = True
     routes.install(http_server.app, config, ending)
-    if server_args.gc_threshold is None:
+    view = resolved(server_args)
+    if view.gc_threshold is None:
         gc.set_threshold(GC_THRESHOLD)
     processes.give_way()
     if this_device().is_host:
-        rank_threads.share_cores(server_args.tp_size)
+        rank_threads.share_cores(view.tp_size)
     environment = prefork.ParentEnvironment(processes.REPORTED_FAILURE)
     try:
         http_server.launch_server(

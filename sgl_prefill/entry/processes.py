@@ -98,10 +98,13 @@ def around_scheduler_init(
     """Hook: prints an SglPrefillError without a traceback, and ends the start. On a device it checks before loading whether the
     weights fit, and makes running out of memory such an error.
     """
-    server_args, _, gpu_id, tp_rank, *_ = arguments if arguments[3:] else _scheduler_arguments(*arguments, **options)
+    from sglang.srt.runtime_context import get_device, get_parallel
+
+    server_args = arguments[0] if arguments else options["server_args"]
+    tp_rank = get_parallel().tp_rank
     logger.info("reads the weights of %s", server_args.model_path)
     try:
-        with _named_out_of_memory(server_args, gpu_id):
+        with _named_out_of_memory(server_args, get_device().gpu_id or 0):
             original(scheduler, *arguments, **options)
         quiet_start.end()
     except SglPrefillError as error:
@@ -112,22 +115,19 @@ def around_scheduler_init(
         end_with_launcher(error, state.launcher)
 
 
-def _scheduler_arguments(
-    server_args: ServerArgs, port_args: PortArgs, gpu_id: int, tp_rank: int, **_: Any
-) -> tuple[Any, ...]:
-    return server_args, port_args, gpu_id, tp_rank
-
-
 @contextmanager
 def _named_out_of_memory(server_args: ServerArgs, gpu_id: int) -> Iterator[None]:
     """On a device: raises MemoryPlanError where the weights do not fit, or where loading them runs out of memory."""
-    device = device_of(server_args.device if server_args.device == "cpu" else f"{server_args.device}:{gpu_id}")
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    view = resolving_view(server_args)
+    device = device_of(view.device if view.device == "cpu" else f"{view.device}:{gpu_id}")
     if device.is_host:
         yield
         return
-    is_changed = server_args.quantization is not None or server_args.cpu_offload_gb > 0
+    is_changed = view.quantization is not None or view.cpu_offload_gb > 0
     free_bytes = device.free_bytes()
-    examine.check_card(device, server_args.model_path, server_args.tp_size, loads_all_as_it_is=not is_changed)
+    examine.check_card(device, view.model_path, view.tp_size, loads_all_as_it_is=not is_changed)
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -214,13 +214,17 @@ def execute_warmup(config: PrefillConfig, server_args: ServerArgs) -> bool:
 
 def _what_is_served(server_args: ServerArgs) -> str:
     metrics = f", metrics at {server_args.url()}/metrics" if server_args.enable_metrics else ""
-    return f"serves {server_args.served_model_name} at {server_args.url()}{metrics}"
+    from sglang.srt.runtime_context import get_serving
+
+    return f"serves {get_serving().served_model_name} at {server_args.url()}{metrics}"
 
 
 def _session(server_args: ServerArgs) -> requests.Session:
+    from sglang.srt.arg_groups.serving_hook import ssl_verify_of
+
     session = requests.Session()
     session.trust_env = False  # the server is on this machine: no proxy
-    session.verify = server_args.ssl_verify()
+    session.verify = ssl_verify_of(server_args)
     if server_args.api_key:
         session.headers["Authorization"] = f"Bearer {server_args.api_key}"
     return session

@@ -269,11 +269,7 @@ def pass_generate_deadline(obj: GenerateReqInput) -> None:
 
 
 def pass_salt(obj: LabelGenerateReqInput) -> None:
-    """Prepends `cache_salt` of /generate to `extra_key`, as SGLang's OpenAI routes do."""
-    if isinstance(obj.extra_key, list):
-        obj.extra_key = [f"{obj.cache_salt or ''}{key}" for key in obj.extra_key]
-    else:
-        obj.extra_key = f"{obj.cache_salt or ''}{obj.extra_key or ''}" or None
+    """SGLang's own field now; `port.kv.namespaces` makes one key of both."""
 
 
 def check_penalties(

@@ -32,7 +32,7 @@ SAMPLING_OPTION_RANGES = (("top_k", -1, TOP_K_ALL), ("sampling_seed", -(2**63), 
 # In one request: the event loop writes an answer for each prompt and label.
 MOST_PROMPTS, MOST_LABELS = 10_000, 50_000
 # Each stop is tokenised or compiled in the event loop and in the scheduler, again for each prompt.
-MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOPS_OF_PROMPTS = 256, 16_384, 20_000
+MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOPS_OF_PROMPTS = 32, 16_384, 20_000
 STOPS = ("stop", "stop_regex")
 MOST_LOGIT_BIAS = 1e30  # a logit plus a bias must fit float32
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import orjson
 from fastapi import Depends, FastAPI, HTTPException, Request
@@ -23,7 +23,7 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import ServerStatus
-from sglang.srt.utils.json_response import orjson_response
+from sglang.srt.utils.json_response import model_json_response, orjson_response
 from starlette.routing import BaseRoute, Route
 
 from sgl_prefill.config import PrefillConfig
@@ -65,6 +65,7 @@ from sgl_prefill.http.shutdown import Ending
 from sgl_prefill.http.text_offsets import with_offsets
 from sgl_prefill.http.token_ids import shown
 from sgl_prefill.startup import calibrations
+from sgl_prefill.startup.secret import masked
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -101,6 +102,8 @@ ROUTES: tuple[Replaced, ...] = tuple(
         ),
         ("POST", "/v1/score", "v1_score_request", "calibration, raw_scores, top_alternatives"),
         ("GET", "/health", "health_generate", "a probe would wait a second, and longer beside a long step"),
+        ("GET", "/server_info", "server_info", "every client may see it, and SGLang shows keys"),
+        ("GET", "/get_server_info", "get_server_info", "every client may see it, and SGLang shows keys"),
         ("GET", "/v1/models", "available_models", "TypeSafe's clients read another shape"),
     )
 )
@@ -110,8 +113,8 @@ ROUTES: tuple[Replaced, ...] = tuple(
 KEPT_ROUTES = frozenset(
     {
         *("/v1/embeddings", "/v1/classify", "/classify", "/encode", "/v1/models/{model:path}"),
-        *("/health_generate", "/ping", "/model_info", "/get_model_info", "/server_info", "/get_server_info"),
-        *("/get_load", "/v1/loads", "/flush_cache", "/abort_request", "/start_profile", "/stop_profile"),
+        *("/health_generate", "/ready", "/ping", "/model_info", "/get_model_info"),
+        *("/v1/loads", "/flush_cache", "/abort_request", "/start_profile", "/stop_profile"),
         "/openapi.json",
     }
 )
@@ -133,6 +136,7 @@ class PrefillRoutes:
         self._scorer: LabelScorer | None = None
         self.prefixes = Prefixes(most_expanded_bytes=config.max_body_bytes)
         self._probe: asyncio.Future[Any] | None = None
+        self._is_frozen = False
         self.decisions = DecisionRoutes(lambda: Decider(self._manager, self.scorer))
         self._reranker = Reranker(config, lambda: self.scorer, self._stock["/v1/rerank"], self._reply_options)
 
@@ -177,8 +181,9 @@ class PrefillRoutes:
                 request.logprobs = 1  # SGLang fails at 0 with echo
             protocol.pass_deadline(request)
             parts = await self.cuts.of_completion(serving, request)
-            found = await self._stock["/v1/completions"](request, raw_request)
-            return with_parts(found if request.logprobs is None else with_offsets(found), request, parts)
+            found = await serving.handle_request(request, raw_request)
+            found = found if request.logprobs is None else with_offsets(found)
+            return model_json_response(with_parts(found, request, parts))
         protocol.check_label_request(request, request.max_tokens)
         request.max_tokens = 1
         parts = await self.cuts.of_completion(serving, request)
@@ -202,7 +207,8 @@ class PrefillRoutes:
             protocol.check_penalties(request, max_tokens)
             protocol.pass_deadline(request)
             parts = await self._fill(serving, request, raw_request)
-            return with_parts(await self._stock["/v1/chat/completions"](request, raw_request), request, parts)
+            found = await serving.handle_request(request, raw_request)
+            return model_json_response(with_parts(found, request, parts))
         protocol.check_label_request(request, max_tokens)
         request.max_tokens, request.max_completion_tokens = None, 1
         parts = await self._fill(serving, request, raw_request)
@@ -224,7 +230,7 @@ class PrefillRoutes:
         if answers is None:
             protocol.check_penalties(obj, None)
             protocol.pass_generate_deadline(obj)
-            return await self._stock["/generate"](obj, request)
+            return await http_server.serve_generate_request(obj, request)
         check_lists_against_prompts(obj)
         protocol.check_generate_label_request(obj)
         is_batch, streams = count_prompts(obj) is not None, obj.stream
@@ -273,6 +279,18 @@ class PrefillRoutes:
             self._probe = asyncio.ensure_future(self._stock["/health"](Request(raw_request.scope, _client_stays)))
         is_healthy = manager.server_status != ServerStatus.UnHealthy
         return Response(status_code=HTTPStatus.OK if is_healthy else HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def freeze_gc(self, raw_request: Request) -> Response:
+        """SGLang's start asks for it once, after the warm-up. Later it would keep a step's garbage for ever."""
+        if self._is_frozen:
+            _raise_unknown(raw_request.url.path)
+        self._is_frozen = True
+        await self._manager.freeze_gc()
+        return Response()
+
+    async def server_info(self) -> Response:
+        reply: Response = orjson_response(masked(await self._stock["/server_info"]()))
+        return reply
 
     async def models(self) -> Response:
         """SGLang's list, and the same in TypeSafe's format."""
@@ -394,6 +412,9 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
     app.post("/v1/systemone", **api_docs.of("/v1/systemone"))(endpoints.decisions.typesafe)
     app.get("/v1/models")(endpoints.models)
     app.get("/health")(endpoints.health)
+    app.get("/server_info")(endpoints.server_info)
+    app.get("/get_server_info", include_in_schema=False)(endpoints.server_info)
+    app.post("/freeze_gc", include_in_schema=False)(endpoints.freeze_gc)
     app.api_route("/generate", methods=["POST", "PUT"], **api_docs.of("/generate"))(endpoints.generate)
     app.api_route("/v1/rerank", methods=["POST", "PUT"], dependencies=only_json, **api_docs.of("/v1/rerank"))(
         endpoints.rerank
@@ -439,9 +460,13 @@ async def _client_stays() -> dict[str, Any]:
 
 async def _refuse_path(scope: Scope, receive: Receive, send: Send) -> None:
     """The application for unknown paths; SGLang's exception handler writes the answer."""
+    _raise_unknown(scope["path"])
+
+
+def _raise_unknown(path: str) -> NoReturn:
     raise HTTPException(
         HTTPStatus.NOT_FOUND,
-        f"{scope['path']} is not a route of this prefill-only server: for answers use /v1/completions, {CHAT_PATH}, /generate,"
+        f"{path} is not a route of this prefill-only server: for answers use /v1/completions, {CHAT_PATH}, /generate,"
         " /v1/score, /v1/rerank or /v1/embeddings; /openapi.json lists all routes",
     )
 

@@ -51,6 +51,10 @@ def check(request: LabelScoringRequest, manager: PrefillTokenizerManager) -> Non
         raise BadRequestError(f"{names} and {', '.join(others)} cannot be combined on /v1/score: leave one of them out")
     if request.label_token_ids is None:
         raise BadRequestError("label_token_ids is missing: give the token ids of the labels")
+    if any(isinstance(label, list) for label in request.label_token_ids):
+        raise BadRequestError(
+            f"{names} on /v1/score takes one list of label_token_ids for all items: leave {names} out"
+        )
     if isinstance(request.items, list):
         manager.check_count(len(request.items))  # before they are joined
     check_distinct(request.label_token_ids, "label_token_ids")
@@ -84,7 +88,10 @@ def reply_of(
     """
     scored = [one for one in answers if isinstance(one, ScoredPrompt)]
     outputs = [{"meta_info": one.meta_info} for one in scored]
-    found = manager._process_single_item_scoring_results(outputs, request.label_token_ids, request.apply_softmax)
+    labels = [request.label_token_ids] * len(outputs)
+    found = manager._process_single_item_scoring_results(
+        outputs, labels, request.apply_softmax, temperature=request.temperature
+    )
     usage = UsageInfo(prompt_tokens=found.prompt_tokens, total_tokens=found.prompt_tokens)
     reply: dict[str, Any] = ScoringResponse(scores=found.scores, model=request.model, usage=usage).model_dump()
     if given_reply_fields(request):

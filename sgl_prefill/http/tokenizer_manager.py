@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextvars
 import copy
 import functools
@@ -62,9 +63,12 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     def __init__(
         self, server_args: ServerArgs, port_args: PortArgs, *, config: PrefillConfig, ending: Ending | None = None
     ) -> None:
+        from sglang.srt.arg_groups.overrides import resolving_view
+
         super().__init__(server_args, port_args)
+        self.resolved = resolving_view(server_args)  # what SGLang has made of the arguments
         self.prefill_config = config
-        self.calibrations = calibrations.load(config.calibrations, server_args)
+        self.calibrations = calibrations.load(config.calibrations, self.resolved)
         if getattr(self.tokenizer, "model_max_length", 0) > LARGEST_JSON_INTEGER:  # transformers' value for "unknown"
             self.tokenizer.model_max_length = self.context_len
         self._ending = ending  # None in the offline engine
@@ -145,6 +149,11 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                     self._rids.show(one)
                 show_parts(obj, output)
                 yield output
+        except BadRequestError as error:
+            if isinstance(obj.rid, list) and len(obj.rid) > 1 and error.rid in obj.rid:
+                named = str(error).replace("the prompt", f"prompt {obj.rid.index(error.rid)}", 1)
+                raise type(error)(named) from error
+            raise
         finally:
             for rid in hidden:
                 self._rids.forget(rid)
@@ -176,7 +185,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         namespace = self.tenant_of(caller)
         if isinstance(obj, EmbeddingReqInput):
             namespace += caller.salt
-        elif obj.extra_key is None:
+        elif obj.extra_key is None and obj.cache_salt is None:
             obj.extra_key = caller.salt or None
         if namespace and getattr(obj, "session_params", None) is not None:
             raise BadRequestError(
@@ -198,6 +207,8 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     def auto_create_handle_loop(self) -> None:
         """Also installs the graceful shutdown of a server."""
         is_new, ending = self.event_loop is None, self._ending
+        if is_new:
+            asyncio.get_running_loop().set_default_executor(_Threads())
         if is_new and ending is not None:
             ending.remember_listener()
         with clients.calling(None):  # the loop must not inherit the first caller
@@ -432,19 +443,11 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     async def _handle_abort_finish_reason(
         self, out: dict[str, Any], state: ReqState, is_stream: bool
     ) -> dict[str, Any] | None:
-        """Also answers the scheduler's 429 and 504; SGLang's knows 400, 500 and 503."""
+        """Also notes why, and for how long, the scheduler has refused a caller."""
         reason = out["meta_info"]["finish_reason"]
-        if (
-            reason.get("type") == "abort"
-            and reason.get("status_code") in custom_params.REFUSAL_STATUSES
-            and not is_stream
-        ):
-            self._remove_req_state(state.obj.rid)
-            if self.enable_lora and state.obj.lora_path:
-                await self.lora_registry.release(state.obj.lora_id)
-            if (caller := clients.current()) is not None:
-                caller.refused_for, caller.retry_after_s = reason.get("reason"), reason.get("retry_after_s")
-            raise fastapi.HTTPException(status_code=reason["status_code"], detail=reason["message"])
+        is_refusal = reason.get("type") == "abort" and reason.get("status_code") in custom_params.REFUSAL_STATUSES
+        if is_refusal and (caller := clients.current()) is not None:
+            caller.refused_for, caller.retry_after_s = reason.get("reason"), reason.get("retry_after_s")
         return await super()._handle_abort_finish_reason(out, state, is_stream)  # type: ignore[no-any-return]
 
     def _check_embeddings(self, obj: GenerateReqInput) -> None:
@@ -508,7 +511,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     def _check_grammar(self, options: dict[str, Any]) -> None:
         """SGLang's scheduler refuses these too, but not all of its routes pass the refusal on."""
         for name in GRAMMARS:
-            if options.get(name) is not None and self.server_args.grammar_backend == "none":
+            if options.get(name) is not None and self.resolved.grammar_backend == "none":
                 raise BadRequestError(
                     f"{name} asks for generation by a grammar, and this server runs with --grammar-backend none: leave it out,"
                     " or use allowed_tokens"
@@ -535,6 +538,13 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     def _check_logprob_options(self, obj: GenerateReqInput) -> None:
         if obj.token_ids_logprob == []:
             raise BadRequestError("token_ids_logprob (label_token_ids) is empty: give at least one token id")
+        given = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params]
+        samples = all(isinstance(params, dict) and params.get("max_new_tokens") != 0 for params in given)
+        if obj.return_sampling_mask and not samples:
+            raise BadRequestError(
+                "return_sampling_mask asks which tokens could be sampled, and with labels or max_new_tokens 0 no token is: leave"
+                " it out"
+            )
         size = self.model_config.vocab_size
         for field, lowest, highest, limit in (
             ("top_logprobs_num", 0, size, f"from 0 to {size}, the vocabulary's size"),
@@ -548,40 +558,18 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     def _wait_one_response(
         self, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None = None
     ) -> AsyncIterator[Any]:
-        """Looks up a prompt's state at once. SGLang's does so later, and fails if the answer came before the batch was sent."""
-        return self._wait_with(self.rid_to_state[obj.rid], obj, request)
-
-    async def _wait_with(
-        self, state: ReqState, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None
-    ) -> AsyncIterator[Any]:
-        if request is None or request in self._watched:  # `_watch` checks the client once for all prompts
-            await state.event.wait()
-        is_answered = self.rid_to_state.setdefault(obj.rid, state).finished
-        try:
-            async for output in super()._wait_one_response(obj, request):
-                yield output
-        finally:
-            if is_answered:
-                self._remove_req_state(obj.rid, state.lifecycle_id)
+        """`_watch` checks the client once for all prompts; SGLang's would for each."""
+        found: AsyncIterator[Any] = super()._wait_one_response(obj, None if request in self._watched else request)
+        return found
 
     def _validate_one_request(self, obj: GenerateReqInput | EmbeddingReqInput, input_ids: list[int]) -> None:
-        """Called once per prompt, also within batches, where `_handle_batch_request` names the prompt of an error."""
+        """Called once per prompt, also within batches, where `generate_request` names the prompt of an error."""
         try:
             self._check_prompt(obj, input_ids)
         except BadRequestError as error:
             error.rid = obj.rid
             raise
         super()._validate_one_request(obj, input_ids)
-
-    async def _handle_batch_request(self, obj: Any, request: fastapi.Request | None = None) -> AsyncIterator[Any]:
-        try:
-            async for output in super()._handle_batch_request(obj, request):
-                yield output
-        except BadRequestError as error:
-            if isinstance(obj.rid, list) and len(obj.rid) > 1 and error.rid in obj.rid:
-                named = str(error).replace("the prompt", f"prompt {obj.rid.index(error.rid)}", 1)
-                raise type(error)(named) from error
-            raise
 
     def _check_prompt(self, obj: GenerateReqInput | EmbeddingReqInput, input_ids: list[int]) -> None:
         n_input = len(input_ids) if input_ids is not None else 0
@@ -601,6 +589,15 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 f' {self.context_len}): shorten it, send prompt_parts with on_overflow "cut", or start the server with a larger'
                 " --max-input-length, and more memory or a larger --context-length where that asks for it"
             )
+
+
+class _Threads(concurrent.futures.ThreadPoolExecutor):
+    """SGLang converts requests here: in the context of the task that asks, which knows its caller and rendered templates."""
+
+    def submit(
+        self, function: Callable[..., Any], /, *arguments: Any, **options: Any
+    ) -> concurrent.futures.Future[Any]:
+        return super().submit(contextvars.copy_context().run, function, *arguments, **options)
 
 
 def _slices(texts: list[str], n_characters: int) -> Iterator[list[str]]:

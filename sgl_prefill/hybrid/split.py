@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from sgl_prefill.errors import UntraceableModelError
-from sgl_prefill.hybrid.trace import TracedBody, op_name
+from sgl_prefill.hybrid.trace import ATTENTION_OP, TracedBody, op_name
 
 # Arguments of SGLang's attention operation, by name, that plain softmax attention leaves at these values.
 PLAIN_ATTENTION_OPTIONS = {"use_mha_companion": False}
@@ -103,7 +103,7 @@ class _Cut:
     def __init__(self, traced: TracedBody) -> None:
         self.traced = traced
         self.graph = traced.module.graph
-        self.attentions = [node for node in self.graph.nodes if op_name(node) == traced.attention_op]
+        self.attentions = [node for node in self.graph.nodes if op_name(node) == ATTENTION_OP]
         self.n_pieces = len(self.attentions) + 1
         self._stands_for: dict[fx.Node, fx.Node] = {self._argument(node, 3, "output"): node for node in self.attentions}
         for node in self.attentions:

@@ -22,18 +22,19 @@ TRACE_TOKENS = 7
 TOKEN_INPUTS = ("input_ids", "positions", "out_cache_loc")
 
 
-class OpaqueOps(NamedTuple):
-    """Operations that Dynamo records as one node each."""
-
-    attention: str  # of query, key, value, output, save_kv_cache, layer_id
-    sequence_mixing: frozenset[str]  # besides it, in which tokens see each other
+# Stands for attention in a recorded graph. It has no kernel: `split.split_body` takes it out.
+ATTENTION_OP = "sgl_prefill_hybrid.attention"
+_library: Any = torch.library.Library("sgl_prefill_hybrid", "DEF")  # type: ignore[no-untyped-call]
+_library.define(
+    "attention(Tensor query, Tensor? key, Tensor? value, Tensor(a!) output, bool save_kv_cache, int layer_id) -> ()"
+)
+_library.impl("attention", lambda *_: None, "Meta")
 
 
 class TracedBody(NamedTuple):
     """One recorded forward pass over the body."""
 
     module: fx.GraphModule
-    attention_op: str
     # The sympy symbols of the number of tokens: more than one where nothing in the graph ties two inputs' lengths together.
     token_symbols: frozenset[Any]
     inputs: dict[fx.Node, InputSource]  # of every placeholder
@@ -52,13 +53,14 @@ def trace_body(
     make_batch: Callable[[torch.Tensor], Any],
     device: str,
     traces: Callable[[Any], AbstractContextManager[None]],
-    ops: OpaqueOps,
+    sequence_mixing: frozenset[str],
 ) -> TracedBody:
     """Record `body.forward(input_ids, positions, forward_batch)`; no kernel runs. Raises UntraceableModelError with the reason.
 
     Args:
         make_batch: makes the batch of one extending request with these token ids.
-        traces: while its context lasts, the body's attention and experts are opaque operations.
+        traces: while its context lasts, the body's attention is `ATTENTION_OP` and its experts are one operation each.
+        sequence_mixing: other operations in which tokens see each other.
     """
     tokens = {
         "input_ids": torch.arange(TRACE_TOKENS, dtype=torch.int64, device=device),
@@ -75,7 +77,8 @@ def trace_body(
             result = forward(tokens["input_ids"], tokens["positions"], forward_batch)
     except UntraceableModelError:
         raise
-    except Exception as error:  # Dynamo raises many types, all of which mean that this model cannot be recorded
+    except Exception as error:
+        # Dynamo raises many types, all of which mean that this model cannot be recorded
         reason = str(error).strip().splitlines()
         raise UntraceableModelError(
             f"Dynamo cannot record it ({reason[0] if reason else type(error).__name__})"
@@ -91,8 +94,8 @@ def trace_body(
     symbols = _token_symbols(node for node, value in placeholders if id(value) in row_names)
     batch_fields = {id(value): name for name, value in vars(forward_batch).items() if isinstance(value, torch.Tensor)}
     sources = {node: _source_of(node, value, symbols, row_names, batch_fields) for node, value in placeholders}
-    _refuse_sequence_mixing(graph, ops)
-    return TracedBody(recorder.module, ops.attention, symbols, sources)
+    _refuse_sequence_mixing(graph, sequence_mixing)
+    return TracedBody(recorder.module, symbols, sources)
 
 
 class _Recorder:
@@ -142,12 +145,12 @@ def _source_of(
     return InputSource(constant=real)
 
 
-def _refuse_sequence_mixing(graph: fx.Graph, ops: OpaqueOps) -> None:
+def _refuse_sequence_mixing(graph: fx.Graph, sequence_mixing: frozenset[str]) -> None:
     n_attention = 0
     for node in graph.nodes:
         name = op_name(node)
-        n_attention += name == ops.attention
-        if name in ops.sequence_mixing:
+        n_attention += name == ATTENTION_OP
+        if name in sequence_mixing:
             raise UntraceableModelError(f"it mixes tokens outside softmax attention ({name})")
     if n_attention == 0:
         raise UntraceableModelError("its graph holds no attention")

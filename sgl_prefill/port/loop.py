@@ -46,10 +46,10 @@ RELEASE_EVERY_STEPS, RELEASE_AT_LATEST_STEPS = 500, 2000
 
 
 def around_recv_requests(
-    state: StepState, original: Callable[..., list[Any]], receiver: SchedulerRequestReceiver
+    state: StepState, original: Callable[..., list[Any]], receiver: SchedulerRequestReceiver, *rest: Any, **options: Any
 ) -> list[Any]:
     """Hook: receive."""
-    messages = [*of(state).take_messages(), *original(receiver)]
+    messages = [*of(state).take_messages(), *original(receiver, *rest, **options)]
     if state.pipeline is not None and not all(map(_is_request, messages)):
         state.pipeline.finish()  # others may ask whether the engine is idle
     return messages
@@ -156,9 +156,7 @@ def _publish(scheduler: Scheduler, batch: ScheduleBatch) -> None:
     from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 
     for req in batch.reqs:
-        is_insert = not getattr(req, "skip_radix_cache_insert", False)
-        scheduler.tree_cache.cache_finished_req(req, is_insert, kv_len_to_handle=req.effective_kv_committed_len())
-        request_state.of(req).is_published = True
+        scheduler.tree_cache.publish(req)
         req.finished_reason = FINISH_LENGTH(0)
 
 
@@ -272,13 +270,13 @@ def around_abort_request(
 
 
 def around_publish_load_snapshot(
-    state: StepState, original: Callable[..., None], scheduler: Scheduler, *rest: Any, **options: Any
-) -> None:
+    state: StepState, original: Callable[..., Any], scheduler: Scheduler, *rest: Any, **options: Any
+) -> Any:
     """Hook: shows SGLang one item with the tokens of all waiting requests, since it sums their lengths after each step."""
     waiting = follow(state, scheduler)
     scheduler.waiting_queue = Counted(len(waiting), of(state).live.n_pending_tokens)
     try:
-        original(scheduler, *rest, **options)
+        return original(scheduler, *rest, **options)
     finally:
         scheduler.waiting_queue = waiting
 

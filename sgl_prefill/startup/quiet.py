@@ -33,3 +33,14 @@ def usage_as_error() -> Iterator[None]:
     finally:
         if ": error: " not in said.getvalue():
             sys.stderr.write(said.getvalue())
+
+
+@contextlib.contextmanager
+def unlogged(module: str) -> Iterator[None]:
+    """Within the block a module of SGLang's logs nothing."""
+    logger = logging.getLogger(module)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

@@ -1,4 +1,4 @@
-"""Masks the command line's keys in logs and answers."""
+"""Masks the keys of a command line in logs and answers."""
 
 from __future__ import annotations
 
@@ -18,4 +18,11 @@ class Secret(str):
 
 
 def masked(found: dict[str, Any]) -> dict[str, Any]:
-    return {name: MASK if name in FIELDS and value else value for name, value in found.items()}
+    """Masks keys among SGLang's arguments, and in the command that they come from."""
+    keys = [str(found[name]) for name in FIELDS if found.get(name)]
+    shown = {name: MASK if name in FIELDS and value else value for name, value in found.items()}
+    if command := found.get("launch_command"):
+        for key in sorted(keys, key=len, reverse=True):
+            command = command.replace(key, MASK)
+        shown["launch_command"] = command
+    return shown

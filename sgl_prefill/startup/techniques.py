@@ -100,7 +100,7 @@ REQUIRED: tuple[Required, ...] = (
     ),
     Required(
         "swa_full_tokens_ratio",
-        0.8,
+        None,
         "--swa-full-tokens-ratio",
         "layers with a sliding window have no pool",
         (POLICY, EVICT),
@@ -188,7 +188,7 @@ def of_flags(given: Mapping[str, Any]) -> list[StepBack]:
     return [
         StepBack(
             need.needed_by,
-            f"{need.flag} is {given[need.field]} and must be {need.value} ({need.why})",
+            f"{need.flag} is {given[need.field]} and must be {'unset' if need.value is None else need.value} ({need.why})",
             "leave it out, or ",
         )
         for need in REQUIRED

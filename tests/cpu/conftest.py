@@ -32,6 +32,15 @@ def kernel_switch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     library.native.cache_clear()
 
 
+@pytest.fixture(scope="module")
+def published() -> Iterator[None]:
+    """SGLang's process-wide settings, as if a server of a made-up model ran in this process."""
+    from sglang.srt.runtime_context import get_context
+
+    with get_context().override_server_args():
+        yield
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.definition.path.name in READ_THE_SWITCH:
         metafunc.fixturenames.append("kernel_switch")

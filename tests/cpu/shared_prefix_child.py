@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.runtime_context import get_context
 
 from sgl_prefill.port.runner.forward import BatchIO, attends_for_rows, gathers_kv, last_rows
 from sgl_prefill.port.runner.shared_prefix_attention import SharedPrefixTriton, Sharing
@@ -67,12 +68,13 @@ def check_read_rows(backend: Any, step: sharing_steps.SharingStep, rng: random.R
     vars(backend).update(dict.fromkeys(nothing, False), forward_metadata=whole)
     vars(flashattention_backend)["flash_attn_with_kvcache"] = attend
     vars(backend).update(attn_cp_size=1, kv_cache_dtype_str="auto", fa_impl_ver=3, full_cg_prefill_metadata=None)
+    backend.local_attn_builder = None
     assert attends_for_rows(backend)
     backend.token_to_kv_pool = step.pool()
     backend.token_to_kv_pool.set_kv_buffer(
         None, SimpleNamespace(loc=step.new_slots), *(x[step.new_slots] for x in (step.keys, step.values))
     )
-    batch = step.batch(input_ids=step.new_slots, attn_cp_metadata=None)
+    batch = step.batch(input_ids=step.new_slots, attn_cp_metadata=None, batch_size=len(step.rows))
     backend.init_forward_metadata(batch)  # where requests share, in two parts
     n_read = [rng.randint(1, n_new) for n_new in step.new]
     io: Any = BatchIO.__new__(BatchIO)
@@ -138,6 +140,7 @@ def fa3() -> int:
 
 
 if __name__ == "__main__":
-    n_compared = {"triton": triton, "fa3": fa3}[sys.argv[1]]()
+    with get_context().override_server_args():
+        n_compared = {"triton": triton, "fa3": fa3}[sys.argv[1]]()
     assert n_compared >= 10, f"{n_compared} steps were in two parts: too few to tell anything"
     print(n_compared)

@@ -8,8 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from sglang.srt.managers.io_struct import GenerateReqInput
-from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sgl_prefill.http import tokenizer_manager
 from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
@@ -29,24 +28,6 @@ def manager(**attributes: Any) -> Any:
     }
     made.__dict__.update(known | attributes)
     return made
-
-
-def test_an_answer_that_comes_before_the_last_prompt_is_sent_is_not_lost() -> None:
-    """SGLang forgot the request with its answer, and failed at it: a short text and a long one in one request were a 500."""
-    obj = GenerateReqInput(input_ids=[1], rid="first")
-    state = ReqState([], False, asyncio.Event(), obj, mock.Mock(), lifecycle_id=object())
-    ours = manager(rid_to_state={"first": state})
-
-    async def run() -> Any:
-        answers = ours._wait_one_response(obj)
-        ours._remove_req_state("first")  # as SGLang does with an answer
-        state.out_list.append({"meta_info": {}})
-        state.finished = True
-        state.event.set()
-        return [answer async for answer in answers]
-
-    assert len(asyncio.run(run())) == 1
-    assert not ours.rid_to_state
 
 
 def test_all_prompts_of_a_client_that_left_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,9 @@ def caller(body: Any = b"", **headers: str) -> Caller:
 
 
 def seen_by_scheduler(params: dict[str, Any], lora_id: str | None = None, extra_key: str | None = None) -> Any:
-    req: Any = SimpleNamespace(sampling_params=SamplingParams(**params), lora_id=lora_id, extra_key=extra_key)
+    req: Any = SimpleNamespace(
+        sampling_params=SamplingParams(**params), lora_id=lora_id, extra_key=extra_key, cache_salt=None
+    )
     namespaces.after_req_init(RunnerState(StartRecord(PrefillConfig())), None, req)
     return req
 

@@ -15,6 +15,7 @@ from sgl_prefill.errors import BadRequestError
 from sgl_prefill.http import bodies, conversations
 from sgl_prefill.http.conversations import OFF_LOOP_CHARACTERS
 
+pytestmark = pytest.mark.usefixtures("published")
 SAYS = {"role": "user", "content": "Is it so?"}
 ANSWERS = {"role": "assistant", "content": "Yes"}
 

@@ -25,6 +25,7 @@ from tests.support.dashboard_server import Manager
 from tests.support.filled_engine import filled_engine
 
 MOST_BYTES = 100_000
+pytestmark = pytest.mark.usefixtures("published")
 
 
 def snapshot(engine: Any) -> dict[str, Any]:
@@ -111,7 +112,7 @@ def test_other_questions_for_the_internal_state_reach_sglang() -> None:
     ours = watch.around_get_internal_state(
         engine.state, lambda *_: "stock", engine.scheduler, GetInternalStateReq(rid=watch.NAME)
     )
-    assert orjson.loads(ours.internal_state[watch.NAME])["model"] == "filled"
+    assert orjson.loads(ours.internal_state[watch.NAME])["scheduling"] == engine.state.record.config.scheduling
 
 
 def test_under_sglangs_own_scheduler_memory_is_shown_and_no_policy() -> None:

@@ -28,6 +28,7 @@ from sgl_prefill.startup.arguments import DEVICE_MAX_REQUESTS
 from sgl_prefill.startup.record import StartRecord
 
 HIDDEN, VOCABULARY = 8, 32
+pytestmark = pytest.mark.usefixtures("published")
 
 
 def without_device(kind: type, **attributes: Any) -> Any:
@@ -75,8 +76,6 @@ def loaded(backend: Any, kv_dtype: torch.dtype, dtype: torch.dtype = torch.bfloa
     model.model = torch.nn.Module()
     model.model.layers = torch.nn.ModuleList()
     return SimpleNamespace(
-        ps=SimpleNamespace(pp_size=1),
-        server_args=SimpleNamespace(enable_lora=False),
         is_multimodal=False,
         token_to_kv_pool=without_device(MHATokenToKVPool, dtype=kv_dtype),
         attn_backend=backend,
@@ -116,7 +115,10 @@ def test_triton_finds_the_rows_of_the_longest_inputs() -> None:
 def test_triton_is_told_in_64_bits_where_requests_begin() -> None:
     """By SGLang's backend, which makes the indices once."""
     source = inspect.getsource(TritonAttnBackend.__init__)
-    assert re.search(r"self\.qo_indptr = torch\.zeros\(\s*\(max_bs \+ 1,\), dtype=torch\.int64", source)
+    assert re.search(
+        r"self\.qo_indptr = torch\.zeros\(\s*\(max_bs \+ 1,\),\s*dtype=torch\.int32 if dllm_fa4 else torch\.int64",
+        source,
+    )
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_every_benchmark_has_a_readme_and_a_full_result(folder: Path) -> None:
 
 
 def test_the_speeds_of_the_readme_are_in_the_results() -> None:
-    """All at once, medians: ours, and the best policy of SGLang 0.5.17 with its own attention."""
+    """All at once, medians: ours, and the best policy of SGLang with its own attention."""
     section = README[README.index("| workload |") :].partition("\n\n")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines()[2:]]
     assert len(rows) == 2

@@ -151,12 +151,12 @@ def test_deepgemm_compiles_typical_sizes_alone_unless_the_user_says_otherwise(mo
     """Where requests run in one piece SGLang knows no limit, and compiles 65,536 kernels of each shape of weights."""
     from sglang.srt.environ import envs
     from sglang.srt.layers.deep_gemm_wrapper import compile_utils
+    from sglang.srt.runtime_context import get_context
 
     monkeypatch.setenv(examine.FAST_WARM_UP, "")
     monkeypatch.delenv(examine.FAST_WARM_UP)
     monkeypatch.setattr(examine, "_prepare_toolkit", lambda *_: None)
     monkeypatch.setattr(compile_utils, "_BUILTIN_M_LIST", [])
-    whole: Any = SimpleNamespace(chunked_prefill_size=-1, base_gpu_id=0)
     n_kernels = {}
     for says in ("", "1", "0"):
         if says:
@@ -164,7 +164,8 @@ def test_deepgemm_compiles_typical_sizes_alone_unless_the_user_says_otherwise(mo
         before = envs.SGLANG_JIT_DEEPGEMM_FAST_WARMUP.get()
         examine.prepare_cuda()
         monkeypatch.setattr(compile_utils, "_FAST_WARMUP", envs.SGLANG_JIT_DEEPGEMM_FAST_WARMUP.get())
-        compile_utils.update_deep_gemm_config(0, whole)
+        with get_context().override_server_args(chunked_prefill_size=-1):
+            compile_utils.update_deep_gemm_config(0)
         n_kernels[says] = (before, len(compile_utils._BUILTIN_M_LIST))
     assert n_kernels == {"": (False, 3072), "1": (True, 3072), "0": (False, 65_536)}
 
@@ -220,7 +221,7 @@ def test_a_driver_that_is_too_old_is_named_with_all_other_complaints(
     assert "--model-path /no/such does not exist" in problems[-1]
 
 
-NEEDED = "0.6.15.post1"
+NEEDED = "0.7.2"
 Install = Callable[..., None]
 
 
@@ -236,7 +237,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Install:
             except KeyError:
                 raise importlib.metadata.PackageNotFoundError(name) from None
 
-        requires = ["torch==2.11.0", f"flashinfer_python[cu13]=={NEEDED}", "numpy"]
+        requires = ["torch==2.14.1", f"flashinfer_python[cu13]=={NEEDED}", "numpy"]
         monkeypatch.setattr(importlib.metadata, "version", version)
         monkeypatch.setattr(importlib.metadata, "requires", lambda _: requires)
 
@@ -258,7 +259,9 @@ def test_a_missing_package_is_named_with_both_remedies(installed: Install) -> No
     assert examine.flashinfer_problems(["fa3", "triton", None]) == []
 
 
-@pytest.mark.parametrize(("found", "is_fine"), [("0.6.14", False), ("0.6.15", False), (NEEDED, True), ("0.7.0", True)])
+@pytest.mark.parametrize(
+    ("found", "is_fine"), [("0.6.15.post1", False), ("0.7.1", False), (NEEDED, True), ("0.8.0", True)]
+)
 def test_an_older_package_is_named_with_what_is_there_and_what_is_needed(
     installed: Install, found: str, is_fine: bool
 ) -> None:

@@ -63,9 +63,7 @@ class Layer(torch.nn.Module):
         query, key = self.rotary(positions, query, key)
         output = torch.empty_like(query)
         heads = (-1, KV_HEADS, DIM)
-        torch.ops.sglang.unified_attention_with_output(
-            query, key.view(heads), value.view(heads), output, True, self.layer_id
-        )
+        torch.ops.sgl_prefill_hybrid.attention(query, key.view(heads), value.view(heads), output, True, self.layer_id)
         result: torch.Tensor = self.out(output)
         return result
 
@@ -117,9 +115,7 @@ class ReadsTheQueryBeforeItIsRotated(Layer):
         rotated, key = self.rotary(positions, query, key)
         output = torch.empty_like(query)
         heads = (-1, KV_HEADS, DIM)
-        torch.ops.sglang.unified_attention_with_output(
-            rotated, key.view(heads), value.view(heads), output, True, self.layer_id
-        )
+        torch.ops.sgl_prefill_hybrid.attention(rotated, key.view(heads), value.view(heads), output, True, self.layer_id)
         result: torch.Tensor = self.out(output + query + rows[:, : HEADS * DIM])
         return result
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.layers import radix_attention, radix_linear_attention  # noqa: F401  (register their operations)
 from torch import fx
 
 from sgl_prefill.errors import UntraceableModelError
@@ -19,7 +18,7 @@ from sgl_prefill.hybrid.body import HybridBody
 from sgl_prefill.hybrid.shared_rows import SharedRows
 from sgl_prefill.hybrid.split import Argument, BufferSpec, Piece, SplitBody, split_body
 from sgl_prefill.hybrid.trace import TracedBody, trace_body
-from sgl_prefill.port.runner.forward import opaque_ops, sglang_traces
+from sgl_prefill.port.runner.forward import sequence_mixing, sglang_traces
 
 HIDDEN, VOCABULARY = 24, 40
 
@@ -41,7 +40,7 @@ class Layer(torch.nn.Module):
         query = self.query(x) * turned
         key, value = self.key_value(x).split([8, 8], dim=-1)
         output = torch.empty_like(query)
-        torch.ops.sglang.unified_attention_with_output(
+        torch.ops.sgl_prefill_hybrid.attention(
             query, (key * turned).view(-1, 2, 4), value.view(-1, 2, 4), output, True, self.layer_id
         )
         x = x + self.out(output)
@@ -72,7 +71,7 @@ def make_batch(input_ids: torch.Tensor) -> Any:
 def trace(body: torch.nn.Module) -> TracedBody:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return trace_body(body, make_batch, "cpu", sglang_traces, opaque_ops())
+        return trace_body(body, make_batch, "cpu", sglang_traces, sequence_mixing() | {"cumsum"})
 
 
 class RunningMean:
@@ -256,12 +255,9 @@ class DependsOnData(Body):
         return super().forward(input_ids, positions, forward_batch)
 
 
-class LinearAttention(Body):
+class SumsOverTokens(Body):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any) -> torch.Tensor:
-        x = super().forward(input_ids, positions, forward_batch)
-        output = torch.empty_like(x)
-        torch.ops.sglang.unified_linear_attention_with_output(x, x, x, output, 0)
-        return output
+        return super().forward(input_ids, positions, forward_batch).cumsum(0)
 
 
 class NoAttention(Body):
@@ -278,7 +274,7 @@ class NoAttention(Body):
         (ReturnsTwo, "returns 2 tensors"),
         (DependsOnData, "Dynamo cannot record it"),
         (NoAttention, "holds no attention"),
-        (LinearAttention, "mixes tokens outside softmax attention .sglang.unified_linear_attention_with_output"),
+        (SumsOverTokens, "mixes tokens outside softmax attention .cumsum"),
     ],
 )
 def test_a_body_that_is_not_token_wise_between_attentions_is_refused_with_the_reason(

@@ -13,7 +13,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from sgl_prefill.core.kv_plan import KVPlan, available_beside_wanted, ceil_to, plan_kv
 from sgl_prefill.port.kv.allocator import SuffixKVAllocator
-from sgl_prefill.port.steps import request_state
 
 
 @st.composite
@@ -164,7 +163,7 @@ def test_the_radix_cache_gets_the_durable_part_alone() -> None:
 
     allocator = make_allocator(8, 64, 1)
     row = torch.zeros(1, 32, dtype=torch.int64)
-    pools: Any = SimpleNamespace(req_to_token=row)
+    pools: Any = SimpleNamespace(req_to_token=row, write=row.__setitem__)
     cache = WatchedRadixCache(
         CacheInitParams(disable=False, req_to_token_pool=pools, token_to_kv_pool_allocator=allocator, page_size=1)
     )
@@ -174,18 +173,24 @@ def test_the_radix_cache_gets_the_durable_part_alone() -> None:
         slots = allocator.alloc(12)
     assert slots is not None
     row[0, :12] = slots
+    kv = SimpleNamespace(req_pool_idx=0, cache_protected_len=0, kv_allocated_len=12)
     req: Any = SimpleNamespace(
         sampling_params=SimpleNamespace(custom_params=None),
         origin_input_ids=array("q", range(12)),
         output_ids=array("q"),
-        req_pool_idx=0,
+        kv=kv,
         extra_key=None,
-        cache_protected_len=0,
+        cache_salt=None,
         last_node=cache.root_node,
         priority=0,
     )
-    request_state.of(req).kv_plan = plan
-    cache.cache_finished_req(req, kv_len_to_handle=12)
+    req.full_untruncated_fill_ids = req.origin_input_ids
+    kv.swa_evict_floor = kv.cache_inserted_len = 0
+    req.lock = cache.lock(cache.root_node)
+    cache.lend_scratch(req, plan)
+    cache.checkpoint(req, up_to=12)
+    cache.free_kv_row(kv, [(kv.cache_protected_len, 12)])
+    cache.on_release(req, checkpointed=True)
     assert cache.total_size() == 8
     assert int(cache.all_values_flatten().max()) < allocator.first_scratch_slot
     assert allocator.n_scratch_lent == 0

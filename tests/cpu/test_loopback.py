@@ -8,20 +8,19 @@ from typing import Any
 
 import psutil
 import pytest
+from sglang.srt.runtime_context import get_parallel
 from torch.distributed import rendezvous  # type: ignore[attr-defined]
 
 from sgl_prefill.entry.local_server import free_port
 from sgl_prefill.port.runner import rank_group
 
-
-def address(**given: Any) -> str:
-    server_args = type("Args", (), {"nnodes": 1, "dist_init_addr": None, **given})()
-    return rank_group.around_resolve_dist_init_method(
-        lambda **_: "tcp://10.0.0.1:5", server_args=server_args, dist_port=PORT
-    )
-
-
+pytestmark = pytest.mark.usefixtures("published")
 PORT = free_port()
+
+
+def address(found: str = "tcp://10.0.0.1:5", port: int = PORT, **given: Any) -> str:
+    with get_parallel().override(**given):
+        return rank_group.around_resolve_dist_init_method(lambda **_: found, dist_port=port)
 
 
 def test_where_several_nodes_were_asked_for_their_address_serves() -> None:
@@ -55,10 +54,7 @@ def test_two_ranks_meet_on_the_loopback_interface() -> None:
 def test_one_rank_takes_another_port_where_its_own_is_taken() -> None:
     """SGLang chooses a port seconds before it listens: an engine of a cluster had ended because another one had it then."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        server_args = type("Args", (), {"nnodes": 1, "dist_init_addr": None})()
-        url = rank_group.around_resolve_dist_init_method(
-            lambda **_: "tcp://10.0.0.1:5", server_args=server_args, dist_port=taken.getsockname()[1]
-        )
+        url = address(port=taken.getsockname()[1])
         store, rank, n_ranks = next(rendezvous(url, 0, 1))
         store.set("key", "value")
     assert (rank, n_ranks, store.get("key")) == (0, 1, b"value")
@@ -66,6 +62,4 @@ def test_one_rank_takes_another_port_where_its_own_is_taken() -> None:
 
 @pytest.mark.parametrize("found", ["env://", "file:///tmp/x"])
 def test_another_way_that_was_asked_for_is_kept(found: str) -> None:
-    server_args = type("Args", (), {"nnodes": 1, "dist_init_addr": None})()
-    kept = rank_group.around_resolve_dist_init_method(lambda **_: found, server_args=server_args, dist_port=1)
-    assert kept == found
+    assert address(found) == found

@@ -53,7 +53,7 @@ def test_every_target_is_as_recorded() -> None:
         ("sglang.srt.observability.req_time_stats.APIServerReqTimeStats.__getstate__", ["self"]),
         (
             "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head",
-            ["self", "hidden_states", "lm_head", "embedding_bias"],
+            ["self", "hidden_states", "lm_head", "embedding_bias", "out"],
         ),
     ],
 )
@@ -99,7 +99,7 @@ def test_the_lists_say_everything_once_and_why() -> None:
 
 def test_hooks_and_patches_stay_few() -> None:
     """Each makes every release of SGLang dearer."""
-    assert len(HOOKS) <= 41
+    assert len(HOOKS) <= 37
     assert sum(len(patch.attributes) for feature in FEATURES for patch in feature.patches) <= 47
 
 
@@ -126,7 +126,9 @@ def test_every_override_is_declared_and_every_declared_one_is_there() -> None:
                 found |= {
                     (name, ours.__name__)
                     for name, value in vars(ours).items()
-                    if inspect.isfunction(value) and name in vars(base) and name != "__subclasshook__"
+                    if inspect.isfunction(getattr(value, "fget", value))
+                    and name in vars(base)
+                    and name != "__subclasshook__"
                 }
     overrides = [one for feature in FEATURES for one in feature.overrides]
     declared = {(method, one.by) for one in overrides for method in one.methods}
@@ -155,6 +157,7 @@ def test_every_attribute_that_is_set_on_sglangs_objects_is_declared() -> None:
         "linear",
         "product",
         "server_args",
+        "budget",
         "rows",
         "job",
     }
@@ -241,19 +244,15 @@ def test_with_our_features_off_only_what_surrounds_a_forward_pass_is_hooked(monk
     about_model_faults = ["init_attention_backends"]
     about_starts = ["_set_envs_and_config", "__init__", "_resolve_dist_init_method"]
     about_conversations = ["_process_messages"]
-    about_labels_of_a_device = ["get_token_ids_logprobs_batch_optimized"]
     about_the_dashboard = ["get_internal_state"]
-    about_compiling = ["apply_scaling_penalties", "multinomial_with_seed"]
     assert sorted(left) == sorted(
         about_times_and_replies
         + about_memory
         + about_tenants
         + about_labels
-        + about_labels_of_a_device
         + about_long_labels
         + about_starts
         + about_model_faults
-        + about_compiling
         + about_conversations
         + about_the_dashboard
     )
@@ -310,9 +309,9 @@ def test_a_changed_or_missing_target_is_fatal(monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_unsupported_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found, supported, and the command that mends it."""
-    monkeypatch.setattr(fingerprints, "installed_sglang_version", lambda: "0.5.23")
+    monkeypatch.setattr(fingerprints, "installed_sglang_version", lambda: "0.5.24")
     assert fingerprints.version_problem() == (
-        "SGLang 0.5.23 is installed, and this package hooks into 0.5.17 only: run `pip install sglang==0.5.17`"
+        "SGLang 0.5.24 is installed, and this package hooks into 0.5.23 only: run `pip install sglang==0.5.23`"
     )
 
 

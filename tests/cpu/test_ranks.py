@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.runtime_context import get_context, get_parallel
 
 from sgl_prefill.cpu import rank_threads
 from sgl_prefill.entry import processes
@@ -49,7 +50,8 @@ def test_a_rank_that_cannot_start_lets_rank_0_speak_first_and_then_ends_all(
     state = ProcessState(Launcher(1, 1))
     scheduler: Any = object()
     arguments: Any = SimpleNamespace(device="cpu", model_path="m")
-    processes.around_scheduler_init(state, fails, scheduler, arguments, None, 0, rank)
+    with get_context().override_server_args(tp_size=2), get_parallel().override(tp_rank=rank):
+        processes.around_scheduler_init(state, fails, scheduler, arguments, None)
     said = "sgl_prefill: cannot start\nthe paths disagree\n"
     waited = [] if rank == 0 else [(processes.OTHER_RANKS_WAIT_S, "")]
     assert done == [*waited, "reported", (processes.END_TIMEOUT_S, said), 1]

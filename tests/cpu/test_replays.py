@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -12,12 +13,16 @@ from unittest import mock
 
 import pytest
 import torch
-from sglang.srt import server_args as sglang_arguments
+from sglang.srt import platforms
+from sglang.srt.arg_groups import memory_hook
+from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.model_executor import cuda_graph_config
 from sglang.srt.model_executor.cuda_graph_buffer_registry import build_prefill_registry
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 from sglang.srt.model_executor.runner import PrefillCudaGraphRunner
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import enable_breakable_cuda_graph
+from sglang.srt.runtime_context import override_platform
+from sglang.srt.server_args import ServerArgs
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.entry.engine import sglang_defaults
@@ -41,19 +46,8 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def made(on_device: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """SGLang's arguments of an H100, resolved by SGLang, which notes some of them in environment variables."""
-    platform = sglang_arguments.current_platform
-
-    class Stock:
-        def is_out_of_tree(self) -> bool:
-            return False
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(platform, name)
-
-    monkeypatch.setattr(sglang_arguments, "current_platform", Stock())
-    monkeypatch.setattr(sglang_arguments, "get_device_memory_capacity", lambda _: 81_559)
-    monkeypatch.setattr(sglang_arguments, "is_cuda", lambda: True)
-    monkeypatch.setattr(sglang_arguments, "is_cpu", lambda: False)
+    monkeypatch.setattr(type(platforms.current_platform), "is_out_of_tree", lambda _: False)
+    monkeypatch.setattr(memory_hook, "get_device_memory_capacity", lambda _: 81_559)
     monkeypatch.setattr(cuda_graph_config, "default_prefill_backend", lambda: "breakable")
     (tmp_path / "config.json").write_text(json.dumps({**tiny_models._COMMON, **tiny_models.FAMILIES["llama"]}))
 
@@ -64,9 +58,11 @@ def made(on_device: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> It
             "attention_backend": "triton",
             "sampling_backend": "pytorch",
         }
-        return sglang_arguments.ServerArgs(**{**own, **options})
+        found = ServerArgs(**{**own, **options})
+        found.resolve_once()
+        return resolving_view(found)
 
-    with mock.patch.dict(os.environ):
+    with mock.patch.dict(os.environ), override_platform(is_cuda=True):
         yield make
 
 
@@ -116,8 +112,8 @@ def test_a_flag_of_the_users_counts(made: Callable[..., Any]) -> None:
         "--cuda-graph-backend-decode",
         "full",
     ]
-    parser = sglang_arguments.argparse.ArgumentParser()
-    sglang_arguments.ServerArgs.add_cli_args(parser)
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
     flags = [*arguments.default_flags(PrefillConfig(), asked), *asked]
     parsed = parser.parse_args(["--model-path", "x", *flags])
     assert (parsed.cuda_graph_max_bs_prefill, parsed.max_running_requests) == (512, 77)
@@ -156,6 +152,8 @@ def recorded(capture_num_tokens: list[int]) -> Any:
         _capture_lora=False,
         _is_full_backend=False,
         _capture_chunked_prefix=False,
+        max_context_size=None,
+        max_seq_len=None,
     )
     return runner
 
@@ -173,6 +171,7 @@ def batch(n_tokens: int, rids: list[str]) -> Any:
         capture_hidden_mode=CaptureHiddenMode.NULL,
         return_logprob=True,
         global_num_tokens_cpu=None,
+        contains_mm_inputs=lambda: False,
     )
 
 

@@ -82,7 +82,7 @@ def test_the_probe_counts_what_match_prefix_finds_and_changes_nothing(page_size:
         counted = count_cached_tokens(tree, tokens, extra_key)
         assert nodes(tree) == before
         assert TreeNode.counter == n_nodes, "a lookup created a node"
-        assert counted == len(tree.match_prefix(MatchPrefixParams(key=key(tokens, extra_key))).device_indices)
+        assert counted == tree.match_prefix(MatchPrefixParams(key=key(tokens, extra_key))).device_prefix_len
 
 
 def test_waiting_requests_do_not_change_what_is_evicted_first() -> None:

@@ -21,7 +21,9 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import enable_breakable_cuda_graph
-from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import set_tc_piecewise_forward_context
+from sglang.srt.model_executor.runner_utils.forward_batch import set_forward_batch
+from sglang.srt.model_executor.runner_utils.prefill_graph import prefill_graph_scope
+from sglang.srt.runtime_context import get_context
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.shared_groups import Group
@@ -39,6 +41,7 @@ from tests.support import sharing_steps, slow_attention
 from tests.support.sharing_steps import SharingStep
 
 REPOSITORY = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("published")
 CLOSE = 1e-5  # float32, sums in another order
 
 
@@ -208,8 +211,9 @@ def test_two_parts_run_where_they_gain(n_requests: int, n_shared: int, n_new: in
 def test_the_bytes_of_a_layer_are_those_of_one_rank() -> None:
     runner = sharers().runner()
     assert shared_prefix_attention.layer_bytes(runner) == LAYER_OF_8B
-    runner.ps.attn_tp_size, runner.token_to_kv_pool.head_num = 8, 1
-    assert shared_prefix_attention.layer_bytes(runner) == (512, 1_024)
+    runner.token_to_kv_pool.head_num = 1
+    with get_context().override_server_args(tp_size=8):
+        assert shared_prefix_attention.layer_bytes(runner) == (512, 1_024)
 
 
 def plan_of(step: SharingStep, switch: str, **changed: Any) -> Any:
@@ -313,22 +317,17 @@ def test_a_replayed_graph_attends_in_two_parts_between_its_pieces(
     output = torch.full_like(padded(step.query), torch.nan)
     with enable_breakable_cuda_graph():
         assert not plans_two_parts(backend, step.batch(extend_prefix_lens_cpu=[0] * len(step.rows)))
-        batch = step.batch(out_cache_loc=slots, num_token_non_padded_cpu=n_new)
+        batch = step.batch(
+            out_cache_loc=slots,
+            positions=None,
+            global_num_token_non_padded_cpu=n_new,
+            mha_return_lse=False,
+            _attn_output=None,
+        )
         assert plans_two_parts(backend, batch)
-        context: dict[str, Any] = {"quant_config": None, "moe_layers": [], "moe_fusions": []}
-        with set_tc_piecewise_forward_context(
-            batch, [step.layer], num_tokens=n_new + n_padding, raw_num_tokens=n_new, **context
-        ):
-            radix_attention._unified_attention_with_output_impl(
-                padded(step.query),
-                padded(step.keys[step.new_slots]),
-                padded(step.values[step.new_slots]),
-                output,
-                True,
-                0,
-                use_mha_companion=False,
-                return_lse=False,
-            )
+        with set_forward_batch(batch), prefill_graph_scope(full_graph=False, raw_num_tokens=n_new):
+            rows = (padded(x) for x in (step.query, step.keys[step.new_slots], step.values[step.new_slots]))
+            RadixAttention._eager_attention(step.layer, *rows, output)
     torch.testing.assert_close(output[:n_new], step.expected(), rtol=CLOSE, atol=CLOSE)
     assert not output[n_new:].any()
 
@@ -384,7 +383,6 @@ def runner(**changed: Any) -> Any:
         is_draft_worker=False,
         spec_algorithm=SimpleNamespace(is_none=lambda: True),
         server_args=SimpleNamespace(enable_deterministic_inference=False, enable_two_batch_overlap=False, dcp_size=1),
-        ps=SimpleNamespace(attn_cp_size=1),
     )
     for name, value in changed.items():
         owner, _, field = name.rpartition("__")
@@ -406,7 +404,6 @@ def runner(**changed: Any) -> Any:
         {"server_args__enable_deterministic_inference": True},
         {"server_args__enable_two_batch_overlap": True},
         {"server_args__dcp_size": 2},
-        {"ps__attn_cp_size": 2},
     ],
 )
 def test_what_two_parts_cannot_serve_gets_sglangs_own_backend(changed: dict[str, Any]) -> None:

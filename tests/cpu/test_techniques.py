@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,16 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.mem_cache import deepseek_v4_memory_pool, hisparse_memory_pool, swa_memory_pool, unified_memory_pool
+from sglang.srt.mem_cache import (
+    deepseek_v4_memory_pool,
+    dsa_cache_layer_split,
+    hisparse_memory_pool,
+    minimax_m3_nvfp4_pool,
+    qsa_kv_pool,
+    swa_memory_pool,
+    unified_draft_pool,
+    unified_memory_pool,
+)
 from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool, MLATokenToKVPool
 
 from sgl_prefill import launch_server
@@ -134,7 +144,12 @@ def test_the_server_of_sglang_gets_the_users_command_line(
 )
 def test_a_model_switches_off_what_its_cache_does_not_allow(tmp_path: Path, family: str, lost: set[str]) -> None:
     one_pool = {need.field: need.value for need in REQUIRED if need.field == "disable_hybrid_swa_memory"}
-    model = ModelConfig(str(tiny_models.write(tmp_path / family, family)), **one_pool)
+    folder = tiny_models.write(tmp_path / family, family)
+    if family == "gemma4":  # SGLang reads its text part only inside the whole
+        whole = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4"}
+        text = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**whole, "text_config": text}))
+    model = ModelConfig(str(folder), **one_pool)
     config = techniques.step_back(PrefillConfig(), admission.unsupported(model))
     assert set(config.stepped_back) == lost
     if lost:
@@ -213,7 +228,10 @@ def test_pools_are_asked_for_their_bytes() -> None:
 
 def test_every_class_of_pools_of_sglangs_can_be_asked() -> None:
     """A new class fails here: look whether its bytes are counted and `admission.unsupported` knows it."""
-    assert all((deepseek_v4_memory_pool, hisparse_memory_pool, swa_memory_pool, unified_memory_pool))
+    assert all(
+        (deepseek_v4_memory_pool, hisparse_memory_pool, swa_memory_pool, unified_draft_pool, unified_memory_pool)
+    )
+    assert all((dsa_cache_layer_split, minimax_m3_nvfp4_pool, qsa_kv_pool))
 
     def below(kind: type) -> set[type]:
         return {kind}.union(*(below(one) for one in kind.__subclasses__()))
@@ -226,6 +244,7 @@ def test_every_class_of_pools_of_sglangs_can_be_asked() -> None:
         "KVCache",
         "BaseSWAKVPool",
         "DeepSeekV4SingleKVPool",
+        "DeepSeekV4UniformFP8KVPool",
         "DeepSeekV4IndexerPool",
         "DeepSeekV4TokenToKVPool",
         "HiSparseC4DevicePool",
@@ -233,17 +252,29 @@ def test_every_class_of_pools_of_sglangs_can_be_asked() -> None:
     assert asked == {
         "DSATokenToKVPool",
         "HiSparseDSATokenToKVPool",
+        "HiSparseMHAMainPool",
         "HybridLinearKVPool",
         "MHATokenToKOnlyPool",
         "MHATokenToKVPool",
         "MHATokenToKVPoolFP4",
         "MHATokenToKVPoolMXFP8",
+        "LayerSplitDSATokenToKVPool",
         "MLATokenToKVPool",
         "MLATokenToKVPoolFP4",
+        "MiniMaxM3Nvfp4IndexKPool",
+        "MiniMaxM3Nvfp4KVPool",
+        "MiniMaxM3Nvfp4MainKVPool",
         "MiniMaxSparseKVPool",
         "NoOpMHATokenToKVPool",
+        "PageInterleaveDSATokenToKVPool",
+        "PageInterleaveMHATokenToKVPool",
+        "PageInterleaveMLATokenToKVPool",
         "PageMajorMHATokenToKVPool",
+        "QSATokenToKVPool",
         "SWAKVPool",
+        "UnifiedDraftKVPool",
+        "UnifiedDraftSWAKVPool",
+        "UnifiedHybridLinearKVPool",
         "UnifiedMHATokenToKVPool",
         "UnifiedMLATokenToKVPool",
         "UnifiedSWAKVPool",

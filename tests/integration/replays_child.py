@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +18,10 @@ from unittest import mock
 os.environ["PREFILL_CPU_KERNEL"] = "off"  # as on a device: short steps are for SGLang's own layers
 
 import torch
-from sglang.srt.layers import radix_attention
 from sglang.srt.model_executor.model_runner_components.layer_setup import compute_attention_and_moe_layers
 from sglang.srt.model_executor.runner import PrefillCudaGraphRunner, prefill_cuda_graph_runner
 from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend import BreakableCudaGraphBackend
+from sglang.srt.runtime_context import get_exec
 
 from sgl_prefill.port.runner import branch_rows, replays
 from sgl_prefill.startup import parity_gate
@@ -64,7 +64,7 @@ def with_graphs(engine: InProcessScheduler) -> Recorded:
         runner.dsa_indexers,
         runner.mha_companion_layers,
     ) = found
-    prefill = runner.server_args.cuda_graph_config.prefill
+    prefill = get_exec().graph.cuda_graph_config.prefill
     prefill.backend, prefill.bs = "breakable", list(SIZES)
     recorded = Recorded(runner.model.model)
     capture = contextlib.nullcontext(SimpleNamespace(stream=None))
@@ -74,20 +74,6 @@ def with_graphs(engine: InProcessScheduler) -> Recorded:
     ):
         runner.prefill_cuda_graph_runner = PrefillCudaGraphRunner(runner)
     return recorded
-
-
-@contextlib.contextmanager
-def on_cpu() -> Iterator[None]:
-    """SGLang registers its operation for attention between graphs on CUDA alone; its function needs no device."""
-    make_library: Any = torch.library.Library
-    library = make_library("sglang", "IMPL")
-    defaults = {"use_mha_companion": False, "return_lse": False}  # PyTorch hands on what differs from defaults
-
-    def attend(*arguments: Any, **options: Any) -> None:
-        radix_attention._unified_attention_with_output_impl(*arguments, **{**defaults, **options})
-
-    library.impl("unified_attention_with_output", attend, "CPU")
-    yield
 
 
 def asked(engine: InProcessScheduler, prefix: list[int], tails: list[list[int]], **options: Any) -> list[list[float]]:
@@ -103,13 +89,8 @@ def asked(engine: InProcessScheduler, prefix: list[int], tails: list[list[int]],
     return [[*answer.label_logprobs, *answer.input_logprobs] for answer in answers]
 
 
-def found(folder: Path) -> dict[str, Any]:
-    """Each step eagerly and with graphs."""
-    with on_cpu():
-        return eager_and_replayed(folder)
-
-
 def eager_and_replayed(folder: Path) -> dict[str, Any]:
+    """Each step eagerly and with graphs."""
     engine = start(folder, "llama")
     rng = random.Random(3)
     prefix, tails = prompt(rng, 320), [prompt(rng, n) for n in (1, 15, 40, 100)]
@@ -164,4 +145,4 @@ def in_scratch(engine: InProcessScheduler, prefix: list[int], tail: list[int]) -
     return [answer.label_logprobs]
 
 
-SCENARIOS: dict[str, Callable[[Path], Any]] = {"replays": found}
+SCENARIOS: dict[str, Callable[[Path], Any]] = {"replays": eager_and_replayed}

@@ -130,7 +130,7 @@ def told(engine: InProcessScheduler) -> dict[str, Any]:
     return {
         "looked_at": n_looked_at,
         "told": [getattr(written[0], name) for name in names],
-        "sglangs": [getattr(expected, name) for name in names],
+        "sglangs": [getattr(expected, name) for name in names],  # the last: rounded for each request
         "answered": len(engine.answered),
     }
 

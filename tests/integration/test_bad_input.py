@@ -50,6 +50,7 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ),
     (CHATS, {**CHAT, "allowed_tokens": ["definitely not"]}, ["'definitely not'", "tokens"]),
     (GENERATE, {**NATIVE, "allowed_tokens": []}, ["allowed_tokens is empty"]),
+    (GENERATE, {**NATIVE, "allowed_token_ids": [5, 6], "return_sampling_mask": True}, ["return_sampling_mask"]),
     (
         COMPLETIONS,
         {**PROMPT, "prompt": [f"{n}? Answer:" for n in range(150)], "allowed_tokens": [f" a{n}" for n in range(1873)]},
@@ -76,7 +77,7 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         CHATS,
         {**CHAT, "chat_template_kwargs": {"chat_template": "{% for a in range(99999) %}{% endfor %}"}},
-        ["a template is a program"],
+        ["chat_template is not allowed"],
     ),
     (
         CHATS,
@@ -93,7 +94,7 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ),
     (
         GENERATE,
-        {"text": ["a"] * 500, "sampling_params": {"max_new_tokens": 1, "stop": [f"{n}" for n in range(50)]}},
+        {"text": ["a"] * 1000, "sampling_params": {"max_new_tokens": 1, "stop": [f"{n}" for n in range(25)]}},
         ["25000 stop texts", "at most 20000"],
     ),
     (

@@ -139,8 +139,9 @@ def assert_keys_are_not_shown(server: Server) -> None:
     info = reply.json()
     for shown in (info, *info["internal_states"]):
         assert (shown["api_key"], shown["admin_api_key"]) == (MASK, MASK)
-    assert "admin_api_key='********'" in server.log.read_text()
-    assert not re.search(r"api_key='(user|admin)'", server.log.read_text())
+    assert not re.search(r"--(admin-)?api-key[= ](user|admin)", info["launch_command"])
+    assert "'admin_api_key': '********'" in server.log.read_text()
+    assert not re.search(r"api_key'?[=:] ?'(user|admin)'", server.log.read_text())
 
 
 def assert_all_listen_on_loopback_alone(server: Server) -> None:

@@ -13,6 +13,8 @@ from tests.integration.conftest import Server
 
 MOST_START_LINES = 30
 
+SGLANGS_OWN = "sglang:prefill_effective_tokens_total"  # with the prefix of this package's
+
 
 def test_a_live_server_exposes_the_metrics_of_the_list_and_no_others(server: Server) -> None:
     """With their kinds and meanings, with labels that nobody but the server fills, and all that the dashboard asks for."""
@@ -20,7 +22,7 @@ def test_a_live_server_exposes_the_metrics_of_the_list_and_no_others(server: Ser
     assert server.post("/v1/completions", {"model": "demo", "prompt": []}).status_code == 400
     text = requests.get(f"{server.url}/metrics", timeout=60).text
     kinds = dict(re.findall(rf"^# TYPE ({PREFIX}\w+) (\w+)$", text, re.MULTILINE))
-    assert kinds == {metric.exposed: metric.kind for metric in METRICS}
+    assert kinds == {SGLANGS_OWN: "counter"} | {metric.exposed: metric.kind for metric in METRICS}
     for metric in METRICS:
         assert f"# HELP {metric.exposed} {metric.meaning}\n" in text
         found = set(re.findall(r'(\w+)="', " ".join(re.findall(rf"^{metric.exposed}\w*{{(.*)}}", text, re.MULTILINE))))

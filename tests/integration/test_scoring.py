@@ -16,6 +16,7 @@ import pytest
 import requests
 from click.testing import CliRunner
 
+from sgl_prefill.entry import fingerprints
 from tests.integration.conftest import Server
 
 FRANCE, ITALY = "The capital of France is", "The capital of Italy is"
@@ -350,7 +351,7 @@ def test_a_reply_says_what_was_kept_and_what_the_request_was_predicted_to_take(s
 def test_server_info_shows_the_activation_record(server: Server) -> None:
     """What benchmarks look for before they count a run."""
     record = requests.get(server.url + "/server_info", timeout=30).json()["sgl_prefill"]
-    assert record["sglang_version"] == "0.5.17"
+    assert record["sglang_version"] == fingerprints.SUPPORTED_SGLANG_VERSION
     assert record["config"]["scheduling"] == "calibrated-srjf"
     assert "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill" in record["hooks"]
 

@@ -118,9 +118,7 @@ def filled_engine(
         page_size=1,
     )
     state = StepState(StartRecord(config, memory_plan=plan), scheduling=port)
-    scheduler = SimpleNamespace(
-        tree_cache=cache, max_total_num_tokens=1_000_000, server_args=SimpleNamespace(served_model_name="filled")
-    )
+    scheduler = SimpleNamespace(tree_cache=cache, max_total_num_tokens=1_000_000)
     return FilledEngine(state=state, scheduler=scheduler)
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -65,7 +65,7 @@ class InProcessScheduler:
             **server_options,
         }
         told = mock.patch.object(jct_profile, "fitted_model", return_value=jct_ms)
-        with nullcontext() if jct_ms is None else told:
+        with nullcontext() if jct_ms is None else told, _kept_contexts():
             self.parts, self.scheduler = in_process.build_scheduler(config, ServerArgs(**options))
         self._numbers = itertools.count()
         self._outputs: dict[str, Any] = {}
@@ -235,6 +235,22 @@ class InProcessScheduler:
         assert self.allocator.n_scratch_lent == 0
         if self.scheduler.tree_cache.total_size() > 0:
             assert int(self.scheduler.tree_cache.all_values_flatten().max()) < self.allocator.first_scratch_slot
+
+
+_contexts: list[Any] = []  # of ZeroMQ: collected with its sockets, one waits for ever
+
+
+@contextmanager
+def _kept_contexts() -> Iterator[None]:
+    import zmq
+
+    def kept(*arguments: Any) -> Any:
+        _contexts.append(made(*arguments))
+        return _contexts[-1]
+
+    made = zmq.Context
+    with mock.patch.object(zmq, "Context", kept):
+        yield
 
 
 def _forget_earlier_scheduler() -> None:

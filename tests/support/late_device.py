@@ -88,6 +88,7 @@ class _LateResult:
     found: Any
 
     has_sampled_token_ids = False  # the next token goes nowhere
+    logits_output = None  # until it has run
 
     def become(self, result: Any) -> None:
         self.found = result

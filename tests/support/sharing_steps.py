@@ -65,7 +65,6 @@ class SharingStep:
             req_to_token_pool=SimpleNamespace(req_to_token=self.table),
             token_to_kv_pool=SimpleNamespace(head_num=8, head_dim=128, v_head_dim=128, dtype=torch.bfloat16),
             model_config=SimpleNamespace(num_attention_heads=32),
-            ps=SimpleNamespace(attn_tp_size=1),
         )
 
     def pool(self) -> Any:

@@ -66,6 +66,8 @@ def last_decisions(state: StepState) -> bytes:
 
 def taken(state: StepState, scheduler: Any) -> bytes:
     """Returns a snapshot as JSON."""
+    from sglang.srt.runtime_context import get_serving
+
     began_s = time.perf_counter()
     if state.watch is None:
         state.watch = Watch(scheduler.tree_cache)
@@ -76,7 +78,7 @@ def taken(state: StepState, scheduler: Any) -> bytes:
         "start": watch.start,
         "at_s": time.time(),
         "scheduling": state.record.config.scheduling,
-        "model": scheduler.server_args.served_model_name,
+        "model": get_serving().served_model_name,
         "memory": None if state.record.memory_plan is None else memory_plan.shown(state.record.memory_plan),
         "cache": _cache(state, scheduler, began_s),
     }

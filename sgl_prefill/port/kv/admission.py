@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import torch
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.server_args import ServerArgs
@@ -149,47 +148,36 @@ def decodes(req: Req) -> bool:
     return bool(req.sampling_params.max_new_tokens > 1)
 
 
-def around_add_one_req(
-    original: Callable[..., AddReqResult], adder: PrefillAdder, req: Req, *arguments: Any, **options: Any
-) -> AddReqResult:
-    """Hook: counts scratch slots as room for a request that ends with its prefill, and lets followers follow their leaders."""
-    allocator = adder.token_to_kv_pool_allocator
+def around_add_one_req(original: Callable[..., Any], adder: Any, req: Req, *arguments: Any, **options: Any) -> Any:
+    """Hook: lets followers follow their leaders."""
+    allocator, budget = adder.token_to_kv_pool_allocator, adder.memory_budget
     # Beside a request that needs all of its KV the others count whole: they might lock the slots that it was admitted for.
-    # SGLang reserves a page and one token more than the request needs.
-    credit_tokens = (
-        0 if any(map(decodes, (req, *adder.can_run_list))) else allocator.scratch_tokens + 2 * allocator.page_size + 2
-    )
+    budget.counts_scratch = not any(map(decodes, (req, *adder.can_run_list)))
     n_more = _follow(adder, allocator, req)
     adder.rem_input_tokens += n_more
-    adder.rem_total_token_offset -= credit_tokens
-    adder.cur_rem_token_offset -= credit_tokens
     try:
         return original(adder, req, *arguments, **options)
     finally:
         adder.rem_input_tokens -= n_more
-        adder.rem_total_token_offset += credit_tokens
-        adder.cur_rem_token_offset += credit_tokens
 
 
-def _follow(adder: PrefillAdder, allocator: SuffixKVAllocator, req: Req) -> int:
+def _follow(adder: Any, allocator: SuffixKVAllocator, req: Req) -> int:
     """Makes what the request's leader computes a part of its cached prefix. `_copy_slots` writes the slots later.
 
     Returns how many tokens a step of followers may compute beyond SGLang's limit: the longest input has that room.
     """
-    import torch
-
     state = request_state.of(req)
     state.leader, job = None, state.job
     if job is None or job.leader is None:
         return 0
     leader = next((one for one in adder.can_run_list if request_state.of(one).job is job.leader), None)
-    n_more = job.n_led_tokens - len(req.prefix_indices)
+    n_more = job.n_led_tokens - req.prefix_len
     # SGLang may have left the leader out, or divided it.
-    if leader is None or leader.extend_range.end < job.n_led_tokens or n_more <= 0:
+    if leader is None or leader.extend_end < job.n_led_tokens or n_more <= 0:
         return 0
     state.leader = leader
-    req.prefix_indices = torch.cat((req.prefix_indices, req.prefix_indices.new_zeros(n_more)))
-    n_computed = sum(one.extend_range.length for one in adder.can_run_list)
+    req.prefix_len += n_more
+    n_computed = sum(one.extend_len for one in adder.can_run_list)
     return max(int(allocator.scratch_tokens - n_computed - adder.rem_input_tokens), 0)
 
 
@@ -199,9 +187,9 @@ def _copy_slots(batch: ScheduleBatch, plans: Sequence[KVPlan]) -> None:
     for req, plan in zip(batch.reqs, plans, strict=True):
         if (leader := request_state.of(req).leader) is None:
             continue
-        slots = table[leader.req_pool_idx, plan.n_cached : plan.n_led]
-        table[req.req_pool_idx, plan.n_cached : plan.n_led] = slots
-        req.prefix_indices[plan.n_cached :] = slots.to(req.prefix_indices.dtype)
+        table[req.kv.req_pool_idx, plan.n_cached : plan.n_led] = table[
+            leader.kv.req_pool_idx, plan.n_cached : plan.n_led
+        ]
 
 
 def _room_for_background(cache: WatchedRadixCache, reqs: list[Req]) -> int | None:
@@ -222,8 +210,8 @@ def around_alloc_for_extend(
     n_for_background = _room_for_background(cache, batch.reqs)
     for req in batch.reqs:
         state = request_state.of(req)
-        n_input, n_reused = req.extend_range.end, len(req.prefix_indices)
-        n_cached = n_reused if state.leader is None else req.cache_protected_len
+        n_input, n_reused = req.extend_end, req.prefix_len
+        n_cached = n_reused if state.leader is None else req.kv.cache_protected_len
         n_free = allocator.available_size() - n_promised
         if cache.advisor is None or state.job is None or decodes(req):
             n_available = n_free + cache.evictable_size()
@@ -248,6 +236,6 @@ def around_alloc_for_extend(
         allocated = original(batch)
     _copy_slots(batch, plans)
     for req, plan in zip(batch.reqs, plans, strict=True):
-        request_state.of(req).kv_plan = plan
+        cache.lend_scratch(req, plan)
         time_stats.add_facts(req.time_stats, kept_tokens=plan.n_durable, evicted_tokens=plan.n_input - plan.n_durable)
     return allocated

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
 from sgl_prefill.core.kv_plan import KVPlan, ceil_to
 
@@ -48,6 +49,10 @@ class SuffixKVAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         """Free durable slots; within `serving` scratch too, so that SGLang itself evicts nothing."""
         free: int = super().available_size()
         return free if self._plans is None else free + self.scratch_tokens
+
+    def create_prefill_budget(self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0) -> PrefillBudget:
+        """Is what SGLang's admission asks: for a request that ends with its prefill, scratch counts as room."""
+        return SuffixKVBudget(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
         if self._plans is None:
@@ -104,3 +109,22 @@ class SuffixKVAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
                 parts.append(torch.arange(first, first + plan.n_scratch, dtype=torch.int64, device=self.device))
                 self.n_scratch_lent += ceil_to(plan.n_scratch, self.page_size)
         return torch.cat(parts)
+
+
+class SuffixKVBudget(PrefillBudget):  # type: ignore[misc]
+    """What a step may still take: durable slots, and scratch unless one of its requests generates."""
+
+    counts_scratch = True
+
+    @property
+    def remaining_total(self) -> int:
+        return int(super().remaining_total) + self._scratch_tokens
+
+    @property
+    def remaining_current(self) -> int:
+        return int(super().remaining_current) + self._scratch_tokens
+
+    @property
+    def _scratch_tokens(self) -> int:
+        # SGLang reserves a page and one token more than a request needs.
+        return int(self.allocator.scratch_tokens + 2 * self.page_size + 2) if self.counts_scratch else 0

@@ -36,6 +36,8 @@ def of_caller(caller: Caller, by: str) -> str:
 def after_req_init(state: RunnerState, result: None, req: Req, *_: Any, **__: Any) -> None:
     """Hook: sets the namespace before SGLang looks up the request's prefix."""
     namespace = custom_params.of(req, PARAMETER)
+    if req.cache_salt is not None:  # one key says all
+        namespace, req.cache_salt = f"{namespace or ''}{req.cache_salt}", None
     if namespace is not None:
         key = f"{namespace}{req.extra_key or ''}"
         # KV that was computed with an adapter is never public.

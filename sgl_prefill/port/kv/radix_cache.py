@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
     InsertParams,
@@ -23,6 +24,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sgl_prefill.core.background_kv import BackgroundKV
 from sgl_prefill.core.job import Job
 from sgl_prefill.core.kv_advisor import KVAdvisor
+from sgl_prefill.core.kv_plan import KVPlan
 from sgl_prefill.core.prefix_tree import Match, TreeListener
 from sgl_prefill.port.kv import namespaces
 from sgl_prefill.port.kv.namespaces import Namespace
@@ -64,6 +66,10 @@ class WatchedRadixCache(RadixCache):  # type: ignore[misc]
     _inserts_for_background = False
     _public: tuple[array[int], ...] = ()  # public prefixes
     _pinned: frozenset[int] = frozenset()  # indices of the public prefixes that are cached and locked
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self._durable_ends: dict[int, int] = {}  # by row of the slot table, of requests that were lent scratch
 
     def connect(self, listener: TreeListener, advisor: KVAdvisor, kv_tokens: int = 0) -> None:
         """Sets the listener of changes and the advisor on evictions. kv_tokens: slots of the cache, of which background jobs get
@@ -144,7 +150,7 @@ class WatchedRadixCache(RadixCache):  # type: ignore[misc]
         """Locks a public prefix that is in the cache."""
         tokens = self._public[place]
         found = super().match_prefix(MatchPrefixParams(key=RadixKey(tokens)))
-        if len(found.device_indices) == len(tokens) // self.page_size * self.page_size:
+        if found.device_prefix_len == len(tokens) // self.page_size * self.page_size:
             self.inc_lock_ref(found.last_device_node)
             self._pinned |= {place}
 
@@ -168,32 +174,72 @@ class WatchedRadixCache(RadixCache):  # type: ignore[misc]
         if self.listener is not None:
             self.listener.leaf_removed(node)
 
-    def cache_finished_req(self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
+    def prefix_device_indices(self, req: Req) -> torch.Tensor:
+        """Of a follower, zeros behind what is cached: `admission` writes the slots of its leader there."""
+        leader, n_cached = request_state.of(req).leader, req.kv.cache_protected_len
+        if leader is None:
+            found: torch.Tensor = super().prefix_device_indices(req)
+            return found
+        path = self.path_device_indices(req.last_node)[:n_cached]
+        return torch.cat((path, path.new_zeros(req.prefix_len - n_cached)))
+
+    def checkpoint(self, req: Req, *, up_to: int, **options: Any) -> None:
         """Inserts only the durable part of the request into the tree; of a follower, behind what its leader has inserted."""
         state = request_state.of(req)
         if state.is_published:
             return
-        self._inserts_for_background = custom_params.is_background(req)
-        if namespaces.is_public(req):
-            self.share(req.origin_input_ids)
         plan, leader = state.kv_plan, state.leader
-        state.kv_plan = state.leader = None
-        n_kept = kv_len_to_handle  # with what it has generated
+        self._inserts_for_background = custom_params.is_background(req)
+        if namespaces.is_public(req) and req.finished():
+            self.share(req.origin_input_ids)
         if plan is not None and plan.n_scratch > 0:
-            n_kept = min(n_kept, plan.n_durable)
-        if plan is not None and leader is not None:
-            is_insert = is_insert and request_state.of(leader).n_published >= min(plan.n_led, n_kept)
-            req.cache_protected_len = min(plan.n_led, n_kept)  # the leader's slots are not this request's to free
-        super().cache_finished_req(req, is_insert, kv_len_to_handle=n_kept)
-        state.n_published = n_kept if is_insert else 0
+            up_to = min(up_to, plan.n_durable)
+        if plan is not None and leader is not None and request_state.of(leader).n_published < min(plan.n_led, up_to):
+            return
+        super().checkpoint(req, up_to=up_to, **options)
+        state.n_published = up_to
+
+    def lend_scratch(self, req: Req, plan: KVPlan) -> None:
+        """Notes under which plan a request runs: behind its durable end its row names scratch."""
+        state = request_state.of(req)
+        state.kv_plan = plan
+        if state.leader is not None:
+            req.kv.cache_protected_len = min(
+                plan.n_led, plan.n_durable
+            )  # the leader's slots are not this request's to free
+        if plan.n_scratch > 0:
+            self._durable_ends[req.kv.req_pool_idx] = plan.n_durable
+
+    def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
+        """Gives the allocator only durable slots back: scratch was lent."""
+        n_durable = self._durable_ends.get(kv.req_pool_idx)
+        if n_durable is not None:
+            ranges = [(start, min(end, n_durable)) for start, end in ranges if start < n_durable]
+        if ranges:
+            super().free_kv_row(kv, ranges)
+
+    def publish(self, req: Req) -> None:
+        """Inserts the durable part of a launched request, and gives its other slots back (`port.launched`)."""
+        n_owned = req.owned_kv_len()
+        if not req.skip_radix_cache_insert:
+            self.checkpoint(req, up_to=n_owned)
+        self.free_kv_row(req.kv, [(req.kv.cache_protected_len, req.kv.kv_allocated_len)])
+        self.unlock(req.lock)
+        req.lock = None
+        self._end_plan(req)
+        self._durable_ends[req.kv.req_pool_idx] = req.kv.cache_protected_len  # nothing more is this request's to free
+        request_state.of(req).is_published = True
+
+    def on_release(self, req: Req, *, checkpointed: bool) -> None:
+        self._end_plan(req)
+        super().on_release(req, checkpointed=checkpointed)
+
+    def _end_plan(self, req: Req) -> None:
+        state = request_state.of(req)
+        plan, state.kv_plan, state.leader = state.kv_plan, None, None
+        self._durable_ends.pop(req.kv.req_pool_idx, None)
         if plan is not None and plan.n_scratch > 0:
             self.token_to_kv_pool_allocator.give_back_scratch(plan)
-
-    def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
-        plan = request_state.of(req).kv_plan
-        assert plan is None or plan.n_scratch == 0, "a request that generates keeps all of its KV"
-        self._inserts_for_background = custom_params.is_background(req)
-        super().cache_unfinished_req(req, chunked)
 
 
 def _path_to(node: TreeNode) -> Iterator[TreeNode]:

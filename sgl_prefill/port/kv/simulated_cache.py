@@ -39,7 +39,7 @@ class SimulatedCache:
         cached: list[int] = []
         for job in jobs:
             match = self._cache.match_prefix(MatchPrefixParams(key=_key(job, job.most_cached_tokens)))
-            cached.append(len(match.device_indices))
+            cached.append(match.device_prefix_len)
             self._cache.inc_lock_ref(match.last_device_node)
             self._locked.append(match.last_device_node)
         for job, n_cached in zip(jobs, cached, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from sgl_prefill.core.gpu_memory import model_name
@@ -17,6 +18,7 @@ from sgl_prefill.startup import examine
 from sgl_prefill.startup.device import device_of
 from sgl_prefill.startup.disk_cache import measuring_in_turn
 from sgl_prefill.startup.prepare import ANSWER_MARGIN_TOKENS, prepare
+from sgl_prefill.startup.quiet import unlogged
 from sgl_prefill.startup.record import ANSWERS_KEY, PACKS_WEIGHTS_KEY, RECORD_KEY, StartRecord
 
 if TYPE_CHECKING:
@@ -100,7 +102,9 @@ def around_get_worker_info(
     record.no_branches = branch_rows.problem(state, worker.model_runner)
     assert record.memory_plan is not None
     longest = record.memory_plan.max_input_tokens
-    max_total, max_prefill, max_running, max_queued, max_req, _, *rest = original(worker)
+    # It warns that an input may be longer than the KV cache, which is served here.
+    with unlogged("sglang.srt.managers.tp_worker") if state.record.config.evicts_suffix_kv else nullcontext():
+        max_total, max_prefill, max_running, max_queued, max_req, _, *rest = original(worker)
     # A step of several requests must fit the scratch and activations of the longest input.
     max_prefill = min(max_prefill, longest)
     max_req = max(max_req, longest + ANSWER_MARGIN_TOKENS - 1)

@@ -288,7 +288,10 @@ def _with_branches(rows: BranchRows, batch: ForwardBatch) -> ForwardBatch:
         "extend_prefix_lens_cpu": [*batch.extend_prefix_lens_cpu, *before],
         "rids": None if batch.rids is None else [*batch.rids, *[NO_REQUEST] * len(new)],
         "lora_ids": None if batch.lora_ids is None else [*batch.lora_ids, *[None] * len(new)],
-        "num_token_non_padded_cpu": n_tokens + n,
+        "global_num_token_non_padded_cpu": n_tokens + n,
+        "global_num_token_non_padded": None,
+        "max_seq_len_host": None,
+        "req_pool_indices_cpu": None,
     }
     if batch.extend_logprob_start_lens_cpu is not None:
         first_asked = [n_new - n_asked for n_new, n_asked in zip(new, asked, strict=True)]

@@ -6,6 +6,8 @@ import dataclasses
 import functools
 import itertools
 import logging
+import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -16,10 +18,11 @@ from sgl_prefill.cpu import fused
 from sgl_prefill.errors import UntraceableModelError
 from sgl_prefill.hybrid.body import HybridBody
 from sgl_prefill.hybrid.split import split_body
-from sgl_prefill.hybrid.trace import OpaqueOps, trace_body
+from sgl_prefill.hybrid.trace import trace_body
 from sgl_prefill.port.runner import branch_rows
 from sgl_prefill.port.runner.runner_state import RunnerState
 from sgl_prefill.startup.device import device_of, this_device
+from sgl_prefill.startup.quiet import unlogged
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -29,8 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HOST_LOGPROB_ROWS = 32
-SUM_OVER_RANKS = "sglang.inplace_all_reduce"  # names of operations in a recorded body
-ATTENTION_OP = "sglang.unified_attention_with_output"
+SUM_OVER_RANKS = "sglang.inplace_all_reduce"  # the name of an operation in a recorded body
 
 
 def trace_model(state: RunnerState, model_runner: ModelRunner) -> None:
@@ -70,10 +72,11 @@ def body_of(model_runner: ModelRunner) -> torch.nn.Module:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.model_loader.utils import resolve_language_model
+    from sglang.srt.runtime_context import get_lora, get_parallel
 
-    if model_runner.ps.pp_size > 1:
+    if get_parallel().pp_size > 1:
         raise UntraceableModelError("its layers are spread over several ranks (--pp-size)")
-    if model_runner.server_args.enable_lora:
+    if get_lora().enable_lora:
         raise UntraceableModelError("it applies LoRA adapters, which differ from request to request")
     if model_runner.is_multimodal:
         raise UntraceableModelError("it takes images, video or audio")
@@ -102,6 +105,85 @@ def quant_config_of(model_runner: ModelRunner) -> Any:
     return getattr(model_runner.model, "quant_config", None)
 
 
+class _Recorded:
+    """Stands for SGLang's attention backend while a body is recorded: attention is one operation, with nothing of its inside."""
+
+    def __init__(self, backend: Any) -> None:
+        self.token_to_kv_pool = backend.token_to_kv_pool
+        self.req_to_token_pool = backend.req_to_token_pool
+
+    def get_fused_kv_write_buffers(self, *_: Any) -> None:
+        return None
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        output = torch.empty_like(q)
+        torch.ops.sgl_prefill_hybrid.attention(q, k, v, output, save_kv_cache, layer.layer_id)
+        return output
+
+
+@contextmanager
+def _plain_structs() -> Iterator[None]:
+    """Dynamo cannot make a struct of msgspec's, and SGLang's residual stream makes one at each boundary between layers (2.14):
+    while a body is recorded, plain classes of the same fields and methods stand for those.
+    """
+    from sglang.srt.layers.layer_boundary import exit as exits
+    from sglang.srt.layers.layer_boundary import output
+    from sglang.srt.layers.layer_boundary.residual import stream
+
+    made = (stream.Contribution, stream.OwedOutput, stream.DeclaredSum, output.UnreducedOutput, exits.ExitDecision)
+    stand_ins = {struct: _plain_class(struct) for struct in made}
+    places = [
+        (module, name, value)
+        for module in list(sys.modules.values())
+        if (getattr(module, "__name__", None) or "").startswith("sglang.srt.layers.")
+        for name, value in list(vars(module).items())
+        if isinstance(value, type) and value in stand_ins
+    ]
+    for module, name, value in places:
+        setattr(module, name, stand_ins[value])
+    try:
+        yield
+    finally:
+        for module, name, value in places:
+            setattr(module, name, value)
+
+
+def _make_exits(body: torch.nn.Module) -> None:
+    """Does what SGLang does at first use and Dynamo cannot: it takes a lock (Python 3.11's `cached_property`), and looks who asks
+    for a group of ranks."""
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.layers.layer_boundary.stage import StageBoundary
+
+    parallel_state._ALREADY_WARNED.update(parallel_state._CONTEXT_NAME_OF)
+    for module in body.modules():
+        for value in list(vars(module).values()):
+            if isinstance(value, StageBoundary):
+                _ = value.plan.output
+
+
+def _plain_class(struct: Any) -> type:
+    names, defaults = struct.__struct_fields__, struct.__struct_defaults__
+    n_required = len(names) - len(defaults)
+    fields: list[Any] = [(name, Any) for name in names[:n_required]]
+    fields += [
+        (name, Any, dataclasses.field(default=value)) for name, value in zip(names[n_required:], defaults, strict=True)
+    ]
+    methods = {
+        name: value
+        for name, value in vars(struct).items()
+        if isinstance(value, types.FunctionType | property | staticmethod | classmethod)
+    }
+    return dataclasses.make_dataclass(struct.__name__, fields, namespace=methods, eq=False)
+
+
 def _build(model_runner: ModelRunner, body: torch.nn.Module) -> HybridBody:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
@@ -125,10 +207,11 @@ def _build(model_runner: ModelRunner, body: torch.nn.Module) -> HybridBody:
     recorded: AbstractContextManager[None] = nullcontext()
     if kernels is not None:
         recorded = fused.recorded_as_operations(body, model_runner.dtype, model_runner.model_config.context_len)
-    with forward_context(ForwardContext(attn_backend=model_runner.attn_backend)), recorded:
+    _make_exits(body)
+    with forward_context(ForwardContext(attn_backend=_Recorded(backend))), _plain_structs(), recorded:
         quant_config = quant_config_of(model_runner)
         traces = functools.partial(sglang_traces, quant_config=quant_config)
-        traced = trace_body(body, make_batch, device, traces, opaque_ops())
+        traced = trace_body(body, make_batch, device, traces, sequence_mixing())
     products = [] if kernels is None else fused.lower(traced, kernels)
     split = split_body(traced, attention_in_place=_attends_in_place(backend))
     # A preliminary chunk size: `choose_chunk_tokens` measures with packed weights.
@@ -143,23 +226,19 @@ def sglang_traces(forward_batch: ForwardBatch, quant_config: Any = None) -> Iter
         set_tc_piecewise_forward_context,
     )
 
-    # On an error it logs a hint on CUDA graphs, which would mislead.
-    context_manager.logger.disabled = True
-    try:
-        with (
-            context_manager.enable_tc_piecewise_cuda_graph(),
-            set_tc_piecewise_forward_context(forward_batch, [], quant_config, [], []),
-        ):
-            yield
-    finally:
-        context_manager.logger.disabled = False
+    with (
+        unlogged(context_manager.__name__),  # on an error it gives a hint on CUDA graphs, which would mislead
+        context_manager.enable_tc_piecewise_cuda_graph(),
+        set_tc_piecewise_forward_context(forward_batch, [], quant_config, [], []),
+    ):
+        yield
 
 
-def opaque_ops() -> OpaqueOps:
-    """Returns SGLang's operations that mix tokens: attention, linear attention, Mamba, sparse attention."""
+def sequence_mixing() -> frozenset[str]:
+    """Returns SGLang's operations, besides attention, in which tokens see each other: Mamba, sparse attention."""
     from sglang.srt.compilation.compilation_config import SPLIT_OPS
 
-    return OpaqueOps(ATTENTION_OP, frozenset(SPLIT_OPS) - {ATTENTION_OP, SUM_OVER_RANKS})
+    return frozenset(SPLIT_OPS) - {SUM_OVER_RANKS}
 
 
 class ExpertContext:
@@ -188,8 +267,14 @@ def _is_captured() -> bool:
     from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import is_in_breakable_cuda_graph
     from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import is_in_tc_piecewise_cuda_graph
     from sglang.srt.model_executor.runner_utils.capture_mode import get_is_capture_mode
+    from sglang.srt.model_executor.runner_utils.prefill_graph import is_in_prefill_graph_scope
 
-    return bool(get_is_capture_mode() or is_in_breakable_cuda_graph() or is_in_tc_piecewise_cuda_graph())
+    return bool(
+        is_in_prefill_graph_scope()
+        or get_is_capture_mode()
+        or is_in_breakable_cuda_graph()
+        or is_in_tc_piecewise_cuda_graph()
+    )
 
 
 def _route(

@@ -1,9 +1,5 @@
-"""Label logits in float32, and the log-probabilities of a step's labels: gathered on the device without waiting for it, and
-read in one copy.
-
-SGLang counts a step's labels on the device and reads the sum, so each step of label requests would wait in the middle of its
-launch. It also reads the labels request by request, and its scheduler ends where only some requests of a step have labels (for
-the others it puts empty lists among the tensors).
+"""Label logits in float32, and the log-probabilities of a step's labels, read from the device in one copy: SGLang reads them
+request by request.
 """
 
 from __future__ import annotations
@@ -26,11 +22,12 @@ def around_compute_lm_head(
     hidden_states: torch.Tensor,
     lm_head: Any,
     embedding_bias: torch.Tensor | None = None,
+    **options: Any,
 ) -> torch.Tensor:
     """Hook: computes logits in float32 for an unquantized half-precision LM head and at most one row per request of a step.
     SGLang computes others, such as those of input log-probabilities. Adds the head's bias, which SGLang leaves out.
     """
-    logits = _without_bias(record, original, processor, hidden_states, lm_head, embedding_bias)
+    logits = _without_bias(record, original, processor, hidden_states, lm_head, embedding_bias, options)
     bias = bias_of(lm_head)
     return logits if bias is None else logits + bias
 
@@ -48,6 +45,7 @@ def _without_bias(
     hidden_states: torch.Tensor,
     lm_head: Any,
     embedding_bias: torch.Tensor | None,
+    options: dict[str, Any],
 ) -> torch.Tensor:
     weight: Any = getattr(lm_head, "weight", None)
     if record.stable_answers is not None:  # the start has checked that one kernel computes all rows of this LM head
@@ -58,27 +56,17 @@ def _without_bias(
     on_device = hidden_states.device.type == "cuda"
     most_rows = DEVICE_MAX_REQUESTS if on_device else MAX_ROWS
     if hidden_states.shape[0] > most_rows or not is_plain(lm_head, embedding_bias):
-        return original(processor, hidden_states, lm_head, embedding_bias)
+        return original(processor, hidden_states, lm_head, embedding_bias, **options)
     if not on_device:
         kernels = native().kernels
         if kernels is not None and kernels.fits_logits(hidden_states, weight):
             return kernels.logits(hidden_states, weight)
         return float32_logits(hidden_states, weight)
     if hidden_states.dtype != weight.dtype:
-        return original(processor, hidden_states, lm_head, embedding_bias)
+        return original(processor, hidden_states, lm_head, embedding_bias, **options)
     # The device sums in float32 anyway: keeping the sums costs four bytes a logit instead of two. SGLang's
     # --enable-fp32-lm-head converts the whole weight in each step (vocabulary 128,256 x hidden 4,096: 2 GB).
     return torch.mm(hidden_states, weight.T, out_dtype=torch.float32)
-
-
-def around_gather(
-    original: Callable[..., Any] | None, logprobs: torch.Tensor, token_ids_logprobs: Sequence[Sequence[int] | None]
-) -> tuple[list[torch.Tensor], list[Sequence[int]]]:
-    """Hook: returns (log-probabilities, their tokens) of each request, as SGLang does. logprobs: [requests, vocabulary]."""
-    asked = [token_ids or [] for token_ids in token_ids_logprobs]
-    places = [(row, token_id) for row, token_ids in enumerate(asked) for token_id in token_ids]
-    found = gather(logprobs, places)
-    return list(torch.split_with_sizes(found, [len(token_ids) for token_ids in asked])), asked
 
 
 def gather(logprobs: torch.Tensor, places: Sequence[tuple[int, int]]) -> torch.Tensor:
@@ -104,11 +92,3 @@ def on_host(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return list(values)
     whole = torch.cat([value.to(device) for value in values]).cpu()
     return list(torch.split_with_sizes(whole, [len(value) for value in values]))
-
-
-def around_compiled(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Hook: runs a function that SGLang compiles at its first call as it was written. It takes a millisecond for a row of logits
-    per request; the compilation would stop the scheduler for up to 15 seconds.
-    """
-    as_written = getattr(original, "_torchdynamo_orig_callable", original)
-    return as_written(*arguments, **options)

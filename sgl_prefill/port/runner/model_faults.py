@@ -11,6 +11,7 @@ its own.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ def mend(state: RunnerState, runner: ModelRunner) -> None:
     if window_tokens is not None:
         runner.sliding_window_size = window_tokens - 1
     notes += _mend_activations(model, config)
+    _mend_rows(model)
     state.long_rope_tokens = _long_rope_tokens(model)
     if logits.bias_of(getattr(model, "lm_head", None)) is not None:
         notes.append("the LM head's bias is added to the logits, and SGLang leaves it out")  # by `logits`
@@ -90,6 +92,20 @@ def _mend_activations(model: torch.nn.Module, config: Any) -> list[str]:
     for one in exact:
         one.approximate = "tanh"
     return [f"{len(exact)} layers compute {name}, as the model's configuration says; SGLang gives them the exact gelu"]
+
+
+def _mend_rows(model: torch.nn.Module) -> None:
+    """HunYuan hands its attention a row for each head of a token. SGLang takes the rows beyond the number of tokens for padding,
+    and cuts them away."""
+    for module in model.modules():
+        if type(module).__name__ == "HunYuanAttention":
+            whole: Any = module
+            whole.attn.forward = functools.partial(_in_rows_of_tokens, whole.attn.forward, whole.q_size)
+
+
+def _in_rows_of_tokens(forward: Any, q_size: int, q: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+    found: torch.Tensor = forward(q.reshape(-1, q_size), *arguments, **options)
+    return found
 
 
 def _long_rope_tokens(model: torch.nn.Module) -> int | None:

@@ -75,10 +75,12 @@ def these_ranks() -> Ranks:
     return GlooRanks(group) if group.world_size > 1 else ALONE
 
 
-def around_resolve_dist_init_method(original: Callable[..., str], *, server_args: Any, dist_port: int) -> str:
+def around_resolve_dist_init_method(original: Callable[..., str], *, dist_port: int) -> str:
     """Hook: ranks of one node meet on the loopback interface; several nodes at SGLang's address."""
-    found = original(server_args=server_args, dist_port=dist_port)
-    if server_args.nnodes > 1 or server_args.dist_init_addr or not found.startswith("tcp://"):
+    from sglang.srt.runtime_context import get_parallel
+
+    found = original(dist_port=dist_port)
+    if get_parallel().nnodes > 1 or get_parallel().dist_init_addr or not found.startswith("tcp://"):
         return found
     rendezvous = importlib.import_module("torch.distributed.rendezvous")  # its package has a function of this name
     with contextlib.suppress(RuntimeError):  # registered already

@@ -280,8 +280,9 @@ class MadeUpStep:
     ) -> None:
         self._runner = runner
         self.was_replayed = False
-        prefix = torch.empty(0, dtype=torch.int64, device=runner.device) if cached_slots is None else cached_slots
-        self._reqs = [_request(f"made-up-{index}", token_ids, prefix) for index, token_ids in enumerate(prompts)]
+        self._prefix = torch.empty(0, dtype=torch.int64, device=runner.device) if cached_slots is None else cached_slots
+        n_cached = len(self._prefix)
+        self._reqs = [_request(f"made-up-{index}", token_ids, n_cached) for index, token_ids in enumerate(prompts)]
 
     @torch.inference_mode()
     def run(self) -> torch.Tensor:
@@ -293,7 +294,7 @@ class MadeUpStep:
             self._reqs,
             runner.req_to_token_pool,
             runner.token_to_kv_pool_allocator,
-            _NoPrefixCache(runner),
+            _NoPrefixCache(runner, self._prefix),
             runner.model_config,
             enable_overlap=False,
             spec_algorithm=runner.spec_algorithm,
@@ -314,22 +315,24 @@ class MadeUpStep:
     def release(self) -> None:
         allocator = self._runner.token_to_kv_pool_allocator
         for req in self._reqs:
-            if req.req_pool_idx is None:  # memory ran out before the allocation
+            if not req.kv.holds_kv:  # memory ran out before the allocation
                 continue
             plan = request_state.of(req).kv_plan
             n_durable = len(req.origin_input_ids) if plan is None else plan.n_durable
-            n_cached = len(req.prefix_indices)
+            n_cached = req.prefix_len
             allocator.free_segment(self._slots_of(req)[n_cached:n_durable], start_pos=n_cached)
             if plan is not None and isinstance(allocator, SuffixKVAllocator):
                 allocator.give_back_scratch(plan)
             self._runner.req_to_token_pool.free(req)
 
     def _slots_of(self, req: Req) -> torch.Tensor:
-        row: torch.Tensor = self._runner.req_to_token_pool.req_to_token[req.req_pool_idx, : len(req.origin_input_ids)]
+        row: torch.Tensor = self._runner.req_to_token_pool.req_to_token[
+            req.kv.req_pool_idx, : len(req.origin_input_ids)
+        ]
         return row.to(torch.int64)
 
 
-def _request(rid: str, token_ids: Sequence[int], prefix: torch.Tensor) -> Req:
+def _request(rid: str, token_ids: Sequence[int], n_cached: int) -> Req:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -340,9 +343,8 @@ def _request(rid: str, token_ids: Sequence[int], prefix: torch.Tensor) -> Req:
         sampling_params=SamplingParams(max_new_tokens=0, temperature=0),
     )
     req.full_untruncated_fill_ids = req.origin_input_ids
-    req.prefix_indices = prefix
     req.logprob_start_len = -1
-    req.set_extend_range(len(prefix), len(token_ids))
+    req.prefix_len, req.extend_end = n_cached, len(token_ids)
     return req
 
 
@@ -351,10 +353,23 @@ class _NoPrefixCache:
 
     advisor = of_background = None
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, prefix: torch.Tensor) -> None:
         self.page_size = runner.page_size
         self.device = runner.device
         self.token_to_kv_pool_allocator = runner.token_to_kv_pool_allocator
+        self._prefix = prefix
+
+    def prefix_device_indices(self, req: Req) -> torch.Tensor:
+        return self._prefix[: req.prefix_len]
+
+    def lend_scratch(self, req: Req, plan: Any) -> None:
+        request_state.of(req).kv_plan = plan
+
+    def maybe_hand_to_session(self, req: Req) -> None:
+        """Does nothing: there are no sessions."""
+
+    def supports_prefix_sharing(self) -> bool:
+        return False
 
     def evictable_size(self) -> int:
         return 0

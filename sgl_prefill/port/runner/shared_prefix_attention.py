@@ -81,8 +81,10 @@ class Sharing:
 
 def layer_bytes(runner: ModelRunner) -> two_parts.LayerBytes:
     """Bytes that attention of one layer moves on this rank. Needs a pool without `problem`."""
+    from sglang.srt.runtime_context import get_parallel
+
     pool, config = runner.token_to_kv_pool, runner.model_config
-    n_heads = config.num_attention_heads // runner.ps.attn_tp_size
+    n_heads = config.num_attention_heads // get_parallel().attn_tp_size
     return two_parts.LayerBytes(
         kv_position=pool.head_num * (pool.head_dim + pool.v_head_dim) * pool.dtype.itemsize,
         output_token=n_heads * pool.v_head_dim * pool.dtype.itemsize,
@@ -123,7 +125,10 @@ def serves_layer(layer: RadixAttention, options: dict[str, Any]) -> bool:
 
 def problem(runner: ModelRunner) -> str | None:
     """Returns why all layers of this model keep SGLang's attention; None where they need not."""
-    args, pool = runner.server_args, runner.token_to_kv_pool
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.runtime_context import get_parallel
+
+    args, pool = resolving_view(runner.server_args), runner.token_to_kv_pool
     if runner.use_mla_backend:
         return "it has multi-head latent attention"
     # SGLang's own subclasses have another layout or quantized values.
@@ -146,7 +151,7 @@ def problem(runner: ModelRunner) -> str | None:
         return "--enable-deterministic-inference needs sums whose order does not depend on the step"
     if args.enable_two_batch_overlap:
         return "its steps are divided in two (--enable-two-batch-overlap)"
-    if args.dcp_size > 1 or runner.ps.attn_cp_size > 1:
+    if args.dcp_size > 1 or get_parallel().attn_cp_size > 1:
         return "its context is spread over ranks"
     return None
 

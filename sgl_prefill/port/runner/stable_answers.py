@@ -30,7 +30,9 @@ def make_stable(state: RunnerState, runner: ModelRunner) -> dict[str, Any]:
 
 
 def _problems(state: RunnerState, runner: ModelRunner) -> list[str]:
-    problems = unstable(runner.server_args)
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    problems = unstable(resolving_view(runner.server_args))
     if state.record.config.logits_dtype != "float32":
         problems.append("--logits-dtype is model: close labels tie or not with the size of a step")
     if problems:
