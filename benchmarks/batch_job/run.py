@@ -34,10 +34,7 @@ SHUFFLED, SORTED = "shuffled", "sorted"
 
 JOB = engines.Engine("batch job", batch_job.MODULE)
 JOB_OVER_HTTP = engines.Engine("batch job, --base-url", batch_job.MODULE)
-POLICIES = (
-    *(engines.stock(policy) for policy in ("fcfs", "lpm", "dfs-weight")),
-    *(engines.newer(policy) for policy in ("lpm", "shortest-prefill-first")),
-)
+POLICIES = tuple(engines.stock(policy) for policy in ("fcfs", "lpm", "dfs-weight", "shortest-prefill-first"))
 # In bfloat16 log-probabilities near -13 differ by up to 0.6 and more between PyTorch's attention and the kernel's after 1,620
 # tokens; each row says by how much, and which share of the answers this tells from those of another prompt.
 MAX_LOGPROB_DIFFERENCE = 1.5

@@ -1,4 +1,4 @@
-"""The same questions to `/v1/systemone` of SGLang 0.5.23 and of vLLM 0.32 for CPUs, each in an environment of its own."""
+"""The same questions to `/v1/systemone` of stock SGLang, and of vLLM 0.32 for CPUs in an environment of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TURNS = 3
 STATES, COUNTS = (200, 2_000, 16_000), (1, 8, 32)
 CONTEXT = "24000"  # tokens
 NAME = "jev-latest"
-SHIPPED, WITH_OUR_ATTENTION = (engines.newer("fcfs").on(way) for way in (engines.AS_SHIPPED, engines.NEW_KERNEL))
+SHIPPED, WITH_OUR_ATTENTION = (engines.stock("fcfs").on(way) for way in (engines.AS_SHIPPED, engines.NEW_KERNEL))
 ENGINES = (engines.OURS, SHIPPED, WITH_OUR_ATTENTION, engines.VLLM)
 LONGEST_OF_SHIPPED = 2_000  # tokens of a state
 LEAST: dict[str, dict[int, float]] = {  # times the questions a second, by tokens of the state

@@ -33,7 +33,7 @@ CONTEST = Contest(
     (
         engines.stock("fcfs"),
         engines.stock("fcfs", "--chunked-prefill-size", "-1")._replace(name="stock fcfs, unchunked"),
-        engines.newer("shortest-prefill-first"),
+        engines.stock("shortest-prefill-first"),
     ),
     n_turns=1 if shapes.HAS_CUDA else 3,
 )

@@ -42,7 +42,7 @@ SERVED = Served(
     ["--context-length", "4096", "--max-total-tokens", "8000", "--max-running-requests", "64"],
     ["--max-input-length", "4000", *shapes.budget(3)],
 )
-CONTEST = Contest([engines.stock("lpm"), engines.stock("fcfs"), engines.newer("shortest-prefill-first")])
+CONTEST = Contest([engines.stock("lpm"), engines.stock("fcfs"), engines.stock("shortest-prefill-first")])
 
 
 def main() -> int:

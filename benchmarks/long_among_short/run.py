@@ -64,7 +64,7 @@ def main() -> int:
     )
     with Comparison(arguments, requests_of, served) as comparison:
         comparison.conditions |= {"stream_s": stream_s, "long_tokens": LONG_TOKENS}
-        policies = (engines.newer("shortest-prefill-first"), engines.stock("lpm"), engines.stock("fcfs"))
+        policies = (engines.stock("shortest-prefill-first"), engines.stock("lpm"), engines.stock("fcfs"))
         rivals = [policy.on(reference) for reference in engines.REFERENCES for policy in policies]
         chosen = (BOUNDED,) if arguments.quick else (BOUNDED, engines.PAPER, *rivals)
         longs = [one for engine in chosen if (one := wait_of_long(comparison, engine)) is not None]

@@ -35,7 +35,7 @@ QUERIES, QUICK_QUERIES = 3, 1
 QUERY_CHARACTERS, PASSAGE_CHARACTERS = 4_000, 240
 # bfloat16, in steps of other sizes: of 600 log-odds some lie 0.2 from float32's, on any path, 0.04 on average.
 MAX_PROBABILITY_DIFFERENCE = 0.1
-CONTEST = Contest((engines.stock("lpm"), engines.stock("fcfs"), engines.newer("shortest-prefill-first")))
+CONTEST = Contest((engines.stock("lpm"), engines.stock("fcfs"), engines.stock("shortest-prefill-first")))
 SERVED = Served(
     None,
     ["--enable-metrics", "--max-running-requests", "64", "--context-length", "4096", "--max-total-tokens", "20000"],

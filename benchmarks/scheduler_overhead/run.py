@@ -23,7 +23,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import report
-from benchmarks.harness import engines
 from sgl_prefill.config import PrefillConfig
 from tests.support import tiny_models
 from tests.support.in_process import InProcessScheduler
@@ -37,6 +36,7 @@ DEADLINE_MS = 1e9  # far away: each arrival is forecast, and none is refused
 TOO_SOON_MS = 1e-3
 VOCABULARY = 512
 STEP_SIZES: dict[str, dict[str, Any]] = {"packed steps": {}, "one request a step": {"pack_step_tokens": 0}}
+RIVALS = ("lpm", "dfs-weight", "shortest-prefill-first")  # policies of stock SGLang
 
 
 def main() -> int:
@@ -48,7 +48,7 @@ def main() -> int:
         of_step = measure_all(options, counts, steps, tokens, burst=50 if arguments.quick else BURST)
         rows += [{"step": step, **row} for row in of_step]
         targets += targets_of(step, of_step)
-    rivals = [measure_rival(python, policy, n, tokens) for python, policy in rivals_here() for n in counts]
+    rivals = [measure_rival(policy, n, tokens) for policy in RIVALS for n in counts]
     report.finish({"conditions": conditions, "rows": rows, "rivals": rivals}, targets, arguments.json)
     return 0
 
@@ -92,16 +92,9 @@ def targets_of(step: str, rows: Sequence[dict[str, Any]]) -> list[report.Target]
     ]
 
 
-def rivals_here() -> list[tuple[str, str]]:
-    """(Python, policy): this environment's, and those of another one that holds sglang 0.5.23."""
-    found = [(sys.executable, "lpm"), (sys.executable, "dfs-weight")]
-    newer = os.environ.get(engines.NEWER_PYTHON)
-    return found if newer is None else [*found, (newer, "lpm"), (newer, "shortest-prefill-first")]
-
-
-def measure_rival(python: str, policy: str, n_waiting: int, prompt_tokens: int) -> dict[str, Any]:
+def measure_rival(policy: str, n_waiting: int, prompt_tokens: int) -> dict[str, Any]:
     """Medians of a few steps, or the reason why there are none."""
-    command = [python, str(Path(__file__).with_name("rival.py")), policy, str(n_waiting), str(prompt_tokens)]
+    command = [sys.executable, str(Path(__file__).with_name("rival.py")), policy, str(n_waiting), str(prompt_tokens)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise report.InvalidRunError(f"{policy}: {done.stderr[-1000:]}")

@@ -535,7 +535,7 @@ async def send_all(url: str, fuzzed: Sequence[Fuzzed]) -> list[Met]:
                 raw, n_bytes = await asyncio.wait_for(
                     _exchange(host, int(port), request), TIMEOUT_S if request.n_answers else INCOMPLETE_S
                 )
-            except (TimeoutError, asyncio.TimeoutError):
+            except TimeoutError:
                 return Met(request, failure="hang" if request.n_answers else None)
             except OSError as error:
                 return Met(request, reply=repr(error), failure="no answer" if request.n_answers else None)

@@ -228,7 +228,7 @@ async def storm(url: str, all_asked: Sequence[Asked]) -> list[Answer]:
             async with slots:
                 try:
                     return await asyncio.wait_for(post(asked), asked.leaves_after_s)
-                except (TimeoutError, asyncio.TimeoutError, aiohttp.ClientError) as error:
+                except (TimeoutError, aiohttp.ClientError) as error:
                     return Answer(None, [], repr(error), left=asked.leaves_after_s is not None)
 
         return list(await asyncio.gather(*map(one, all_asked)))

@@ -1,8 +1,9 @@
-"""Is this checkout as fast as another one? Single steps, the policy's cost, guard and WL1, in turns.
+"""Is this checkout as fast as another one? Single steps, the policy's cost, guard, WL1 and decisions, in turns; longest inputs.
 
     BEFORE=FOLDER python benchmarks/two_commits/run.py [--quick] [--json PATH]
 
-FOLDER is a checkout of another commit with its kernels built. See the README beside this file.
+FOLDER is a checkout of another commit with its kernels built; where it needs another release of SGLang, BEFORE_PYTHON names
+the Python of its environment. See the README beside this file.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,18 +24,32 @@ from typing import Any, NamedTuple
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import requests
+
 from benchmarks import report
+from benchmarks.branches import run as branches
 from benchmarks.harness import client, engines
 from benchmarks.step_profile import run as step_profile
+from sgl_prefill.examples import demo_model
 
 TURNS = 3
 WORKS = ("guard", "WL1")
+N_DECISIONS, STATE_TOKENS, QUESTIONS = 20, 600, 8
 MOST = 1.05  # time now over time before; medians of turns
+LEAST = 0.97  # longest input now over before
+
+
+BEFORE_PYTHON = "BEFORE_PYTHON"
 
 
 class Tree(NamedTuple):
     name: str
     folder: Path
+    python_variable: str | None = None  # of the environment, naming its Python; None: this one
+
+    @property
+    def python(self) -> str:
+        return sys.executable if self.python_variable is None else os.environ[self.python_variable]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -48,7 +64,8 @@ class Tree(NamedTuple):
 def both_trees() -> tuple[Tree, Tree]:
     if (before := os.environ.get("BEFORE")) is None:
         raise report.InvalidRunError("BEFORE names no checkout to compare with: set it to the folder of one")
-    return Tree("before", Path(before).resolve()), Tree("now", report.REPOSITORY)
+    python_variable = BEFORE_PYTHON if BEFORE_PYTHON in os.environ else None
+    return Tree("before", Path(before).resolve(), python_variable), Tree("now", report.REPOSITORY)
 
 
 def main() -> int:
@@ -57,8 +74,10 @@ def main() -> int:
     conditions = {**report.conditions(), "before": trees[0].commit}
     n_turns = 1 if arguments.quick else TURNS
     rows = [*in_processes(trees, n_turns, arguments.quick), *on_servers(trees, n_turns, arguments.quick)]
-    medians = medians_of(rows)
-    report.finish({"conditions": conditions, "medians": medians, "rows": rows}, targets_of(medians), arguments.json)
+    longest = [row for row in rows if "longest_input_tokens" in row]
+    medians = medians_of([row for row in rows if "ms" in row])
+    found = {"conditions": conditions, "medians": medians, "longest": longest, "rows": rows}
+    report.finish(found, [*targets_of(medians), *longest_of(longest)], arguments.json)
     return 0
 
 
@@ -77,7 +96,7 @@ def in_processes(trees: tuple[Tree, ...], n_turns: int, is_quick: bool) -> Itera
 
 def lines_of(tree: Tree, script: Path, words: list[str]) -> list[str]:
     done = subprocess.run(
-        [sys.executable, str(script), *words],
+        [tree.python, str(script), *words],
         capture_output=True,
         text=True,
         check=False,
@@ -91,8 +110,8 @@ def lines_of(tree: Tree, script: Path, words: list[str]) -> list[str]:
 
 def on_servers(trees: tuple[Tree, ...], n_turns: int, is_quick: bool) -> Iterable[dict[str, Any]]:
     """Yields rows of work that is sent at once to a server of each tree; both stay up, and take turns."""
-    for work in step_profile.works(is_quick):
-        if work.name not in WORKS:
+    for work in [*step_profile.works(is_quick), decisions(is_quick)]:
+        if work.name not in (*WORKS, "decisions"):
             continue
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -100,8 +119,19 @@ def on_servers(trees: tuple[Tree, ...], n_turns: int, is_quick: bool) -> Iterabl
             for tree in trees:
                 (folder / tree.name).mkdir()
                 flags = [*work.served.model_flags(folder / tree.name), *work.served.flags(engines.OURS)]
-                running = engines.running(engines.OURS, flags, folder / f"{tree.name}.log", tree.environment)
+                engine = engines.OURS._replace(python_variable=tree.python_variable)
+                running = engines.running(engine, flags, folder / f"{tree.name}.log", tree.environment)
+                started = time.perf_counter()
                 servers.append((tree, stack.enter_context(running)))
+                plan = (servers[-1][1].record or {})["memory_plan"]
+                yield shown(
+                    {
+                        "what": work.name,
+                        "tree": tree.name,
+                        "start_s": time.perf_counter() - started,
+                        "longest_input_tokens": plan["largest_input_tokens"],
+                    }
+                )
             for turn in range(n_turns + 1):  # the first warms up
                 for tree, server in servers:
                     client.run(server.url, [client.Due(0.0, [1000] * 500)], "warm-up")
@@ -111,6 +141,23 @@ def on_servers(trees: tuple[Tree, ...], n_turns: int, is_quick: bool) -> Iterabl
                     ms = 1000 * (time.perf_counter() - started) / work.n_requests
                     if turn:
                         yield shown({"what": f"{work.name}, a request", "tree": tree.name, "turn": turn, "ms": ms})
+
+
+def decisions(is_quick: bool) -> step_profile.Work:
+    """Requests of several questions about one state each, in one order of their options."""
+    maker = branches.Maker(demo_model.ensure())
+    bodies = [maker.work(STATE_TOKENS, QUESTIONS).body for _ in range(2 if is_quick else N_DECISIONS)]
+
+    def send(url: str) -> None:
+        with ThreadPoolExecutor(len(bodies)) as threads:
+            for reply in threads.map(lambda body: post(f"{url}/v1/systemone", body), bodies):
+                reply.raise_for_status()
+
+    return step_profile.Work("decisions", step_profile.DEMO, (engines.OURS,), len(bodies), send)
+
+
+def post(url: str, body: bytes) -> requests.Response:
+    return requests.post(url, body, headers={"Content-Type": "application/json"}, timeout=600)
 
 
 def shown(row: dict[str, Any]) -> dict[str, Any]:
@@ -131,6 +178,15 @@ def medians_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def targets_of(medians: list[dict[str, Any]]) -> list[report.Target]:
     return [report.Target.at_most(f"{one['what']}: ms, now / before", one["ratio"], MOST) for one in medians]
+
+
+def longest_of(rows: list[dict[str, Any]]) -> list[report.Target]:
+    tokens = {(row["what"], row["tree"]): row["longest_input_tokens"] for row in rows}
+    return [
+        report.Target.at_least(f"{what}: longest input by memory, now / before", found / tokens[what, "before"], LEAST)
+        for (what, tree), found in tokens.items()
+        if tree == "now"
+    ]
 
 
 if __name__ == "__main__":

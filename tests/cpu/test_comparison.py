@@ -232,10 +232,10 @@ def test_an_engine_whose_environment_is_not_named_is_not_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It becomes a row that says so, as any that cannot start."""
-    monkeypatch.delenv(engines.NEWER_PYTHON, raising=False)
+    monkeypatch.delenv(engines.VLLM_PYTHON, raising=False)
     with (
-        pytest.raises(ServerStartError, match="not measured: SGLANG_0_5_23_PYTHON names no environment"),
-        engines.running(engines.newer("lpm"), [], tmp_path / "log"),
+        pytest.raises(ServerStartError, match="not measured: VLLM_CPU_PYTHON names no environment"),
+        engines.running(engines.VLLM, [], tmp_path / "log"),
     ):
         pass
 
@@ -321,7 +321,7 @@ def test_stock_that_attends_in_another_way_does_not_count(
 
 def test_ours_takes_turns_with_the_best_policy_of_each_reference() -> None:
     """Everybody once; then the finalists and the new kernel below the best policy of the PyTorch path; a failure is left out."""
-    lpm, newer, outsider = engines.stock("lpm"), engines.newer("hrrn"), engines.transformers()
+    lpm, broken, outsider = engines.stock("lpm"), engines.stock("hrrn"), engines.transformers()
     seconds = {
         "ours": 1.0,
         "stock fcfs, torch_native": 9.0,
@@ -337,7 +337,7 @@ def test_ours_takes_turns_with_the_best_policy_of_each_reference() -> None:
         asked.append(f"{engine.name}, {turn}")
         return seconds.get(engine.name)
 
-    contest = turns.Contest((RIVAL, lpm, newer), 2, (OURS,), others=(outsider,))
+    contest = turns.Contest((RIVAL, lpm, broken), 2, (OURS,), others=(outsider,))
     found = turns.take_turns(contest, measure, lambda one: one)
     finalists = [
         "ours",
