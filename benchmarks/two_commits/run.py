@@ -123,7 +123,7 @@ def on_servers(trees: tuple[Tree, ...], n_turns: int, is_quick: bool) -> Iterabl
                 running = engines.running(engine, flags, folder / f"{tree.name}.log", tree.environment)
                 started = time.perf_counter()
                 servers.append((tree, stack.enter_context(running)))
-                plan = (servers[-1][1].record or {})["memory_plan"]
+                plan = (servers[-1][1].record or {})["memory"]
                 yield shown(
                     {
                         "what": work.name,
