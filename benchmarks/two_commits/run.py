@@ -27,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import requests
 
 from benchmarks import report
-from benchmarks.branches import run as branches
 from benchmarks.harness import client, engines
 from benchmarks.step_profile import run as step_profile
 from sgl_prefill.examples import demo_model
@@ -145,6 +144,8 @@ def on_servers(trees: tuple[Tree, ...], n_turns: int, is_quick: bool) -> Iterabl
 
 def decisions(is_quick: bool) -> step_profile.Work:
     """Requests of several questions about one state each, in one order of their options."""
+    from benchmarks.branches import run as branches  # which imports this module
+
     maker = branches.Maker(demo_model.ensure())
     bodies = [maker.work(STATE_TOKENS, QUESTIONS).body for _ in range(2 if is_quick else N_DECISIONS)]
 
