@@ -213,9 +213,9 @@ def execute_warmup(config: PrefillConfig, server_args: ServerArgs) -> bool:
 
 
 def _what_is_served(server_args: ServerArgs) -> str:
-    metrics = f", metrics at {server_args.url()}/metrics" if server_args.enable_metrics else ""
     from sglang.srt.runtime_context import get_serving
 
+    metrics = f", metrics at {server_args.url()}/metrics" if server_args.enable_metrics else ""
     return f"serves {get_serving().served_model_name} at {server_args.url()}{metrics}"
 
 

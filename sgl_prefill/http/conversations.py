@@ -28,9 +28,9 @@ _rendered: contextvars.ContextVar[Future[Any] | None] = contextvars.ContextVar("
 
 def check(request: ChatCompletionRequest) -> None:
     """Raises BadRequestError for a conversation that must not be rendered."""
-    messages = request.messages
     from sglang.srt.runtime_context import get_serving
 
+    messages = request.messages
     if "chat_template" in (request.chat_template_kwargs or {}) and not get_serving().trust_request_chat_template:
         raise BadRequestError(
             "chat_template_kwargs holds chat_template, and a template is a program that could block all other requests: leave"

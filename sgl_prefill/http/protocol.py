@@ -268,10 +268,6 @@ def pass_generate_deadline(obj: GenerateReqInput) -> None:
     obj.sampling_params = custom_params.for_each(obj.sampling_params, put)
 
 
-def pass_salt(obj: LabelGenerateReqInput) -> None:
-    """SGLang's own field now; `port.kv.namespaces` makes one key of both."""
-
-
 def check_penalties(
     request: CompletionRequest | ChatCompletionRequest | GenerateReqInput, max_tokens: int | None
 ) -> None:

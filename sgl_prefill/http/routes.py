@@ -223,7 +223,6 @@ class PrefillRoutes:
         return _openai_reply(request, choices, scored)
 
     async def generate(self, obj: protocol.LabelGenerateReqInput, request: Request) -> Any:
-        protocol.pass_salt(obj)
         answers = protocol.allowed_answers(obj)
         reply = self._reply_options(obj, answers is not None)
         attach_parts(obj, await self.cuts.of_generate(obj))

@@ -21,9 +21,6 @@ from torch import fx
 from sgl_prefill.errors import UntraceableModelError
 from sgl_prefill.hybrid.trace import ATTENTION_OP, TracedBody, op_name
 
-# Arguments of SGLang's attention operation, by name, that plain softmax attention leaves at these values.
-PLAIN_ATTENTION_OPTIONS = {"use_mha_companion": False}
-
 
 class BufferSpec(NamedTuple):
     """One full-length tensor: [tokens, *row_shape]."""
@@ -134,14 +131,6 @@ class _Cut:
         return int(self._argument(attention, 5, "layer_id"))
 
     def _check_attention(self, node: fx.Node) -> None:
-        extra = [
-            name
-            for name, value in node.kwargs.items()
-            if value is not None and PLAIN_ATTENTION_OPTIONS.get(name) != value
-        ]
-        named = {"query", "key", "value", "output", "save_kv_cache", "layer_id"}
-        if unknown := sorted(set(extra) - named):
-            raise UntraceableModelError(f"attention layer {self.layer_id(node)} has {', '.join(unknown)}")
         if None in self.key_value(node):
             raise UntraceableModelError(f"attention layer {self.layer_id(node)} uses the K and V of another layer")
 

@@ -77,8 +77,7 @@ def trace_body(
             result = forward(tokens["input_ids"], tokens["positions"], forward_batch)
     except UntraceableModelError:
         raise
-    except Exception as error:
-        # Dynamo raises many types, all of which mean that this model cannot be recorded
+    except Exception as error:  # Dynamo raises many types, all of which mean that this model cannot be recorded
         reason = str(error).strip().splitlines()
         raise UntraceableModelError(
             f"Dynamo cannot record it ({reason[0] if reason else type(error).__name__})"

@@ -204,9 +204,8 @@ class WatchedRadixCache(RadixCache):  # type: ignore[misc]
         state = request_state.of(req)
         state.kv_plan = plan
         if state.leader is not None:
-            req.kv.cache_protected_len = min(
-                plan.n_led, plan.n_durable
-            )  # the leader's slots are not this request's to free
+            # The leader's slots are not this request's to free.
+            req.kv.cache_protected_len = min(plan.n_led, plan.n_durable)
         if plan.n_scratch > 0:
             self._durable_ends[req.kv.req_pool_idx] = plan.n_durable
 
