@@ -169,13 +169,12 @@ class InProcessEngine:
     """
 
     def __init__(self, config: PrefillConfig, server_args: ServerArgs) -> None:
+        from sglang.srt.arg_groups.overrides import declare_resolution
+        from sglang.srt.runtime_context import SpawnRanks, publish
         from sglang.srt.server_args import PortArgs
 
         activation.activate(config, "http")
-        from sglang.srt.runtime_context import SpawnRanks, publish
-
-        if not server_args._resolution_finished:
-            server_args.stat_loggers = silent_metrics.COLLECTORS
+        declare_resolution(server_args, "sgl_prefill", stat_loggers=silent_metrics.COLLECTORS)
         self._config, self._server_args = config, server_args
         # Its processes' parts are all here, and read one context; the scheduler's has ranks.
         publish(server_args, role="tokenizer", ranks=SpawnRanks(world_rank=0, gpu_id=0))
