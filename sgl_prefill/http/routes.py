@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 from fastapi import Depends, FastAPI, HTTPException, Request
@@ -136,7 +136,6 @@ class PrefillRoutes:
         self._scorer: LabelScorer | None = None
         self.prefixes = Prefixes(most_expanded_bytes=config.max_body_bytes)
         self._probe: asyncio.Future[Any] | None = None
-        self._is_frozen = False
         self.decisions = DecisionRoutes(lambda: Decider(self._manager, self.scorer))
         self._reranker = Reranker(config, lambda: self.scorer, self._stock["/v1/rerank"], self._reply_options)
 
@@ -279,12 +278,8 @@ class PrefillRoutes:
         is_healthy = manager.server_status != ServerStatus.UnHealthy
         return Response(status_code=HTTPStatus.OK if is_healthy else HTTPStatus.SERVICE_UNAVAILABLE)
 
-    async def freeze_gc(self, raw_request: Request) -> Response:
-        """SGLang's start asks for it once, after the warm-up. Later it would keep a step's garbage for ever."""
-        if self._is_frozen:
-            _raise_unknown(raw_request.url.path)
-        self._is_frozen = True
-        await self._manager.freeze_gc()
+    async def freeze_gc(self) -> Response:
+        """Does nothing: SGLang asks for it after the warm-up, which has frozen all processes. Again it would keep garbage."""
         return Response()
 
     async def server_info(self) -> Response:
@@ -459,13 +454,9 @@ async def _client_stays() -> dict[str, Any]:
 
 async def _refuse_path(scope: Scope, receive: Receive, send: Send) -> None:
     """The application for unknown paths; SGLang's exception handler writes the answer."""
-    _raise_unknown(scope["path"])
-
-
-def _raise_unknown(path: str) -> NoReturn:
     raise HTTPException(
         HTTPStatus.NOT_FOUND,
-        f"{path} is not a route of this prefill-only server: for answers use /v1/completions, {CHAT_PATH}, /generate,"
+        f"{scope['path']} is not a route of this prefill-only server: for answers use /v1/completions, {CHAT_PATH}, /generate,"
         " /v1/score, /v1/rerank or /v1/embeddings; /openapi.json lists all routes",
     )
 
