@@ -9,7 +9,7 @@ if ! cat pyproject.toml setup.py | cmp -s - "$done_mark"; then
     python=${PYTHON:-python3}
     "$python" -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 13) else
         f"Python {v[0]}.{v[1]} found, and 3.11 or 3.12 is needed: name one in the variable PYTHON")'
-    echo "setting up .venv (8.5 GB; about a minute with a near registry)" >&2
+    echo "setting up .venv (9.7 GB; about a minute with a near registry)" >&2
     "$python" -m venv .venv
     .venv/bin/python -m pip install --quiet --disable-pip-version-check uv
     .venv/bin/uv pip install --quiet --python .venv/bin/python -e ".$extras"
