@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -230,3 +230,29 @@ def _visible(queries: range, keys: range, window_tokens: int | None) -> torch.Te
     k_pos = torch.arange(keys.start, keys.stop).unsqueeze(0)
     visible = k_pos <= q_pos
     return visible if window_tokens is None else visible & (k_pos >= q_pos - window_tokens)
+
+
+def register_packed_attention() -> object:
+    """Registers a CPU kernel for PyTorch's FlashAttention over packed sequences, which the head of Clef checkpoints calls. It is
+    there while the returned object lives."""
+
+    def run(
+        query: torch.Tensor,  # [tokens of all sequences, heads, head_dim], as key and value
+        key: torch.Tensor,
+        value: torch.Tensor,
+        query_starts: torch.Tensor,
+        key_starts: torch.Tensor,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        output, nothing = torch.empty_like(query), query.new_empty(0)
+        starts = zip(itertools.pairwise(query_starts.tolist()), itertools.pairwise(key_starts.tolist()), strict=True)
+        for (first, last), (first_key, last_key) in starts:
+            parts = (query[first:last], key[first_key:last_key], value[first_key:last_key])
+            attended = torch.nn.functional.scaled_dot_product_attention(*(part.transpose(0, 1) for part in parts))
+            output[first:last] = attended.transpose(0, 1)
+        return output, nothing, nothing, nothing, nothing
+
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    library.impl("_flash_attention_forward", run, "CPU")
+    return library

@@ -57,6 +57,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
             AttnForwardMethod,
         )
 
+        from sgl_prefill.cpu.attention import register_packed_attention
         from sgl_prefill.cpu.attention_backend import CpuFlashAttentionBackend
         from sgl_prefill.cpu.experts import forward_unquantized_experts, register_traced_experts
         from sgl_prefill.cpu.rank_threads import register_sum
@@ -68,7 +69,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         BaseFusedOp.register_oot_forward(
             UnquantizedFusedMoEMethod, forward_unquantized_experts, self.get_dispatch_key_name()
         )
-        self._kernels = register_traced_experts(), register_sum()
+        self._kernels = register_traced_experts(), register_sum(), register_packed_attention()
 
     def get_default_attention_backend(self) -> str:
         return NAME_WITHOUT_TRITON

@@ -519,6 +519,12 @@ FEATURES: tuple[Feature, ...] = (
             Override(
                 RADIX_CACHE,
                 "WatchedRadixCache",
+                ("supports_mamba", "mamba_evictable_size", "mamba_protected_size"),
+                "A model with a state runs under the policy where no prefix is cached.",
+            ),
+            Override(
+                RADIX_CACHE,
+                "WatchedRadixCache",
                 ("prefix_device_indices",),
                 "A follower's prefix is its leader's, too.",
             ),

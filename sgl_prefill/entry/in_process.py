@@ -39,6 +39,7 @@ from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.job import PlannedRow
 from sgl_prefill.entry import activation
 from sgl_prefill.errors import BadRequestError, ConfigurationError
+from sgl_prefill.http import decision_checkpoints
 from sgl_prefill.http.error_format import as_the_path_has_it
 from sgl_prefill.http.protocol import LabelChatCompletionRequest, LabelCompletionRequest, LabelGenerateReqInput
 from sgl_prefill.http.rerank_request import RerankRequest
@@ -238,7 +239,9 @@ class InProcessEngine:
         """Answers one request, for everything that is loaded at first use."""
         body: dict[str, Any] = {"input_ids": WARM_UP_TOKENS, "allowed_token_ids": WARM_UP_TOKENS}
         url = "/generate"
-        if not self._manager.is_generation:
+        if decision_checkpoints.is_one(self._manager.model_config):
+            url, body = decision_checkpoints.WARM_UP
+        elif not self._manager.is_generation:
             url, body = "/v1/embeddings", {"model": "default", "input": WARM_UP_TOKENS}
         answering = asyncio.ensure_future(self.answer(url, body))
         while not answering.done():

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import PortArgs, ServerArgs
 
     from sgl_prefill.http.shutdown import Ending
+    from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
 
 logger = logging.getLogger(__name__)
 
@@ -186,14 +187,10 @@ def execute_warmup(config: PrefillConfig, server_args: ServerArgs) -> bool:
     from sgl_prefill.http import conversations
 
     manager = http_server._global_state.tokenizer_manager
-    route = "/generate" if manager.is_generation else "/encode"
-    prompt: dict[str, Any] = {"input_ids": [10, 11, 12]} if manager.tokenizer is None else {"text": "warm-up"}
+    route, body = warm_up_request(manager)
     try:
         session = _session(server_args)
         _wait_until_listening(session, server_args)
-        # With labels, to load their tables before the first request.
-        labels = {"allowed_token_ids": [10, 11]} if manager.is_generation else {}
-        body = {**prompt, **labels, "sampling_params": {"max_new_tokens": 0, "temperature": 0}}
         session.post(server_args.url() + route, json=body, timeout=WARM_UP_TIMEOUT_S).raise_for_status()
         # Full garbage collections, which stop all requests, skip all objects of the start from now on.
         asyncio.run_coroutine_threadsafe(manager.freeze_gc(), manager.event_loop).result(WARM_UP_TIMEOUT_S)
@@ -210,6 +207,20 @@ def execute_warmup(config: PrefillConfig, server_args: ServerArgs) -> bool:
     quiet_start.end_launchers(_what_is_served(server_args))
     manager.server_status = ServerStatus.Up
     return True
+
+
+def warm_up_request(manager: PrefillTokenizerManager) -> tuple[str, dict[str, Any]]:
+    """Returns the path and the body of a small request that this model answers."""
+    from sgl_prefill.http import decision_checkpoints
+
+    if decision_checkpoints.is_one(manager.model_config):
+        return decision_checkpoints.WARM_UP
+    prompt: dict[str, Any] = {"input_ids": [10, 11, 12]} if manager.tokenizer is None else {"text": "warm-up"}
+    if not manager.is_generation:
+        return "/encode", prompt
+    # With labels, to load their tables before the first request.
+    options = {"allowed_token_ids": [10, 11], "sampling_params": {"max_new_tokens": 0, "temperature": 0}}
+    return "/generate", {**prompt, **options}
 
 
 def _what_is_served(server_args: ServerArgs) -> str:

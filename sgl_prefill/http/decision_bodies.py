@@ -425,17 +425,17 @@ _DECISIONS, _SYSTEM_ONE = TypeAdapter(DecisionsBody), TypeAdapter(SystemOneBody)
 
 def read_decisions(body: Any) -> tuple[DecisionsBody, Asked]:
     """Raises BodyError."""
-    found = _valid(_DECISIONS.validate_python, body)
+    found = valid(_DECISIONS.validate_python, body)
     return found, found.asked()
 
 
 def read_system_one(body: Any) -> tuple[SystemOneBody, Asked]:
     """Raises BodyError."""
-    found = _valid(_SYSTEM_ONE.validate_python, body)
+    found = valid(_SYSTEM_ONE.validate_python, body)
     return found, found.asked()
 
 
-def _valid(validate: Callable[[Any], Any], body: Any) -> Any:
+def valid(validate: Callable[[Any], Any], body: Any) -> Any:
     if isinstance(body, Unread):
         raise BodyError([{"loc": (), "msg": body.problem, "type": body.kind}])
     try:

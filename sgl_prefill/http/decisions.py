@@ -32,7 +32,7 @@ from sgl_prefill.core.decision_prompts import (
 )
 from sgl_prefill.core.labels import LabelDistribution
 from sgl_prefill.errors import BadRequestError, PromptTooLongError
-from sgl_prefill.http import decision_bodies
+from sgl_prefill.http import decision_bodies, decision_checkpoints
 from sgl_prefill.http.decision_bodies import Asked, BodyError, DecisionsBody, Options, SystemOneBody, Unread
 from sgl_prefill.http.label_scoring import left_of
 from sgl_prefill.http.request_checks import MOST_LABELS
@@ -41,6 +41,8 @@ from sgl_prefill.startup import calibrations
 from sgl_prefill.startup.calibrations import StoredCalibration
 
 if TYPE_CHECKING:
+    from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+
     from sgl_prefill.http.label_scoring import AskedPrompts, LabelScorer
     from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
 
@@ -79,10 +81,10 @@ class _Work(NamedTuple):
 
 
 class DecisionRoutes:
-    """The endpoint functions. decider: makes one at the first request, since SGLang creates its tokenizer manager late."""
+    """The endpoint functions. decider, chats: called at a request, since SGLang creates its serving objects late."""
 
-    def __init__(self, decider: Callable[[], Decider]) -> None:
-        self._decider = functools.cache(decider)
+    def __init__(self, decider: Callable[[], Decider], chats: Callable[[], OpenAIServingChat]) -> None:
+        self._decider, self._chats = functools.cache(decider), chats
 
     async def openai(self, raw_request: Request) -> Response:
         return await self.answer_openai(await _json_of(raw_request), raw_request)
@@ -97,11 +99,18 @@ class DecisionRoutes:
             place = decision_bodies.path_of(error.errors[0]["loc"]) if error.errors[0]["loc"] else None
             problem = {"message": str(error), "type": "invalid_request_error", "param": place, "code": None}
             return _json({"error": problem}, HTTPStatus.BAD_REQUEST)
+        if decision_checkpoints.is_one(self._chats().tokenizer_manager.model_config):
+            raise BadRequestError(
+                "this is a decision checkpoint, which answers /v1/systemone: send its questions there"
+            )
         decided = await self._decider().decide(asked, raw_request)
         return _json(reply_of_openai(self._decider().model, body, asked, decided))
 
     async def answer_typesafe(self, given: Any, raw_request: Request) -> Response:
+        chats = self._chats()
         try:
+            if decision_checkpoints.is_one(chats.tokenizer_manager.model_config):
+                return await decision_checkpoints.answer(chats, given, raw_request)
             body, asked = decision_bodies.read_system_one(given)
         except BodyError as error:
             return _json({"detail": decision_bodies.details_of(error.errors)}, HTTPStatus.UNPROCESSABLE_ENTITY)

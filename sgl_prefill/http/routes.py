@@ -136,7 +136,9 @@ class PrefillRoutes:
         self._scorer: LabelScorer | None = None
         self.prefixes = Prefixes(most_expanded_bytes=config.max_body_bytes)
         self._probe: asyncio.Future[Any] | None = None
-        self.decisions = DecisionRoutes(lambda: Decider(self._manager, self.scorer))
+        self.decisions = DecisionRoutes(
+            lambda: Decider(self._manager, self.scorer), lambda: self._app.state.openai_serving_chat
+        )
         self._reranker = Reranker(config, lambda: self.scorer, self._stock["/v1/rerank"], self._reply_options)
 
     def stock_endpoint(self, path: str) -> Callable[..., Awaitable[Any]]:

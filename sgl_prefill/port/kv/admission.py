@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from sgl_prefill.port.kv.radix_cache import WatchedRadixCache
 
 
+STATE = "linear-attention or Mamba state"
+
+
 def use_live_inputs() -> None:
     """Makes SGLang use a batch's tensors directly. By default it copies them into static buffers as long as the KV pool, for CUDA
     graphs and the overlap loop.
@@ -94,10 +97,16 @@ def _most_durable_tokens(configurator: KVCacheConfigurator, sglangs_tokens: int,
 
 def unsupported_with(server_args: ServerArgs) -> list[StepBack]:
     """Returns the techniques that the model does not allow with these arguments."""
+    from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.configs.model_config import ModelConfig
 
     # The one that `server_args` keeps is made before the platform's defaults, and may name another pool.
-    return unsupported(ModelConfig.from_server_args(server_args))
+    found = unsupported(ModelConfig.from_server_args(server_args))
+    if resolving_view(
+        server_args
+    ).disable_radix_cache:  # the policy needs no snapshot of a state where no prefix is looked up
+        found = [StepBack((EVICT,), one.reason) if one.reason.endswith(STATE) else one for one in found]
+    return found
 
 
 def unsupported(model: ModelConfig) -> list[StepBack]:
@@ -112,7 +121,7 @@ def unsupported(model: ModelConfig) -> list[StepBack]:
         "multi-head latent attention (MLA)": (is_mla and not this_device().is_host, (EVICT,)),
         "an index for sparse attention (DSA)": (is_deepseek_dsa(model.hf_config), (EVICT,)),
         "a separate sliding-window pool": (model.is_hybrid_swa or needs_two_pools, (POLICY, EVICT)),
-        "linear-attention or Mamba state": (mambaish_config(model) is not None, (POLICY, EVICT)),
+        STATE: (mambaish_config(model) is not None, (POLICY, EVICT)),
         "sparse attention with an index": (is_minimax_sparse(model.hf_config), (EVICT,)),
         "an encoder whose output every layer reads": (model.is_encoder_decoder, (POLICY, EVICT)),
     }

@@ -232,6 +232,18 @@ class WatchedRadixCache(RadixCache):  # type: ignore[misc]
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
         self._end_plan(req)
         super().on_release(req, checkpointed=checkpointed)
+        if req.kv.holds_mamba:
+            self.req_to_token_pool.free_mamba_cache(req)
+
+    def supports_mamba(self) -> bool:
+        """Where no prefix is cached: a request's state ends with it."""
+        return bool(self.disable)
+
+    def mamba_evictable_size(self) -> int:
+        return 0
+
+    def mamba_protected_size(self) -> int:
+        return 0
 
     def _end_plan(self, req: Req) -> None:
         state = request_state.of(req)

@@ -129,7 +129,7 @@ def around_build_table(
     """Hook: builds the slot table with more rows than SGLang gives to requests."""
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-    if configurator.is_draft_worker:
+    if configurator.is_draft_worker or configurator.mambaish_config is not None:  # its rows have a state each
         return original(configurator, max_num_reqs=max_num_reqs)
     table = original(configurator, max_num_reqs=max_num_reqs + MOST_BRANCHES)
     if type(table) is not ReqToTokenPool:

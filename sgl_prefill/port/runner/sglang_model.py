@@ -127,7 +127,8 @@ class SglangModel:
             one_layer = sum(pool.row_bytes())
             return one_layer, one_layer * pool.layer_num
         all_layers = -(-pool_bytes(pool) // (self.runner.max_total_num_tokens + self.page_size))
-        return -(-all_layers // pool.layer_num), all_layers
+        n_layers = getattr(pool, "full_kv_pool", pool).layer_num  # the others have a state
+        return -(-all_layers // n_layers), all_layers
 
     def n_places(self) -> int:
         return int(self.runner.req_to_token_pool.available_size())
@@ -283,6 +284,10 @@ class MadeUpStep:
         self._prefix = torch.empty(0, dtype=torch.int64, device=runner.device) if cached_slots is None else cached_slots
         n_cached = len(self._prefix)
         self._reqs = [_request(f"made-up-{index}", token_ids, n_cached) for index, token_ids in enumerate(prompts)]
+        if runner.model_config.joint_head_config is not None or runner.model_config.pointer_head is not None:
+            for req in self._reqs:  # one question of two options, all but the last token and the last
+                n = len(req.origin_input_ids)
+                req.decision_layout = [n, 1, 1, n - 1, n, 2, 0, n, n - 1, n]
 
     @torch.inference_mode()
     def run(self) -> torch.Tensor:
@@ -306,8 +311,9 @@ class MadeUpStep:
         result = runner.forward(forward_batch)
         self.was_replayed = bool(result.can_run_graph)
         output = result.logits_output
-        values: torch.Tensor = output.next_token_logits if runner.is_generation else output.embeddings
-        return values.float()
+        values: Any = output.next_token_logits if runner.is_generation else output.embeddings
+        found: torch.Tensor = (torch.stack(values) if isinstance(values, list) else values).float()
+        return found
 
     def slots(self, index: int) -> torch.Tensor:
         return self._slots_of(self._reqs[index])
@@ -315,6 +321,8 @@ class MadeUpStep:
     def release(self) -> None:
         allocator = self._runner.token_to_kv_pool_allocator
         for req in self._reqs:
+            if req.kv.holds_mamba:
+                self._runner.req_to_token_pool.free_mamba_cache(req)
             if not req.kv.holds_kv:  # memory ran out before the allocation
                 continue
             plan = request_state.of(req).kv_plan

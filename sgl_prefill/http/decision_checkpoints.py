@@ -1,0 +1,47 @@
+"""Decision checkpoints, which answer `/v1/systemone` by a head or readout of their own (Kev, Clef, pplx-decider): SGLang encodes
+the questions and reads the answers, and this package schedules the requests.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from sglang.srt.entrypoints.systemone.protocol import SystemOneRequest
+from sglang.srt.entrypoints.systemone.serving import SystemOneServing
+
+from sgl_prefill.errors import BadRequestError
+from sgl_prefill.http import decision_bodies
+
+if TYPE_CHECKING:
+    import fastapi
+    from fastapi.responses import Response
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+
+    from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
+
+
+WARM_UP: tuple[str, dict[str, Any]] = (
+    "/v1/systemone",
+    {"model": "", "state": "warm-up", "questions": {"a": {"type": "noul", "instructions": "Is it so?"}}},
+)
+
+
+def is_one(model: ModelConfig) -> bool:
+    return any(head is not None for head in (model.decision_config, model.joint_head_config, model.pointer_head))
+
+
+async def answer(chats: OpenAIServingChat, given: Any, raw_request: fastapi.Request) -> Response:
+    """Answers a body of `/v1/systemone`. Raises BodyError and BadRequestError."""
+    manager: PrefillTokenizerManager = chats.tokenizer_manager
+    if isinstance(given, dict) and given.get("x_options"):
+        raise BadRequestError(
+            "x_options is for models that answer by labels, and this checkpoint has a head of its own: leave it out"
+        )
+    request = decision_bodies.valid(SystemOneRequest.model_validate, given)
+    state = request.state if isinstance(request.state, str) else orjson.dumps(request.state).decode()
+    # Clef's own code cuts a state that is too long.
+    manager.check_text(state, "the state", may_be_cut=manager.model_config.joint_head_config is not None)
+    reply: Response = await SystemOneServing(chats).handle_request(request, raw_request)
+    return reply
