@@ -53,7 +53,10 @@ RARE: dict[str, tuple[str, ...]] = {
     "tests/integration/test_batch.py::test_the_reviews_of_the_readme_are_scored_right": (BATCH, "sgl_prefill/examples"),
     "tests/integration/test_benchmarks.py": ("benchmarks/harness", "benchmarks/storm"),
     "tests/integration/test_cluster.py": (CLUSTER,),
-    "tests/integration/test_decision_checkpoints.py": ("sgl_prefill/http/decision_checkpoints.py", "tests/support/decision_models.py"),
+    "tests/integration/test_decision_checkpoints.py": (
+        "sgl_prefill/http/decision_checkpoints.py",
+        "tests/support/decision_models.py",
+    ),
     "tests/integration/test_dashboard.py": ("sgl_prefill/dashboard", "tests/support/dashboard_server.py"),
     "tests/integration/test_families.py::test_every_other_family_is_right": (
         "benchmarks/families",

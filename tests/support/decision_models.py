@@ -1,4 +1,4 @@
-"""Tiny decision checkpoints with random weights: Kev (a pointer head), Clef (a joint-schema head), and pplx-decider (a readout, with
+"""Tiny decision checkpoints with random weights: Kev (a pointer head), Clef (a joint-schema head), and pplx-decider (a readout;
 causal attention or not).
 
 All layers have full attention without an output gate: real ones have linear attention, whose kernels need an accelerator.
