@@ -86,6 +86,7 @@ BUDGETS_S: dict[str, float] = {
     "tests/integration/test_benchmarks.py": 180,
     "tests/integration/test_cluster.py": 180,
     "tests/integration/test_dashboard.py": 90,
+    "tests/integration/test_decision_checkpoints.py": 180,
     "tests/integration/test_examples.py": 70,
     "tests/integration/test_families.py": 120,
     "tests/integration/test_lifecycle.py": 60,

@@ -242,15 +242,22 @@ def register_packed_attention() -> object:
         value: torch.Tensor,
         query_starts: torch.Tensor,
         key_starts: torch.Tensor,
-        *_: Any,
-        **__: Any,
+        most_queries: int,
+        most_keys: int,
+        dropout: float,
+        is_causal: bool,
+        return_debug_mask: bool,
+        scale: float | None = None,
+        **others: Any,
     ) -> tuple[torch.Tensor, ...]:
+        if dropout or is_causal or any(value is not None for value in others.values()):
+            raise NotImplementedError("on a CPU, packed attention has no dropout, no causal mask, and no window")
         output, nothing = torch.empty_like(query), query.new_empty(0)
         starts = zip(itertools.pairwise(query_starts.tolist()), itertools.pairwise(key_starts.tolist()), strict=True)
         for (first, last), (first_key, last_key) in starts:
-            parts = (query[first:last], key[first_key:last_key], value[first_key:last_key])
-            attended = torch.nn.functional.scaled_dot_product_attention(*(part.transpose(0, 1) for part in parts))
-            output[first:last] = attended.transpose(0, 1)
+            own = query[first:last], key[first_key:last_key], value[first_key:last_key]
+            q, k, v = (part.transpose(0, 1) for part in own)
+            output[first:last] = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale).transpose(0, 1)
         return output, nothing, nothing, nothing, nothing
 
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]

@@ -164,12 +164,6 @@ FEATURES: tuple[Feature, ...] = (
                 rank_group.around_resolve_dist_init_method,
                 "The store of the ranks would listen on every interface of the machine, despite --host.",
             ),
-            Hook(
-                f"{SCHEDULER}.get_init_info",
-                at_start.after_get_init_info,
-                "/server_info would not show which features of this package run.",
-                RunnerState,
-            ),
         ),
         overrides=(
             Override(
@@ -188,8 +182,8 @@ FEATURES: tuple[Feature, ...] = (
         ),
         relied=(
             Relied(
-                (f"{MANAGERS}.scheduler.run_scheduler_process",),
-                "The process function of this package activates the hooks and calls it.",
+                (f"{MANAGERS}.scheduler.run_scheduler_process", f"{SCHEDULER}.get_init_info"),
+                "The process function of this package activates the hooks, calls it, and adds to what it sends.",
             ),
             Relied(
                 (
@@ -326,6 +320,13 @@ FEATURES: tuple[Feature, ...] = (
                     f"{OPENAI}.serving_score.OpenAIServingScore._handle_non_streaming_request",
                 ),
                 "Label scoring renders completions, chats and scores with it.",
+            ),
+            Relied(
+                (
+                    f"{SRT}.entrypoints.systemone.serving.SystemOneServing._validate_request",
+                    f"{SRT}.entrypoints.systemone.serving.SystemOneServing._handle_non_streaming_request",
+                ),
+                "Decision checkpoints answer through it.",
             ),
             Relied(
                 (f"{OPENAI}.protocol.ResponsesRequest.to_sampling_params",),
@@ -519,7 +520,7 @@ FEATURES: tuple[Feature, ...] = (
             Override(
                 RADIX_CACHE,
                 "WatchedRadixCache",
-                ("supports_mamba", "mamba_evictable_size", "mamba_protected_size"),
+                ("supports_mamba",),
                 "A model with a state runs under the policy where no prefix is cached.",
             ),
             Override(

@@ -46,6 +46,7 @@ from sgl_prefill.http.rerank_request import RerankRequest
 from sgl_prefill.http.routes import PrefillRoutes, answer_bad_request
 from sgl_prefill.http.scores import LabelScoringRequest
 from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
+from sgl_prefill.port.runner import at_start
 from sgl_prefill.port.steps import silent_metrics
 from sgl_prefill.startup.record import PACKS_WEIGHTS_KEY, StartRecord
 
@@ -226,7 +227,7 @@ class InProcessEngine:
         parts, self._scheduler = build_scheduler(self._config, self._server_args)
         channels = self._scheduler.ipc_channels
         channels.send_to_detokenizer.socket = channels.send_to_tokenizer.socket = self._answered
-        info = self._scheduler.get_init_info()
+        info = at_start.with_record(parts.runner, self._scheduler.get_init_info())
         self._manager.scheduler_info, self._manager.max_req_input_len = info, info["max_req_input_len"]
         if parts.steps.scheduling is not None:
             parts.steps.scheduling.planned = self._manager.planned

@@ -32,9 +32,12 @@ from sgl_prefill.startup import examine
 from sgl_prefill.startup.device import device_of, is_out_of_memory, this_device
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.server_args import PortArgs, ServerArgs
 
+    from sgl_prefill.entry.activation import Parts
     from sgl_prefill.http.shutdown import Ending
     from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
 
@@ -66,13 +69,29 @@ def give_way() -> None:
 
 
 def run_scheduler_process(
-    config: PrefillConfig, environment: ParentEnvironment, server_args: ServerArgs, *args: Any, **kwargs: Any
+    config: PrefillConfig,
+    environment: ParentEnvironment,
+    server_args: ServerArgs,
+    port_args: PortArgs,
+    gpu_id: int,
+    tp_rank: int,
+    pp_rank: int,
+    dp_rank: int | None,
+    pipe_writer: Connection,
+    *display_ranks: int | None,
 ) -> None:
     launcher = environment.adopt()
     from sglang.srt.managers import scheduler
 
-    _activate_or_end(config, "scheduler", launcher)
-    scheduler.run_scheduler_process(server_args, *args, **kwargs)
+    from sgl_prefill.port.runner import at_start
+
+    class ToLauncher:
+        def send(self, info: dict[str, Any]) -> None:
+            pipe_writer.send(at_start.with_record(parts.runner, info))
+
+    parts = _activate_or_end(config, "scheduler", launcher)
+    ranks = (gpu_id, tp_rank, pp_rank, dp_rank)
+    scheduler.run_scheduler_process(server_args, port_args, *ranks, ToLauncher(), *display_ranks)
 
 
 def run_detokenizer_process(config: PrefillConfig, environment: ParentEnvironment, *args: Any, **kwargs: Any) -> None:
@@ -84,13 +103,15 @@ def run_detokenizer_process(config: PrefillConfig, environment: ParentEnvironmen
     detokenizer_manager.run_detokenizer_process(*args, **kwargs)
 
 
-def _activate_or_end(config: PrefillConfig, process: str, launcher: Launcher) -> None:
+def _activate_or_end(config: PrefillConfig, process: str, launcher: Launcher) -> Parts:
     from sgl_prefill.entry import activation
 
     try:
-        activation.activate(config, process).processes.launcher = launcher
+        parts = activation.activate(config, process)
     except SglPrefillError as error:
         end_with_launcher(error, launcher)
+    parts.processes.launcher = launcher
+    return parts
 
 
 def around_scheduler_init(
@@ -137,7 +158,7 @@ def _named_out_of_memory(server_args: ServerArgs, gpu_id: int) -> Iterator[None]
         raise MemoryPlanError(examine.out_of_memory(device, server_args.model_path, free_bytes, error)) from error
 
 
-def end_with_launcher(error: SglPrefillError, launcher: Launcher) -> None:
+def end_with_launcher(error: SglPrefillError, launcher: Launcher) -> NoReturn:
     """Prints the error, and makes the launcher end all processes."""
     print(f"sgl_prefill: cannot start\n{error}", file=sys.stderr, flush=True)
     launcher.report_failure()

@@ -41,8 +41,6 @@ from sgl_prefill.startup import calibrations
 from sgl_prefill.startup.calibrations import StoredCalibration
 
 if TYPE_CHECKING:
-    from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
-
     from sgl_prefill.http.label_scoring import AskedPrompts, LabelScorer
     from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
 
@@ -83,7 +81,7 @@ class _Work(NamedTuple):
 class DecisionRoutes:
     """The endpoint functions. decider, chats: called at a request, since SGLang creates its serving objects late."""
 
-    def __init__(self, decider: Callable[[], Decider], chats: Callable[[], OpenAIServingChat]) -> None:
+    def __init__(self, decider: Callable[[], Decider], chats: Callable[[], Any]) -> None:
         self._decider, self._chats = functools.cache(decider), chats
 
     async def openai(self, raw_request: Request) -> Response:

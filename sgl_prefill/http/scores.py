@@ -21,7 +21,13 @@ if TYPE_CHECKING:
     from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
 
 # Fields of SGLang's that label scoring cannot serve.
-UNSERVED = ("embed_override_token_id", "query_embed_overrides", "item_embed_overrides", "return_pooled_hidden_states")
+UNSERVED = (
+    "embed_override_token_id",
+    "query_embed_overrides",
+    "item_embed_overrides",
+    "return_pooled_hidden_states",
+    "score_extraction_token",
+)
 
 
 class LabelScoringRequest(ReplyFields, ScoringRequest):  # type: ignore[misc]

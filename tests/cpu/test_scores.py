@@ -162,6 +162,7 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
         "embed_override_token_id, item_embed_overrides cannot",
     ),
     ({"return_pooled_hidden_states": True}, "top_alternatives and return_pooled_hidden_states cannot be combined"),
+    ({"score_extraction_token": "<|score|>"}, "top_alternatives and score_extraction_token cannot be combined"),
     ({"label_token_ids": None}, "label_token_ids is missing: give"),
     ({"label_token_ids": []}, "label_token_ids is empty"),
     ({"label_token_ids": [5, 5]}, "label_token_ids holds 5 more than once"),

@@ -109,7 +109,8 @@ def _tokenizer(folder: Path) -> Any:
     raw.train_from_iterator(
         [TEXT] * 4, trainers.BpeTrainer(vocab_size=480, initial_alphabet=alphabet, show_progress=False)
     )
-    made: Any = PreTrainedTokenizerFast(
+    tokenizer_class: Any = PreTrainedTokenizerFast
+    made: Any = tokenizer_class(
         tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=4096
     )
     made.add_special_tokens({"additional_special_tokens": [*SPECIAL, "<think>", "</think>"]})

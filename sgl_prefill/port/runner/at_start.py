@@ -132,11 +132,11 @@ def around_init_req_max_new_tokens(original: Callable[..., None], scheduler: Sch
     )
 
 
-def after_get_init_info(state: RunnerState, result: dict[str, Any], scheduler: Scheduler) -> dict[str, Any]:
-    """Hook: adds the record of the start to the dict that SGLang sends to the HTTP process, for /server_info."""
+def with_record(state: RunnerState, info: dict[str, Any]) -> dict[str, Any]:
+    """Adds the record of the start, for /server_info, to what SGLang's scheduler tells the HTTP process."""
     state.record.ranks = _ranks(state)
     return {
-        **result,
+        **info,
         RECORD_KEY: state.record.shown(),
         PACKS_WEIGHTS_KEY: state.record.packed_weights is not None,
         ANSWERS_KEY: state.record.no_branches,

@@ -283,11 +283,9 @@ class MadeUpStep:
         self.was_replayed = False
         self._prefix = torch.empty(0, dtype=torch.int64, device=runner.device) if cached_slots is None else cached_slots
         n_cached = len(self._prefix)
-        self._reqs = [_request(f"made-up-{index}", token_ids, n_cached) for index, token_ids in enumerate(prompts)]
-        if runner.model_config.joint_head_config is not None or runner.model_config.pointer_head is not None:
-            for req in self._reqs:  # one question of two options, all but the last token and the last
-                n = len(req.origin_input_ids)
-                req.decision_layout = [n, 1, 1, n - 1, n, 2, 0, n, n - 1, n]
+        model = runner.model_config
+        decides = model.joint_head_config is not None or model.pointer_head is not None
+        self._reqs = [_request(f"made-up-{index}", one, n_cached, decides) for index, one in enumerate(prompts)]
 
     @torch.inference_mode()
     def run(self) -> torch.Tensor:
@@ -340,7 +338,7 @@ class MadeUpStep:
         return row.to(torch.int64)
 
 
-def _request(rid: str, token_ids: Sequence[int], n_cached: int) -> Req:
+def _request(rid: str, token_ids: Sequence[int], n_cached: int, decides: bool) -> Req:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -349,6 +347,8 @@ def _request(rid: str, token_ids: Sequence[int], n_cached: int) -> Req:
         origin_input_text="",
         origin_input_ids=array("q", token_ids),
         sampling_params=SamplingParams(max_new_tokens=0, temperature=0),
+        # One question, at the last token, of two options: all tokens and the last.
+        decision_layout=[n := len(token_ids), 1, 1, n - 1, n, 2, 0, n, n - 1, n] if decides else None,
     )
     req.full_untruncated_fill_ids = req.origin_input_ids
     req.logprob_start_len = -1
