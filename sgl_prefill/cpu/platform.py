@@ -18,12 +18,6 @@ from sgl_prefill.cpu.detect import ATTENTION_BACKEND_NAME
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-# SGLang decides by the *name* in `attention_backend` whether Triton kernels may run (`support_triton`), and copies the
-# prefill name there if both phases have the same one. So `attention_backend` stays `torch_native`, which SGLang knows to be
-# without Triton, and our class is registered under one name per phase. `patches/` holds the upstream fix.
-DECODE_BACKEND_NAME = "cpu_flash_decode"
-NAME_WITHOUT_TRITON = "torch_native"
-
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
     """SGLang's native PyTorch layers, with our attention backend as the default."""
@@ -39,10 +33,8 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         # SGLang gives platforms of this kind a pool for all layers, and would then miss its pool for sliding windows.
         server_args.disable_hybrid_swa_memory = True
         server_args.disable_custom_all_reduce = True  # it copies between devices
-        if server_args.attention_backend in (None, "intel_amx", ATTENTION_BACKEND_NAME):
-            server_args.attention_backend = NAME_WITHOUT_TRITON
-            server_args.prefill_attention_backend = server_args.prefill_attention_backend or ATTENTION_BACKEND_NAME
-            server_args.decode_attention_backend = server_args.decode_attention_backend or DECODE_BACKEND_NAME
+        if server_args.attention_backend in (None, "intel_amx"):
+            server_args.attention_backend = ATTENTION_BACKEND_NAME
 
     def get_device(self, device_id: int = 0) -> str:
         return "cpu"  # a string, which SGLang splits; the CPU mixin returns a `torch.device`
@@ -63,16 +55,14 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         from sgl_prefill.cpu.rank_threads import register_sum
 
         register_attention_backend(ATTENTION_BACKEND_NAME)(CpuFlashAttentionBackend)
-        register_attention_backend(DECODE_BACKEND_NAME)(CpuFlashAttentionBackend)
-        for name in (ATTENTION_BACKEND_NAME, DECODE_BACKEND_NAME):
-            AttentionBackendRegistry.register(name, lambda attention, batch: AttnForwardMethod.MLA)
+        AttentionBackendRegistry.register(ATTENTION_BACKEND_NAME, lambda attention, batch: AttnForwardMethod.MLA)
         BaseFusedOp.register_oot_forward(
             UnquantizedFusedMoEMethod, forward_unquantized_experts, self.get_dispatch_key_name()
         )
         self._kernels = register_traced_experts(), register_sum(), register_packed_attention()
 
     def get_default_attention_backend(self) -> str:
-        return NAME_WITHOUT_TRITON
+        return ATTENTION_BACKEND_NAME
 
     # Without the next two methods `/start_profile` ends the scheduler.
     def get_torch_profiler_activity_str(self) -> str:

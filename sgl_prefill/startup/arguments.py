@@ -221,10 +221,10 @@ def unstable(server_args: Any) -> list[str]:
     problems = []
     if server_args.tp_size > 1:
         problems.append(f"--tp-size is {server_args.tp_size}, and sums over ranks are not known to keep their order")
-    backends = server_args.prefill_attention_backend, server_args.decode_attention_backend
-    if foreign := [name for name in backends if not str(name).startswith(ATTENTION_BACKEND_NAME)]:
-        names = ", ".join(str(name or server_args.attention_backend) for name in dict.fromkeys(foreign))
-        problems.append(f"the attention backend is {names} and not {ATTENTION_BACKEND_NAME}")
+    phases = server_args.prefill_attention_backend, server_args.decode_attention_backend
+    backends = {name or server_args.attention_backend for name in phases}
+    if foreign := backends - {ATTENTION_BACKEND_NAME}:
+        problems.append(f"the attention backend is {', '.join(sorted(foreign))} and not {ATTENTION_BACKEND_NAME}")
     found = native()
     if found.kernels is None:
         problems.append(f"there are no native kernels: {found.reason}")

@@ -185,14 +185,14 @@ def test_what_cannot_be_stable_is_refused_before_a_process_starts() -> None:
     @dataclasses.dataclass
     class Arguments:
         tp_size: int = 1
-        attention_backend: str = "torch_native"
-        prefill_attention_backend: str | None = "cpu_flash"
-        decode_attention_backend: str | None = "cpu_flash_decode"
+        attention_backend: str = "cpu_flash"
+        prefill_attention_backend: str | None = None
+        decode_attention_backend: str | None = None
 
     with mock.patch.object(arguments, "native", return_value=Native(SimpleNamespace(), None)):  # type: ignore[arg-type]
         assert arguments.unstable(Arguments()) == []
         (ranks,) = arguments.unstable(Arguments(tp_size=2))
-        (backend,) = arguments.unstable(Arguments(prefill_attention_backend=None, decode_attention_backend=None))
+        (backend,) = arguments.unstable(Arguments(decode_attention_backend="torch_native"))
     assert "--tp-size is 2" in ranks
     assert "torch_native and not cpu_flash" in backend
     with mock.patch.object(arguments, "native", return_value=Native(None, "PREFILL_CPU_KERNEL is off")):
