@@ -262,7 +262,8 @@ def start(
         kvcache=pool,
         need_sort=False,
     )
-    model_config = SimpleNamespace(context_len=context_tokens, vocab_size=100, model_path="models/toy")
+    heads = dict.fromkeys(("joint_head_config", "pointer_head"))
+    model_config = SimpleNamespace(context_len=context_tokens, vocab_size=100, model_path="models/toy", **heads)
     runner = SimpleNamespace(
         server_args=SimpleNamespace(tp_size=1, prefill_attention_backend="fa3", decode_attention_backend="fa3"),
         device="cpu",

@@ -173,7 +173,7 @@ def test_the_radix_cache_gets_the_durable_part_alone() -> None:
         slots = allocator.alloc(12)
     assert slots is not None
     row[0, :12] = slots
-    kv = SimpleNamespace(req_pool_idx=0, cache_protected_len=0, kv_allocated_len=12)
+    kv = SimpleNamespace(req_pool_idx=0, cache_protected_len=0, kv_allocated_len=12, holds_mamba=False)
     req: Any = SimpleNamespace(
         sampling_params=SimpleNamespace(custom_params=None),
         origin_input_ids=array("q", range(12)),
