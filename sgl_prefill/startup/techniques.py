@@ -71,6 +71,8 @@ REQUIRED: tuple[Required, ...] = (
     Required("schedule_policy", "fcfs", "--schedule-policy", "our policy orders the queue", (POLICY,)),
     Required("enable_mixed_chunk", False, "--enable-mixed-chunk", "a request runs in one forward", (POLICY, EVICT)),
     Required("enable_pdmux", False, "--enable-pdmux", "it runs prefills layer by layer", ALL),
+    Required("enable_layernorm_sp", False, "--enable-layernorm-sp", "it spreads rows over ranks itself", (HYBRID,)),
+    Required("enable_paged_experts", False, "--enable-paged-experts", "all weights stay in place", (HYBRID,)),
     Required("pp_size", 1, "--pp-size", "policy and scratch allow one batch in flight", ALL),
     Required("dcp_size", 1, "--dcp-size", "scratch is not spread over ranks", (EVICT,)),
     Required(
@@ -78,6 +80,13 @@ REQUIRED: tuple[Required, ...] = (
     ),
     Required("enable_lmcache", False, "--enable-lmcache", "the cache has one tier", (POLICY, EVICT)),
     Required("enable_flexkv", False, "--enable-flexkv", "the cache has one tier", (POLICY, EVICT)),
+    Required(
+        "enable_unified_cache_external_linker",
+        False,
+        "--enable-unified-cache-external-linker",
+        "the cache has one tier",
+        (POLICY, EVICT),
+    ),
     Required(
         "enable_streaming_session", False, "--enable-streaming-session", "a session would keep scratch", (POLICY, EVICT)
     ),

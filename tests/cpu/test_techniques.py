@@ -183,7 +183,8 @@ def test_arguments_are_built_again_without_what_the_model_does_not_allow(
     def build(config: PrefillConfig) -> Any:
         built.append(config)
         fields = {need.field: need.value for need in arguments.required_for(config)}
-        return SimpleNamespace(**{"kv_cache_dtype": "auto", "disable_radix_cache": False, **fields})
+        others = {"kv_cache_dtype": "auto", "disable_radix_cache": False, "radix_eviction_policy": "lru"}
+        return SimpleNamespace(**{**others, **fields})
 
     config, _ = launch.settle(PrefillConfig(), build)
     assert [is_on(one) for one in built] == [[one.name for one in ALL], [HYBRID.name]]

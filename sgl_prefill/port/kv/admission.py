@@ -100,12 +100,13 @@ def unsupported_with(server_args: ServerArgs) -> list[StepBack]:
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.configs.model_config import ModelConfig
 
+    view = resolving_view(server_args)
     # The one that `server_args` keeps is made before the platform's defaults, and may name another pool.
     found = unsupported(ModelConfig.from_server_args(server_args))
-    if resolving_view(
-        server_args
-    ).disable_radix_cache:  # the policy needs no snapshot of a state where no prefix is looked up
+    if view.disable_radix_cache:  # the policy needs no snapshot of a state where no prefix is looked up
         found = [StepBack((EVICT,), one.reason) if one.reason.endswith(STATE) else one for one in found]
+    if view.radix_eviction_policy == "tlru":
+        found.append(StepBack((POLICY, EVICT), "--radix-eviction-policy is tlru (it needs SGLang's unified tree)"))
     return found
 
 
