@@ -35,7 +35,7 @@ ANSWERS_EVERY_S = 0.25
 
 
 class NonsenseError(Exception):
-    """A body that is not JSON, or cut off."""
+    """A body that is not JSON, or cut off; a redirect."""
 
 
 class Server:
@@ -103,11 +103,11 @@ async def answers(
         url, body = request_of(row)
         tries[row] = tries.get(row, 0) + 1
         try:
-            async with session.post(server.url + url, data=orjson.dumps(body)) as response:
-                text = await response.read()
-                status = response.status
-            if status < 400:
-                _check_json(text)
+            data = orjson.dumps(body)
+            async with session.post(server.url + url, data=data, allow_redirects=False) as response:
+                text, status = await response.read(), response.status
+                if status < 400:
+                    text = _in_one_line(text, response)
         except (aiohttp.ClientError, TimeoutError, OSError, NonsenseError) as error:
             server.is_gone = True
             server.pause(f"{type(error).__name__} {error}".strip(), tell)
@@ -184,8 +184,12 @@ def _groups(n_rows: int, begins: IntArray, most_rows: int) -> list[tuple[int, in
     return found
 
 
-def _check_json(text: bytes) -> None:
+def _in_one_line(text: bytes, response: aiohttp.ClientResponse) -> bytes:
+    """Returns a reply as JSON in one line, whatever white space the server writes. Raises NonsenseError."""
+    if response.status >= HTTPStatus.MULTIPLE_CHOICES:
+        place = response.headers.get("Location")
+        raise NonsenseError(f"answers {response.status} and names {place}, to which a job sends nothing by itself")
     try:
-        orjson.loads(text)
+        return orjson.dumps(orjson.loads(text))
     except orjson.JSONDecodeError as error:
         raise NonsenseError("answers 200 with what is not JSON") from error

@@ -141,6 +141,26 @@ def test_what_a_server_could_not_answer_is_asked_for_again_and_answered_once(how
     assert ran.told
 
 
+def test_an_answer_is_kept_in_one_line() -> None:
+    """The file of answers has one line a row."""
+    ran = asyncio.run(run(lambda row: web.Response(text=f'{{\n  "row": {row}\n}}\n', content_type="application/json")))
+    assert all_good(ran)
+    assert all(b"\n" not in body for _, body in ran.answers.values())
+
+
+def test_prompts_do_not_go_where_a_redirect_points() -> None:
+    async def story() -> tuple[Ran, list[int]]:
+        async with server(good) as (other, asked):
+            away = {"Location": f"{other}/v1/completions"}
+            return await run(lambda row: web.Response(status=307, headers=away) if row == 3 else good(row)), asked
+
+    ran, asked = asyncio.run(story())
+    assert not asked
+    assert ran.answers.pop(3)[0] == 502
+    assert all(status == 200 for status, _ in ran.answers.values())
+    assert any("answers 307 and names http://127.0.0.1" in line for line in ran.told)
+
+
 def test_where_one_server_is_gone_the_others_answer_its_rows() -> None:
     ran = asyncio.run(run(None, good))
     assert all_good(ran)
