@@ -20,8 +20,8 @@ from benchmarks import report
 
 # What such a machine has besides PyTorch, as far as servers import it.
 BARE = """
-torch==2.11.0 triton==3.6.0 torchaudio==2.11.0 torchvision==0.26.0 huggingface_hub==1.33.0 numpy
-safetensors==0.8.0 sentencepiece==0.2.2 tiktoken==0.14.0 accelerate==1.15.0 aiohttp annotated-doc anyio attrs certifi
+torch==2.14.1 triton==3.8.0 torchaudio==2.11.0 torchvision==0.29.2 huggingface_hub==1.33.0 numpy
+safetensors==0.8.0 sentencepiece==0.2.1 tiktoken==0.14.0 accelerate==1.15.0 aiohttp annotated-doc anyio attrs certifi
 charset-normalizer click cloudpickle cuda-bindings cuda-pathfinder einops filelock fsspec grpcio h11 hf-xet httpcore
 httpx idna jinja2 markdown-it-py markupsafe ml-dtypes mpmath msgpack multidict networkx ninja numba nvidia-ml-py
 packaging pillow pluggy prometheus-client protobuf psutil pygments pytest python-dateutil pyyaml regex requests rich
