@@ -253,7 +253,7 @@ def compile_kernels() -> int:
 
     dtype = torch.bfloat16
     kernels = [
-        *((_jit_kvcache_module, (n_bytes, n_bytes)) for n_bytes in (2048, 512, 1024, 384, 256)),  # K of a token
+        *((_jit_kvcache_module, (n_bytes, n_bytes, 0)) for n_bytes in (2048, 512, 1024, 384, 256)),  # K of a token
         (activation_module, (dtype,)),
         *((_jit_fused_rope_module, (True, head_dim, dtype, dtype)) for head_dim in (128, 64)),
         (_jit_clamp_position_module, (torch.int64,)),
