@@ -1,4 +1,4 @@
-"""Make the kit for a Hopper GPU on a machine with PyTorch and no package index: two archives of some 50 MiB together.
+"""Make the kit for a Hopper GPU on a machine with PyTorch and no package index: two archives of some 65 MiB together.
 
     python scripts/gpu_kit.py --out FOLDER [--fp8] [--bare PYTHON]
 
