@@ -61,9 +61,8 @@ def reduced(library: Path) -> dict[str, Any]:
 
 
 def packed(path: Path, *options: str) -> float:
-    tar = subprocess.Popen(["tar", *options, "-C", str(path.parent), "-c", path.name], stdout=subprocess.PIPE)
-    done = subprocess.run(["xz", "-T2", "-6", "-c"], stdin=tar.stdout, stdout=subprocess.PIPE, check=True)
-    return len(done.stdout) / 2**20
+    command = ["tar", *options, "-I", "xz -T2 -6", "-C", str(path.parent), "-cf", "-", path.name]
+    return len(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout) / 2**20
 
 
 def missing_functions(library: Path, older: Path) -> list[str]:

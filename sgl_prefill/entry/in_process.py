@@ -31,6 +31,7 @@ from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompl
 from sglang.srt.entrypoints.openai.serving_embedding import OpenAIServingEmbedding
 from sglang.srt.entrypoints.openai.serving_rerank import OpenAIServingRerank
 from sglang.srt.entrypoints.openai.serving_score import OpenAIServingScore
+from sglang.srt.entrypoints.systemone.serving import SystemOneServing
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager
 from sglang.srt.managers.io_struct import BatchEmbeddingOutput, BatchStrOutput, BatchTokenIDOutput, sock_recv, sock_send
 
@@ -183,10 +184,12 @@ class InProcessEngine:
         self._port_args = PortArgs.init_new(server_args)
         make = functools.partial(SteppedTokenizerManager, config=config)
         self._manager, templates = init_tokenizer_manager(server_args, self._port_args, make)
+        self._manager.max_req_input_len = self._manager.context_len  # as far as is known before the start
         http_server.set_global_state(http_server._GlobalState(self._manager, templates, {}))
         serving = SimpleNamespace(
             openai_serving_completion=OpenAIServingCompletion(self._manager, templates),
-            openai_serving_chat=self._manager.serving_chat_class(self._manager, templates),
+            openai_serving_chat=(chats := self._manager.serving_chat_class(self._manager, templates)),
+            systemone_serving=SystemOneServing(chats),
             openai_serving_embedding=OpenAIServingEmbedding(self._manager, templates),
             openai_serving_score=OpenAIServingScore(self._manager),
             openai_serving_rerank=OpenAIServingRerank(self._manager, templates),

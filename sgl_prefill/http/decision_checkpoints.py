@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from sglang.srt.entrypoints.systemone.joint_schema import REFERENCE_MAX_LENGTH, encode_joint_schema
 from sglang.srt.entrypoints.systemone.protocol import SystemOneRequest
-from sglang.srt.entrypoints.systemone.serving import SystemOneServing
 from sglang.srt.layers.joint_schema_head import max_joint_prompt_tokens
 from sglang.srt.runtime_context import get_schedule
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     import fastapi
     from fastapi.responses import Response
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+    from sglang.srt.entrypoints.systemone.serving import SystemOneServing
 
     from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
 
@@ -37,9 +36,9 @@ def is_one(model: ModelConfig) -> bool:
     return any(head is not None for head in (model.decision_config, model.joint_head_config, model.pointer_head))
 
 
-async def answer(chats: OpenAIServingChat, given: Any, raw_request: fastapi.Request) -> Response:
+async def answer(serving: SystemOneServing, given: Any, raw_request: fastapi.Request) -> Response:
     """Answers a body of `/v1/systemone`. Raises BodyError and BadRequestError."""
-    manager: PrefillTokenizerManager = chats.tokenizer_manager
+    manager: PrefillTokenizerManager = serving.tokenizer_manager
     if isinstance(given, dict) and given.get("x_options"):
         raise BadRequestError(
             "x_options is for models that answer by labels, and this checkpoint has a head of its own: leave it out"
@@ -49,7 +48,7 @@ async def answer(chats: OpenAIServingChat, given: Any, raw_request: fastapi.Requ
     manager.check_text(state, "the state")
     if manager.model_config.joint_head_config is not None:
         await asyncio.to_thread(_check_that_it_fits, manager, request)
-    reply: Response = await SystemOneServing(chats).handle_request(request, raw_request)
+    reply: Response = await serving.handle_request(request, raw_request)
     return reply
 
 

@@ -79,10 +79,10 @@ class _Work(NamedTuple):
 
 
 class DecisionRoutes:
-    """The endpoint functions. decider, chats: called at a request, since SGLang creates its serving objects late."""
+    """The endpoint functions. decider, sglangs: called at a request, since SGLang creates its serving objects late."""
 
-    def __init__(self, decider: Callable[[], Decider], chats: Callable[[], Any]) -> None:
-        self._decider, self._chats = functools.cache(decider), chats
+    def __init__(self, decider: Callable[[], Decider], sglangs: Callable[[], Any]) -> None:
+        self._decider, self._sglangs = functools.cache(decider), sglangs
 
     async def openai(self, raw_request: Request) -> Response:
         return await self.answer_openai(await _json_of(raw_request), raw_request)
@@ -97,7 +97,7 @@ class DecisionRoutes:
             place = decision_bodies.path_of(error.errors[0]["loc"]) if error.errors[0]["loc"] else None
             problem = {"message": str(error), "type": "invalid_request_error", "param": place, "code": None}
             return _json({"error": problem}, HTTPStatus.BAD_REQUEST)
-        if decision_checkpoints.is_one(self._chats().tokenizer_manager.model_config):
+        if decision_checkpoints.is_one(self._sglangs().tokenizer_manager.model_config):
             raise BadRequestError(
                 "this is a decision checkpoint, which answers /v1/systemone: send its questions there"
             )
@@ -105,10 +105,10 @@ class DecisionRoutes:
         return _json(reply_of_openai(self._decider().model, body, asked, decided))
 
     async def answer_typesafe(self, given: Any, raw_request: Request) -> Response:
-        chats = self._chats()
+        serving = self._sglangs()
         try:
-            if decision_checkpoints.is_one(chats.tokenizer_manager.model_config):
-                return await decision_checkpoints.answer(chats, given, raw_request)
+            if decision_checkpoints.is_one(serving.tokenizer_manager.model_config):
+                return await decision_checkpoints.answer(serving, given, raw_request)
             body, asked = decision_bodies.read_system_one(given)
         except BodyError as error:
             return _json({"detail": decision_bodies.details_of(error.errors)}, HTTPStatus.UNPROCESSABLE_ENTITY)

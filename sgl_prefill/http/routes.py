@@ -137,7 +137,7 @@ class PrefillRoutes:
         self.prefixes = Prefixes(most_expanded_bytes=config.max_body_bytes)
         self._probe: asyncio.Future[Any] | None = None
         self.decisions = DecisionRoutes(
-            lambda: Decider(self._manager, self.scorer), lambda: self._app.state.openai_serving_chat
+            lambda: Decider(self._manager, self.scorer), lambda: self._app.state.systemone_serving
         )
         self._reranker = Reranker(config, lambda: self.scorer, self._stock["/v1/rerank"], self._reply_options)
 

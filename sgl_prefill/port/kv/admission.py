@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from sgl_prefill.port.kv.radix_cache import WatchedRadixCache
 
 
-STATE = "linear-attention or Mamba state"
-
-
 def use_live_inputs() -> None:
     """Makes SGLang use a batch's tensors directly. By default it copies them into static buffers as long as the KV pool, for CUDA
     graphs and the overlap loop.
@@ -102,15 +99,13 @@ def unsupported_with(server_args: ServerArgs) -> list[StepBack]:
 
     view = resolving_view(server_args)
     # The one that `server_args` keeps is made before the platform's defaults, and may name another pool.
-    found = unsupported(ModelConfig.from_server_args(server_args))
-    if view.disable_radix_cache:  # the policy needs no snapshot of a state where no prefix is looked up
-        found = [StepBack((EVICT,), one.reason) if one.reason.endswith(STATE) else one for one in found]
+    found = unsupported(ModelConfig.from_server_args(server_args), looks_prefixes_up=not view.disable_radix_cache)
     if view.radix_eviction_policy == "tlru":
         found.append(StepBack((POLICY, EVICT), "--radix-eviction-policy is tlru (it needs SGLang's unified tree)"))
     return found
 
 
-def unsupported(model: ModelConfig) -> list[StepBack]:
+def unsupported(model: ModelConfig, *, looks_prefixes_up: bool = True) -> list[StepBack]:
     """Returns the techniques that the model does not allow."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa, is_deepseek_v4, is_minimax_sparse
@@ -122,7 +117,11 @@ def unsupported(model: ModelConfig) -> list[StepBack]:
         "multi-head latent attention (MLA)": (is_mla and not this_device().is_host, (EVICT,)),
         "an index for sparse attention (DSA)": (is_deepseek_dsa(model.hf_config), (EVICT,)),
         "a separate sliding-window pool": (model.is_hybrid_swa or needs_two_pools, (POLICY, EVICT)),
-        STATE: (mambaish_config(model) is not None, (POLICY, EVICT)),
+        # A hit needs a snapshot of it.
+        "linear-attention or Mamba state": (
+            mambaish_config(model) is not None,
+            (POLICY, EVICT) if looks_prefixes_up else (EVICT,),
+        ),
         "sparse attention with an index": (is_minimax_sparse(model.hf_config), (EVICT,)),
         "an encoder whose output every layer reads": (model.is_encoder_decoder, (POLICY, EVICT)),
     }
