@@ -113,8 +113,8 @@ class SteppedTokenizerManager(PrefillTokenizerManager):
         self.planned: dict[str, PlannedRow] = {}  # by request id, until the scheduler reads it
         super().__init__(server_args, port_args, config=config)
         self.scheduler_info = {PACKS_WEIGHTS_KEY: False}  # until there is a scheduler
-        if config.max_input_length is not None:
-            self.max_req_input_len = config.max_input_length + 1
+        most = config.max_input_length  # as far as is known before the start
+        self.max_req_input_len = self.context_len if most is None else most + 1
 
     def init_ipc_channels(self, port_args: PortArgs) -> None:
         self.tokenizer_ipc_name = self.load_snapshot_reader = None
@@ -184,7 +184,6 @@ class InProcessEngine:
         self._port_args = PortArgs.init_new(server_args)
         make = functools.partial(SteppedTokenizerManager, config=config)
         self._manager, templates = init_tokenizer_manager(server_args, self._port_args, make)
-        self._manager.max_req_input_len = self._manager.context_len  # as far as is known before the start
         http_server.set_global_state(http_server._GlobalState(self._manager, templates, {}))
         serving = SimpleNamespace(
             openai_serving_completion=OpenAIServingCompletion(self._manager, templates),
