@@ -18,12 +18,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import psutil
 import torch
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+Direction = Literal[">=", "<="]
 
 
 class Target(NamedTuple):
@@ -33,14 +36,15 @@ class Target(NamedTuple):
     value: float
     target: float
     met: bool
+    direction: Direction
 
     @classmethod
     def at_least(cls, name: str, value: float, target: float) -> Target:
-        return cls(name, round(value, 4), target, value >= target)
+        return cls(name, round(value, 4), target, value >= target, ">=")
 
     @classmethod
     def at_most(cls, name: str, value: float, target: float) -> Target:
-        return cls(name, round(value, 4), target, value <= target)
+        return cls(name, round(value, 4), target, value <= target, "<=")
 
 
 class InvalidRunError(Exception):
@@ -108,11 +112,18 @@ def portable(command: list[str]) -> str:
 def finish(result: dict[str, Any], targets: list[Target], path: Path | None) -> None:
     """Print the targets and write the JSON."""
     for target in targets:
-        print(f"{'met   ' if target.met else 'MISSED'}  {target.name}: {target.value} (target {target.target})")
+        print(
+            f"{'met   ' if target.met else 'MISSED'}  {target.name}: {target.value} (target {target.direction} {target.target})"
+        )
     if path is not None:
         whole = {"conditions": result.pop("conditions"), "targets": [target._asdict() for target in targets], **result}
         path.write_text(json.dumps(whole, indent=1) + "\n")
         print(f"written to {path}")
+
+
+def beside(script: str, part: str, *, quick: bool) -> argparse.Namespace:
+    """The arguments of a `Comparison` that is a part of a benchmark: the files of its requests and of what is kept."""
+    return argparse.Namespace(json=None if quick else Path(script).with_name(f"result.{part}.json"))
 
 
 def part(rows: list[dict[str, Any]], targets: list[Target], **more: Any) -> dict[str, Any]:

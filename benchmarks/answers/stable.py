@@ -30,7 +30,7 @@ from benchmarks import report, shapes
 from benchmarks.guard import run as guard
 from benchmarks.harness import traffic
 from benchmarks.harness.client import Due
-from benchmarks.post_recommendation import run as wl1
+from benchmarks.load import wl1
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.jct import FittedJct
 from sgl_prefill.examples import demo_model

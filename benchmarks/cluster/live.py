@@ -23,8 +23,8 @@ import requests
 from benchmarks import report, shapes
 from benchmarks.harness import client, traffic
 from benchmarks.harness.engines import OURS, QUIET
-from benchmarks.post_recommendation.run import POSTS, SCALE
-from benchmarks.post_recommendation.run import SERVED as WL1
+from benchmarks.load.wl1 import POSTS, SCALE
+from benchmarks.load.wl1 import SERVED as WL1
 from sgl_prefill.cluster import __main__ as cluster
 from sgl_prefill.entry import local_server
 from sgl_prefill.plan import percentile

@@ -18,8 +18,8 @@ from benchmarks.guard.run import SERVED as GUARD
 from benchmarks.guard.run import prompts as guard_prompts
 from benchmarks.harness import client, engines, traffic
 from benchmarks.harness.turns import Served, Servers
-from benchmarks.post_recommendation.run import POSTS, SCALE
-from benchmarks.post_recommendation.run import SERVED as WL1
+from benchmarks.load.wl1 import POSTS, SCALE
+from benchmarks.load.wl1 import SERVED as WL1
 
 BROWSER = Path(__file__).with_name("browser.py")
 N_USERS, N_MESSAGES = 100, 600

@@ -16,7 +16,7 @@ from PIL import Image
 from benchmarks.dashboard.open_page import BROWSER
 from benchmarks.harness import client, engines, traffic
 from benchmarks.harness.turns import Servers
-from benchmarks.post_recommendation.run import POSTS, SCALE, SERVED
+from benchmarks.load.wl1 import POSTS, SCALE, SERVED
 
 PICTURE = Path(__file__).resolve().parents[2] / "sgl_prefill" / "dashboard" / "queue.png"
 MOST_BYTES = 200_000

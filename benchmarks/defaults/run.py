@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import report
 from benchmarks.harness import client, engines, traffic
 from benchmarks.harness.turns import Servers
-from benchmarks.post_recommendation import run as wl1
+from benchmarks.load import wl1
 
 SETTINGS = tuple(
     engines.ours(f"sharers {sharers}, lambda {weight}", "--set", f"sharers={sharers}", "--fairness-lambda", weight)

@@ -24,8 +24,8 @@ from benchmarks import report, shapes
 from benchmarks.guard import run as guard
 from benchmarks.harness import client, engines, traffic
 from benchmarks.harness.turns import Served, Servers
+from benchmarks.load import wl1
 from benchmarks.outsiders.server import Slot, Transformers
-from benchmarks.post_recommendation import run as wl1
 from sgl_prefill.plan import percentile
 
 STOCK = tuple(engines.stock("lpm").on(reference) for reference in engines.REFERENCES)

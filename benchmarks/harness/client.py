@@ -10,7 +10,7 @@ import itertools
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -64,11 +64,29 @@ class Figures(NamedTuple):
     cached_share: float  # of all prompt tokens
 
 
-def run(url: str, dues: Sequence[Due], name: str) -> list[Outcome]:
-    """Send all and wait for all. Raises InvalidRunError where a request fails: none may be lost."""
+class Answer(NamedTuple):
+    """What a reply says."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    logprobs: list[float]  # of the labels, as the first new token
+    queue_s: float | None = None
+
+
+class Dialect(NamedTuple):
+    """How a kind of server is asked for the log-probabilities of the labels."""
+
+    path: str
+    body_of: Callable[[Due], dict[str, Any]]
+    answer_of: Callable[[dict[str, Any], Due], Answer]
+    flush_path: str  # empties the prefix cache
+
+
+def run(url: str, dues: Sequence[Due], name: str, dialect: Dialect | None = None) -> list[Outcome]:
+    """Send all and wait for all. Raises InvalidRunError where a request fails: none may be lost. dialect: None: SGLANG."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection each
-    return asyncio.run(_run(url, dues, name))
+    return asyncio.run(_run(url, dues, name, dialect or SGLANG))
 
 
 def figures(outcomes: Sequence[Outcome]) -> Figures:
@@ -121,8 +139,36 @@ def label_logprobs(meta: dict[str, Any]) -> list[float]:
     return [entry[0] for entry in meta["output_token_ids_logprobs"][0]]
 
 
-async def _run(url: str, dues: Sequence[Due], name: str) -> list[Outcome]:
-    bodies = [orjson.dumps(body_of(due)) for due in dues]
+def _answer(reply: dict[str, Any], _: Due) -> Answer:
+    meta = reply["meta_info"]
+    return Answer(meta["prompt_tokens"], meta["cached_tokens"], label_logprobs(meta), _queue_s(meta))
+
+
+def _completion_body(due: Due) -> dict[str, Any]:
+    return {
+        "prompt": due.input_ids if due.text is None else due.text,
+        "max_tokens": max(due.n_new_tokens, 1),
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": 1,
+        "logprob_token_ids": list(due.label_ids),
+        "return_tokens_as_token_ids": True,
+    }
+
+
+def _completion_answer(reply: dict[str, Any], due: Due) -> Answer:
+    usage = reply["usage"]
+    first = reply["choices"][0]["logprobs"]["top_logprobs"][0]
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return Answer(usage["prompt_tokens"], cached, [first[f"token_id:{label}"] for label in due.label_ids])
+
+
+SGLANG = Dialect("/generate", body_of, _answer, "/flush_cache")
+VLLM = Dialect("/v1/completions", _completion_body, _completion_answer, "/reset_prefix_cache")
+
+
+async def _run(url: str, dues: Sequence[Due], name: str, dialect: Dialect) -> list[Outcome]:
+    bodies = [orjson.dumps(dialect.body_of(due)) for due in dues]
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     n_done = 0
     # A connection that idles for longer than servers keep theirs (5 s) may end just as a request is sent on it.
@@ -136,7 +182,7 @@ async def _run(url: str, dues: Sequence[Due], name: str) -> list[Outcome]:
                 await asyncio.sleep(due.at_s - sent_s)
             headers = {"content-type": "application/json"} | ({"x-user-id": due.user} if due.user else {})
             try:
-                async with session.post(f"{url}/generate", data=body, headers=headers) as reply:
+                async with session.post(f"{url}{dialect.path}", data=body, headers=headers) as reply:
                     first_byte_s = time.perf_counter() - started
                     raw = await reply.read()
             except (TimeoutError, aiohttp.ClientError) as error:
@@ -144,10 +190,9 @@ async def _run(url: str, dues: Sequence[Due], name: str) -> list[Outcome]:
             finish_s = time.perf_counter() - started
             if reply.status != 200:
                 raise report.InvalidRunError(f"{name}: a request failed with {reply.status}: {raw[:300]!r}")
-            meta = orjson.loads(raw)["meta_info"]
+            answer = dialect.answer_of(orjson.loads(raw), due)
             n_done += 1
-            times_s = (due.at_s, sent_s, first_byte_s, finish_s)
-            return Outcome(*times_s, meta["prompt_tokens"], meta["cached_tokens"], label_logprobs(meta), _queue_s(meta))
+            return Outcome(due.at_s, sent_s, first_byte_s, finish_s, *answer)
 
         async def show_progress() -> None:
             while True:

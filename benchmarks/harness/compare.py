@@ -150,7 +150,19 @@ class Comparison:
         self._write(targets, further)
         self._kept.forget()
 
+    def part(self, targets: list[report.Target], **further: Any) -> dict[str, Any]:
+        """What a part of a benchmark found (`report.in_parts`); each run's requests go to a file beside its result."""
+        result = self._result(further)
+        del result["activation_records"]
+        self._write_requests()
+        self._kept.forget()
+        return {**result, "targets": [target._asdict() for target in targets]}
+
     def _write(self, targets: list[report.Target], further: dict[str, Any]) -> None:
+        report.finish(self._result(further), targets, self._json)
+        self._write_requests()
+
+    def _result(self, further: dict[str, Any]) -> dict[str, Any]:
         kept = {engine.name: self._kept[engine.name] for engine in self._engines}
         self.conditions["commands"] = {name: one["command"] for name, one in kept.items()}
         self.conditions["sglang_of"] = {name: one["version"] for name, one in kept.items()}
@@ -159,8 +171,9 @@ class Comparison:
         records = {name: one["record"] for name, one in kept.items()}
         rows = [run.row() for run in self._runs.values()]
         result = {"conditions": self.conditions, "activation_records": records, "rows": rows, "failed": self.failed}
-        result |= {"medians": medians_of(list(self._runs.values()))}
-        report.finish({**result, **further}, targets, self._json)
+        return {**result, "medians": medians_of(list(self._runs.values())), **further}
+
+    def _write_requests(self) -> None:
         if self._json is not None:
             lines = [json.dumps(_columns(run)) + "\n" for run in self._runs.values()]
             self._json.with_suffix(".requests.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode(), mtime=0))
@@ -175,9 +188,9 @@ class Comparison:
             "commit": self.conditions["commit"],
         }
         dues = self._requests_at(rate)
-        client.run(server.url, dues[:N_WARM_UP], "warm-up")
+        client.run(server.url, dues[:N_WARM_UP], "warm-up", engine.dialect)
         server.flush_cache()
-        outcomes = client.run(server.url, dues, name)
+        outcomes = client.run(server.url, dues, name, engine.dialect)
         self._kept[name] = [list(one) for one in outcomes]
 
     def _requests_at(self, rate: Rate) -> list[client.Due]:

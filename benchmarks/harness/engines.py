@@ -13,6 +13,7 @@ import psutil
 import requests
 
 from benchmarks import report, shapes
+from benchmarks.harness import client
 from sgl_prefill.entry import local_server
 from sgl_prefill.errors import ServerStartError
 from sgl_prefill.launch_server import SPIN_COUNT
@@ -46,8 +47,8 @@ AS_SHIPPED = Reference("torch_native", ("--attention-backend", "torch_native"), 
 PYTORCH_PATH = Reference("PyTorch path", (), "off")  # this package's attention, before it had a kernel of its own
 NEW_KERNEL = Reference("new kernel", (), "auto")
 ON_DEVICE = Reference("on this device", (), "off")  # SGLang's own attention on a GPU
-# Ratios are reported against these, first against what a user would run; NEW_KERNEL is reported without a ratio.
-REFERENCES = (ON_DEVICE,) if shapes.HAS_CUDA else (AS_SHIPPED, PYTORCH_PATH)
+# What ratios are reported against, first what a user would run. Every policy is tried on the last.
+REFERENCES = (ON_DEVICE,) if shapes.HAS_CUDA else (AS_SHIPPED, NEW_KERNEL)
 
 
 class Engine(NamedTuple):
@@ -60,6 +61,7 @@ class Engine(NamedTuple):
     max_logprob_difference: float = MAX_LOGPROB_DIFFERENCE  # from the engine that was asked first
     environment: tuple[tuple[str, str], ...] = ()  # added to this process's
     reference: Reference | None = None  # of stock SGLang in a comparison
+    dialect: client.Dialect = client.SGLANG
 
     def on(self, reference: Reference) -> Engine:
         """Returns the same policy of stock SGLang, attending in this way."""
@@ -93,12 +95,19 @@ def stock(policy: str, *flags: str) -> Engine:
 
 
 OURS = ours("ours")  # no flag: what headlines are about
+# Its development mode is what lets a client empty the cache. Flags of the model: turns.Served.
 VLLM = Engine(
     "vLLM 0.32",
     "vllm.entrypoints.openai.api_server",
-    ("--enable-prefix-caching",),
+    ("--enable-prefix-caching", "--enable-prompt-tokens-details"),
     VLLM_PYTHON,
-    environment=(("VLLM_CPU_KVCACHE_SPACE", "2"), ("VLLM_CPU_OMP_THREADS_BIND", "nobind"), ("HF_HUB_OFFLINE", "1")),
+    environment=(
+        ("VLLM_CPU_KVCACHE_SPACE", "2"),
+        ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+        ("VLLM_SERVER_DEV_MODE", "1"),
+        ("HF_HUB_OFFLINE", "1"),
+    ),
+    dialect=client.VLLM,
 )
 PAPER = ours("ours, --paper", "--paper")  # exactly the paper's engine
 
@@ -123,6 +132,7 @@ class Running(NamedTuple):
     record: dict[str, Any] | None  # our engine's activation record; None for others
     version: str | None  # of SGLang, None of outsiders
     kernel: str | None = None  # the build of the native kernel that serves; None: PyTorch's attention, or SGLang's own
+    dialect: client.Dialect = client.SGLANG
 
     def has_ended(self) -> bool:
         """Waits a little: SGLang's processes end each other one by one."""
@@ -136,7 +146,8 @@ class Running(NamedTuple):
 
     def flush_cache(self) -> None:
         # The last answer may be here before the scheduler has put its batch away: it waits until then.
-        reply = requests.post(f"{self.url}/flush_cache", params={"timeout": END_S}, timeout=2 * END_S)
+        flush = f"{self.url}{self.dialect.flush_path}"
+        reply = requests.post(flush, params={"timeout": END_S}, timeout=2 * END_S)
         if reply.status_code != 200:
             raise report.InvalidRunError(f"the cache was not flushed: {reply.status_code} {reply.text[:300]}")
 
@@ -175,7 +186,7 @@ def look_at(engine: Engine, url: str, pid: int, command: list[str]) -> Running:
         raise report.InvalidRunError(f"{engine.name}: the activation record is {record}")
     check_backend(engine, info)
     kernel = check_kernel(engine, record, native_files(pid) if engine.reference is not None else [])
-    return Running(url, pid, report.portable(command), record, info.get("version"), kernel)
+    return Running(url, pid, report.portable(command), record, info.get("version"), kernel, engine.dialect)
 
 
 def check_backend(engine: Engine, info: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ Between minutes a machine's speed differs by more than engines do, so that engin
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import tempfile
@@ -27,6 +28,7 @@ MANY = 8  # servers: all that take turns
 # How many a device holds side by side, which take turns then. Whoever sets it knows that the card has room for so many.
 AT_ONCE_ON_A_DEVICE = int(os.environ.get("BENCH_AT_ONCE", "1"))
 FIRST_TURN = "turn 1"
+VLLM_BLOCK_TOKENS = 32  # the least that its attention on CPUs takes
 T = TypeVar("T")
 
 
@@ -47,10 +49,21 @@ class Served(NamedTuple):
         return shapes.weight_flags(folder / "model", shapes.DTYPE)
 
     def flags(self, engine: engines.Engine) -> list[str]:
+        if engine == engines.VLLM:
+            return self._flags_of_vllm()
         if not engine.is_sglang:
             return []
         own = self.flags_of_ours if engine.is_ours else shapes.stock_budget()
         return ["--sleep-on-idle", *self.flags_of_all, *own]
+
+    def _flags_of_vllm(self) -> list[str]:
+        """The same context and KV cache, in its words. How many requests a step holds is left to it."""
+        values = dict(itertools.pairwise(self.flags_of_all))
+        said = ["--max-model-len", values["--context-length"], "--block-size", str(VLLM_BLOCK_TOKENS)]
+        if (n_tokens := values.get("--max-total-tokens")) is not None:
+            # One block is never used.
+            said += ["--num-gpu-blocks-override", str(-(-int(n_tokens) // VLLM_BLOCK_TOKENS) + 1)]
+        return said
 
 
 class Servers:
@@ -111,7 +124,8 @@ class Servers:
 
     def _start(self, engine: engines.Engine) -> tuple[engines.Running, ExitStack]:
         print(f"starting {engine.name}", file=sys.stderr)
-        flags = [*self._model_flags, *self._served.flags(engine)]
+        model = ["--model", *self._model_flags[1:]] if engine == engines.VLLM else self._model_flags
+        flags = [*model, *self._served.flags(engine)]
         stack = ExitStack()
         server = stack.enter_context(engines.running(engine, flags, self._folder / f"{engine.name}.log"))
         return server, stack
@@ -143,6 +157,14 @@ class Contest(NamedTuple):
         """The smallest contest."""
         return Contest(self.policies[:1], 1, self.ours[:1], self.references[-1:])
 
+    def best_of(self, cost: Callable[[engines.Engine], float | None]) -> engines.Engine:
+        """The policy with the lowest cost on the last reference. Raises InvalidRunError where none could be measured."""
+        reference = self.references[-1]
+        costs = {policy: one for policy in self.policies if (one := cost(policy.on(reference))) is not None}
+        if not costs:
+            raise report.InvalidRunError(f"no policy of stock SGLang could be measured on {reference.name}")
+        return min(costs, key=costs.__getitem__)
+
     def first(self, n_most: int) -> list[engines.Engine]:
         """The first `n_most` engines in the order of measurement."""
         rivals = [policy.on(reference) for reference in self.references for policy in self.policies]
@@ -152,9 +174,9 @@ class Contest(NamedTuple):
 def take_turns(
     contest: Contest, measure: Callable[[engines.Engine, str], T | None], cost: Callable[[T], float]
 ) -> dict[engines.Engine, list[T]]:
-    """Measure each engine once, then ours, the best policy of each reference and the others in turns.
+    """Measure each engine once, then ours, the best policy on each reference and the others in turns.
 
-    Where there are turns, the best policy of the PyTorch path also runs with the new kernel.
+    All policies are tried on the last reference, and the best of them runs on the others too.
 
     Args:
         measure: a run of an engine, with the name of its turn; None where it failed.
@@ -164,27 +186,19 @@ def take_turns(
     """
     first: dict[engines.Engine, T] = {}
 
-    def try_once(engine: engines.Engine) -> None:
-        if (measured := measure(engine, FIRST_TURN)) is not None:
-            first[engine] = measured
+    def try_once(engine: engines.Engine) -> float | None:
+        if (measured := measure(engine, FIRST_TURN)) is None:
+            return None
+        first[engine] = measured
+        return cost(measured)
 
     for one in contest.ours:
         try_once(one)
-    finalists = [*contest.ours]
-    for reference in contest.references:
-        for policy in contest.policies:
-            try_once(policy.on(reference))
-        started = [policy for policy in contest.policies if policy.on(reference) in first]
-        if not started:
-            raise report.InvalidRunError(f"no policy of stock SGLang could be measured on {reference.name}")
-        best = min(started, key=lambda policy: cost(first[policy.on(reference)]))
-        finalists.append(best.on(reference))
-        if reference == engines.PYTORCH_PATH and contest.n_turns > 1:
-            try_once(best.on(engines.NEW_KERNEL))
-            finalists.append(best.on(engines.NEW_KERNEL))
-    for one in contest.others:
-        try_once(one)
-        finalists.append(one)
+    best = contest.best_of(try_once)
+    finalists = [*contest.ours, *(best.on(reference) for reference in contest.references), *contest.others]
+    for engine in finalists:
+        if engine not in first:
+            try_once(engine)
     found = {engine: [first[engine]] for engine in finalists if engine in first}
     for number in range(2, contest.n_turns + 1):
         for engine, runs in found.items():

@@ -26,7 +26,7 @@ from benchmarks import report, shapes
 from benchmarks.guard import run as guard
 from benchmarks.harness import client, engines, profile, traffic
 from benchmarks.harness.turns import Served
-from benchmarks.post_recommendation import run as post_recommendation
+from benchmarks.load import wl1 as post_recommendation
 from benchmarks.reranking import run as reranking
 from benchmarks.short_mix import run as short_mix
 
