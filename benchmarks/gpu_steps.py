@@ -34,9 +34,8 @@ QUESTIONS = {
     "gpu_wl1": 480,
     "mil": 480,
     "gpu_hits": 480,
-    "post_recommendation": 480,
-    "credit_verification": 360,
-    "hybrid_overhead": 360,
+    "load": 480,
+    "hybrid": 360,
 }
 WARM_UP_S, MEMORY_S, SERVERS_S, SHARED_PREFIX_S, MODELS_S = 480, 240, 480, 300, 480
 STORM_S, SMOKE_S = 240, 480

@@ -1,9 +1,9 @@
-"""What does hybrid prefilling cost, and what does it gain over chunked prefill?
+"""What does hybrid prefilling cost, and what does it gain over chunked prefill, with the same kernels and weights?
 
-    python benchmarks/hybrid_overhead/run.py [--quick] [--json PATH]
+    python benchmarks/hybrid/run.py [--quick] [--json PATH]
 
-One cold prompt after the other on six servers in turn: ours with hybrid prefilling, ours without (the same request
-unchunked), and stock SGLang with chunks of 512 to 4,096. See the README beside this file.
+One cold prompt after the other on servers of this package that take turns: in one hybrid pass, in one pass whose chunk is the
+whole prompt, and with SGLang's chunked prefill. See the README beside this file.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 from contextlib import AbstractContextManager, ExitStack
@@ -29,14 +30,21 @@ from benchmarks.harness.kept import Kept
 from sgl_prefill.entry import local_server
 
 MODEL = shapes.DEVICE_MODEL if shapes.HAS_CUDA else "llama-6-layers"
-PROMPT_TOKENS, QUICK_TOKENS = 16_000, 2_000
+PROMPT_TOKENS, QUICK_TOKENS = 8_000, 2_000
 N_PROMPTS = 5
-CHUNKS = (512, 1024, 2048, 4096)
+INITIALIZER_RANGE = 0.05
+CHUNKS = (512, 2048)
+HYBRID, UNCHUNKED = "hybrid", "unchunked"
+WHOLE = ("--set", "hybrid_chunk_tokens=1000000")
+STEPWISE = ("--hybrid-prefill", "on", "--scheduling", "stock", "--suffix-kv", "keep")
 ENGINES = {
-    "hybrid": ("sgl_prefill.launch_server", ["--hybrid-prefill", "on"]),
-    "unchunked": ("sgl_prefill.launch_server", ["--hybrid-prefill", "off"]),
-    **{f"stock, chunks of {n}": ("sglang.launch_server", ["--chunked-prefill-size", str(n)]) for n in CHUNKS},
+    HYBRID: ("--hybrid-prefill", "on"),
+    UNCHUNKED: ("--hybrid-prefill", "on", *WHOLE),
+    # A request of several steps needs SGLang's scheduler and keeps its KV.
+    **{f"chunks of {n}": (*STEPWISE, "--chunked-prefill-size", str(n)) for n in CHUNKS},
 }
+WITHOUT = ("not-preallocated", "not-in-place")
+MIL_BUDGET = ("--memory-budget-gb", "1")
 
 
 def main() -> int:
@@ -48,7 +56,7 @@ def main() -> int:
     conditions["commands"] = {}
     kept = Kept(arguments.json, f"{conditions['commit']}, {conditions['command']}")
     with tempfile.TemporaryDirectory() as name:
-        model_flags = shapes.dummy_flags(shapes.write(MODEL, Path(name) / "model"))
+        model_flags = flags_of_model(shapes.write(MODEL, Path(name) / "model"))
         # A device may hold the weights once only: there one engine comes after the other.
         for together in [[one] for one in ENGINES] if shapes.HAS_CUDA else [list(ENGINES)]:
             if (group := ", ".join(together)) not in kept:
@@ -56,12 +64,19 @@ def main() -> int:
             rows += kept[group]["rows"]
             records |= kept[group]["records"]
             conditions["commands"] |= kept[group]["commands"]
+        lengths = {} if arguments.quick or shapes.HAS_CUDA else longest(model_flags)
     check(rows, records)
-    report.finish(
-        {"conditions": conditions, "activation_records": records, "rows": rows}, targets_of(rows), arguments.json
-    )
+    result = {"conditions": conditions, "rows": rows, "longest_input_tokens": lengths}
+    report.finish(result, targets_of(rows, lengths), arguments.json)
     kept.forget()
     return 0
+
+
+def flags_of_model(folder: Path) -> list[str]:
+    if shapes.HAS_CUDA:
+        return shapes.dummy_flags(folder)
+    shapes.write_weights(folder, INITIALIZER_RANGE)
+    return shapes.weight_flags(folder, shapes.DTYPE)
 
 
 def measured(
@@ -80,16 +95,27 @@ def measured(
 def serving(
     name: str, model_flags: list[str], n_tokens: int, folder: Path
 ) -> AbstractContextManager[local_server.LocalServer]:
-    module, flags = ENGINES[name]
     print(f"starting {name}", file=sys.stderr)
-    common = [*model_flags, "--disable-overlap-schedule", "--sleep-on-idle", "--max-running-requests", "4"]
-    budget = ["--max-input-length", str(n_tokens), *shapes.budget(6)]
-    if not module.startswith("sgl_prefill"):
-        budget = shapes.stock_budget()
+    flags = [*model_flags, "--sleep-on-idle", "--max-running-requests", "4", "--max-input-length", str(n_tokens)]
     # As the comparisons do it (harness/engines.py): threads that spin take the cores from the HTTP process.
     environment = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"], **engines.QUIET}
+    flags += [*ENGINES[name], *shapes.budget(6)]
     log = folder / f"{name.replace(' ', '-')}.log"
-    return local_server.running(module, [*common, *flags, *budget], log, environment=environment)
+    return local_server.running("sgl_prefill.launch_server", flags, log, environment=environment)
+
+
+def longest(model_flags: list[str]) -> dict[str, int]:
+    """What `python -m sgl_prefill.mil` measures as the longest input in one GiB, weights included."""
+    found = {}
+    for name, variant in ((HYBRID, "whole"), (UNCHUNKED, "whole"), *((one, one) for one in WITHOUT)):
+        flags = [*model_flags, *ENGINES.get(name, ENGINES[HYBRID]), *MIL_BUDGET]
+        command = [sys.executable, "-m", "benchmarks.hybrid.variants", variant, *flags]
+        done = subprocess.run(command, cwd=report.REPOSITORY, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise report.InvalidRunError(f"{report.portable(command)}:\n{done.stderr[-2000:]}")
+        found[name] = int(done.stdout.splitlines()[-1].rpartition(":")[2])
+        print(f"{name}: {found[name]} tokens", file=sys.stderr)
+    return found
 
 
 def record_of(server: local_server.LocalServer) -> dict[str, Any] | None:
@@ -115,9 +141,9 @@ def measure(servers: dict[str, local_server.LocalServer], n_tokens: int, n_promp
 
 def check(rows: list[dict[str, Any]], records: dict[str, dict[str, Any] | None]) -> None:
     """Raises InvalidRunError unless each engine runs as configured, every prompt was cold, and all answers agree."""
-    switches = {name: record and record["config"]["hybrid_prefill"] for name, record in records.items()}
-    if switches != {**dict.fromkeys(ENGINES), "hybrid": "on", "unchunked": "off"}:
-        raise report.InvalidRunError(f"the servers are not the ones that were asked for: {switches}")
+    modes = {name: record and record["config"]["hybrid_prefill"] for name, record in records.items()}
+    if modes != dict.fromkeys(ENGINES, "on"):
+        raise report.InvalidRunError(f"the servers are not the ones that were asked for: {modes}")
     if any(row["cached_tokens"] for row in rows):
         raise report.InvalidRunError("a prompt was not cold")
     for number in {row["number"] for row in rows}:
@@ -127,24 +153,24 @@ def check(rows: list[dict[str, Any]], records: dict[str, dict[str, Any] | None])
                 raise report.InvalidRunError(f"the engines disagree on prompt {number}: {answers}")
 
 
-def targets_of(rows: list[dict[str, Any]]) -> list[report.Target]:
-    def ratio(other: str) -> float:
-        """Median over the prompts of other's seconds over hybrid's, prompt by prompt."""
+def targets_of(rows: list[dict[str, Any]], lengths: dict[str, int]) -> list[report.Target]:
+    def ratio(one: str, other: str) -> float:
+        """Median over the prompts of other's seconds over one's, prompt by prompt."""
         seconds = {(row["number"], row["engine"]): row["seconds"] for row in rows}
         numbers = sorted({row["number"] for row in rows})
-        return float(statistics.median(seconds[number, other] / seconds[number, "hybrid"] for number in numbers))
+        return float(statistics.median(seconds[number, other] / seconds[number, one] for number in numbers))
 
-    of_chunks = {n: ratio(f"stock, chunks of {n}") for n in CHUNKS}
-    return [
-        report.Target.at_least("throughput, hybrid / the same request unchunked", ratio("unchunked"), 0.97),
-        *(
-            report.Target.at_least(f"throughput, hybrid / stock SGLang with chunks of {n}", value, 1.10)
-            for n, value in of_chunks.items()
-        ),
-        report.Target.at_least(
-            "throughput, hybrid / stock SGLang at its best chunk size", min(of_chunks.values()), 1.10
-        ),
-    ]
+    targets = [report.Target.at_least("throughput, hybrid / unchunked", ratio(HYBRID, UNCHUNKED), 0.97)]
+    for n in CHUNKS:
+        targets += [
+            report.Target.at_least(f"throughput, hybrid / chunks of {n}", ratio(HYBRID, f"chunks of {n}"), 1.0),
+            report.Target.at_least(f"throughput, chunks of {n} / unchunked", ratio(f"chunks of {n}", UNCHUNKED), 0.86),
+        ]
+    for name, least in ((UNCHUNKED, 2.0), *((one, 1.1) for one in WITHOUT)):
+        if name in lengths:
+            gain = lengths[HYBRID] / lengths[name]
+            targets.append(report.Target.at_least(f"longest input in 1 GiB, hybrid / {name}", gain, least))
+    return targets
 
 
 if __name__ == "__main__":
