@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import orjson
 
 from benchmarks import report, shapes
-from benchmarks.batch_job import job
-from benchmarks.batch_job.workloads import Micro
+from benchmarks.batch import job
+from benchmarks.batch.workloads import Micro
 from benchmarks.harness import client, engines
 from benchmarks.two_commits.run import Tree, both_trees
 

@@ -101,6 +101,9 @@ class Servers:
             self._running[engine.name] = self._start(engine)
         return self._running[engine.name][0]
 
+    def log_of(self, engine: engines.Engine) -> Path:
+        return self._folder / f"{engine.name}.log"
+
     def start(self, wanted: Sequence[engines.Engine]) -> Mapping[engines.Engine, Exception]:
         """Ends all servers but these, and starts those of them that are not up, side by side; returns why some failed.
 
@@ -127,7 +130,7 @@ class Servers:
         model = ["--model", *self._model_flags[1:]] if engine == engines.VLLM else self._model_flags
         flags = [*model, *self._served.flags(engine)]
         stack = ExitStack()
-        server = stack.enter_context(engines.running(engine, flags, self._folder / f"{engine.name}.log"))
+        server = stack.enter_context(engines.running(engine, flags, self.log_of(engine)))
         return server, stack
 
     def why_failed(self, engine: engines.Engine, error: Exception) -> str | None:

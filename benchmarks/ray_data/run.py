@@ -27,7 +27,7 @@ import ray
 from ray.data import ActorPoolStrategy
 
 from benchmarks import report, shapes
-from benchmarks.batch_job.workloads import Micro
+from benchmarks.batch.workloads import Micro
 from sgl_prefill.batch.asked import Asked
 from sgl_prefill.batch.options import INFLIGHT_OWN_ENGINE
 from sgl_prefill.ray import scorer

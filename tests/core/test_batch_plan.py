@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.batch_plan.single_level import Group, single_level_groups
+from benchmarks.batch.single_level import Group, single_level_groups
 from sgl_prefill.core.batch import batch_plan, prefix_order, row_tree
 from sgl_prefill.core.batch.row_tree import ROOT, PrefixNode
 from sgl_prefill.core.batch.token_rows import TokenRows

@@ -1,28 +1,18 @@
-"""What do live requests feel of a job in the background, and how much does the job get done meanwhile?
-
-    python benchmarks/batch_background/run.py [--quick] [--json PATH]
-
-See the README beside this.
-"""
+"""What do live requests feel of a job in the background, and how much does the job get done meanwhile?"""
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from benchmarks import report, shapes
-from benchmarks.batch_job import job as batch_job
-from benchmarks.batch_job.workloads import MICRO, Micro
+from benchmarks.batch import job as batch_job
+from benchmarks.batch.workloads import Micro
 from benchmarks.harness import client, engines, traffic
 from benchmarks.harness.turns import Served, Servers
 
@@ -33,11 +23,9 @@ LIVE_PREFIX_TOKENS, LIVE_OWN_TOKENS = 200, 50
 OUTPUT = "out.jsonl"
 
 
-def main() -> int:
-    arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
-    conditions = report.conditions() | {"model": MODEL, "kv_tokens": KV_TOKENS, "live_requests_per_s": LIVE_PER_S}
-    turns, n_live = (1, 10) if arguments.quick else (TURNS, LIVE_REQUESTS)
-    workload: Micro = Micro(60, 10, 4, 24) if arguments.quick else MICRO[1]._replace(n_rows=32_000)
+def measure(quick: bool) -> dict[str, Any]:
+    turns, n_live = (1, 10) if quick else (TURNS, LIVE_REQUESTS)
+    workload: Micro = Micro(60, 10, 4, 24) if quick else Micro(200, 20, 16, 32_000)
     served = Served(
         MODEL,
         ["--context-length", "4096", "--max-total-tokens", str(KV_TOKENS), "--max-running-requests", "64"],
@@ -61,7 +49,7 @@ def main() -> int:
                     ran_on = job.poll() is None
                     job.terminate()
                     job.wait()
-                    if not ran_on and not arguments.quick:
+                    if not ran_on and not quick:
                         raise report.InvalidRunError("the job ended before the live requests did")
                 figures = client.figures(outcomes)
                 rows.append({"turn": turn + 1, "beside": what, **figures._asdict(), "job_rows_per_s": job_rows_per_s})
@@ -72,8 +60,9 @@ def main() -> int:
     targets = [
         report.Target.at_most("live requests: P99, background job / no job", p99("background") / p99("no job"), 1.5)
     ]
-    report.finish({"conditions": conditions, "rows": rows}, targets, arguments.json)
-    return 0
+    return report.part(
+        rows, targets, conditions={"model": MODEL, "kv_tokens": KV_TOKENS, "live_requests_per_s": LIVE_PER_S}
+    )
 
 
 def live_requests(n: int) -> list[client.Due]:
@@ -105,7 +94,3 @@ def wait_for_answers(job: subprocess.Popen[bytes], folder: Path) -> None:
         if job.poll() is not None:
             raise report.InvalidRunError(f"the job ended: {(folder / 'log.txt').read_text()[-1000:]}")
         time.sleep(0.05)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

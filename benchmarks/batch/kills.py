@@ -1,29 +1,19 @@
-"""Is a job that is killed at random moments answered as one that is not?
-
-    python benchmarks/batch_kills/run.py [--quick] [--json PATH]
-
-See the README beside this.
-"""
+"""Is a job that is killed at random moments answered as one that is not?"""
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from benchmarks import report, shapes
-from benchmarks.batch_job import job as batch_job
-from benchmarks.batch_job.workloads import Micro
+from benchmarks.batch import job as batch_job
+from benchmarks.batch.workloads import Micro
 
 MODEL = "llama-small"
 N_ROWS, N_KILLS = 5_000, 20
@@ -31,10 +21,8 @@ START_S = 20
 SAME = 1e-4  # float32: sums in steps of other rows differ in their last bits, some 1e-6 of log-probabilities near -11
 
 
-def main() -> int:
-    arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
-    conditions = report.conditions() | {"model": MODEL, "dtype": "float32"}
-    n_rows, n_kills = (64, 1) if arguments.quick else (N_ROWS, N_KILLS)
+def measure(quick: bool) -> dict[str, Any]:
+    n_rows, n_kills = (64, 1) if quick else (N_ROWS, N_KILLS)
     rows = Micro(200, 20, 16, n_rows).rows()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -59,12 +47,8 @@ def main() -> int:
     ]
     if len(expected) != len(rows):
         raise report.InvalidRunError(f"the job that was not killed answered {len(expected)} of {len(rows)} rows")
-    report.finish(
-        {"conditions": conditions, "kills": kills, "whole_s": whole_s, "largest_difference": max(differences.values())},
-        targets,
-        arguments.json,
-    )
-    return 0
+    found = {"kills": kills, "whole_s": whole_s, "largest_difference": max(differences.values())}
+    return report.part([], targets, conditions={"model": MODEL, "dtype": "float32"}, **found)
 
 
 def run(job: Path, output: Path, folder: Path) -> subprocess.Popen[bytes]:
@@ -106,7 +90,3 @@ def run_with_kills(job: Path, output: Path, folder: Path, n_kills: int) -> tuple
 
 def n_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from benchmarks import report
-from benchmarks.batch_job.workloads import Rows
+from benchmarks.batch.workloads import Rows
 from benchmarks.harness import client, engines
 from sgl_prefill.errors import ServerStartError
 

@@ -6,6 +6,8 @@ import random
 from typing import NamedTuple
 
 from benchmarks import shapes
+from sgl_prefill.core.batch.batch_plan import depth_first
+from sgl_prefill.core.batch.token_rows import TokenRows
 
 Rows = list[list[int]]
 
@@ -39,13 +41,15 @@ class Micro(NamedTuple):
         return made
 
 
-# The paper's 2000/200, 2000/1000 and 1000/1000 (Fig. 5) and 16000/200 (section 6.3.1), divided by 10.
+# Divided by 10: the paper's 2000/200 and 16000/200 at all degrees (Figs. 5, 6 and 8), 2000/1000 and 1000/1000 (Fig. 5).
 MICRO = (
-    *(Micro(prefix, own, degree, 640) for prefix, own in ((200, 20), (200, 100), (100, 100)) for degree in (4, 16)),
-    Micro(1600, 20, 16, 320),
+    *(Micro(200, 20, degree, 640) for degree in (2, 4, 8, 16)),
+    *(Micro(1600, 20, degree, 160) for degree in (2, 4, 8, 16)),
+    Micro(200, 100, 16, 640),
+    Micro(100, 100, 16, 640),
 )
-# With the paper's 100 new tokens, divided by 10.
-WITH_DECODE = tuple(Micro(200, 20, degree, 640, n_new_tokens=10) for degree in (4, 16))
+# The paper's 100 new tokens, divided by 10 and as they are.
+WITH_DECODE = tuple(Micro(200, 20, 16, 320, n_new_tokens=n) for n in (10, 100))
 
 INSTRUCTION_TOKENS = 20
 
@@ -63,3 +67,23 @@ def industry(n_rows: int, divided_by: int) -> Rows:
             made.append([*instruction, *document, *shapes.token_ids(rng, max(30 // divided_by, 2))])
     rng.shuffle(made)
     return made
+
+
+class Industry(NamedTuple):
+    """`industry` as a workload of a job."""
+
+    n_rows: int
+    divided_by: int
+    n_new_tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        return "industry"
+
+    @property
+    def ceiling(self) -> float:
+        tokens = TokenRows.of(self.rows())
+        return depth_first(tokens).saved_tokens / int(tokens.lengths.sum())
+
+    def rows(self) -> Rows:
+        return industry(self.n_rows, self.divided_by)

@@ -1,14 +1,8 @@
-"""What does planning a whole job cost, and what do one level of prefixes and all levels save?
-
-    python benchmarks/batch_plan/run.py [--quick] [--json PATH]
-
-No model: plans alone. See the README beside this.
-"""
+"""What does planning a whole job cost, and what do one level of prefixes and all levels save? No model: plans alone."""
 
 from __future__ import annotations
 
 import json
-import os
 import resource
 import statistics
 import subprocess
@@ -18,14 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import numpy as np
 
 from benchmarks import report
-from benchmarks.batch_job.workloads import industry
-from benchmarks.batch_plan.single_level import single_level
+from benchmarks.batch.single_level import single_level
+from benchmarks.batch.workloads import industry
 from sgl_prefill.core.batch import batch_plan
 from sgl_prefill.core.batch.token_rows import TokenRows
 
@@ -33,13 +24,8 @@ INDUSTRY_ROWS, LARGE_ROWS, LARGE_TOKENS, DEGREE = 8_000, 1_000_000, 200, 16
 REPEATS = 5
 
 
-def main() -> int:
-    if sys.argv[1:2] == ["--large"]:
-        print(json.dumps(plan_large(int(sys.argv[2]), Path(sys.argv[3]))))
-        return 0
-    arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
-    conditions = report.conditions()
-    n_industry, n_large = (400, 5_000) if arguments.quick else (INDUSTRY_ROWS, LARGE_ROWS)
+def measure(quick: bool) -> dict[str, Any]:
+    n_industry, n_large = (400, 5_000) if quick else (INDUSTRY_ROWS, LARGE_ROWS)
     of_industry = plan_industry(n_industry)
     large = in_child(n_large)
     targets = [
@@ -52,8 +38,7 @@ def main() -> int:
             0.01,
         ),
     ]
-    report.finish({"conditions": conditions, "industry": of_industry, "large": large}, targets, arguments.json)
-    return 0
+    return report.part([], targets, industry=of_industry, large=large)
 
 
 def plan_industry(n_rows: int) -> dict[str, Any]:
@@ -80,8 +65,8 @@ def plan_industry(n_rows: int) -> dict[str, Any]:
 def in_child(n_rows: int) -> dict[str, Any]:
     """In a process of its own, whose memory is the plan's."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--large", str(n_rows), folder]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        command = [sys.executable, "-m", __name__, str(n_rows), folder]
+        done = subprocess.run(command, cwd=report.REPOSITORY, capture_output=True, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -117,4 +102,4 @@ def plan_large(n_rows: int, folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    print(json.dumps(plan_large(int(sys.argv[1]), Path(sys.argv[2]))))
