@@ -25,9 +25,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+from benchmarks.guard import run as guard
 
 from benchmarks import report, shapes
-from benchmarks.guard import run as guard
 from benchmarks.harness import traffic
 from benchmarks.harness.client import Due
 from benchmarks.load import wl1

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import requests
 
 from benchmarks import report
-from benchmarks.guard.run import SERVED as GUARD
-from benchmarks.guard.run import prompts as guard_prompts
 from benchmarks.harness import client, engines, traffic
 from benchmarks.harness.turns import Served, Servers
 from benchmarks.load.wl1 import POSTS, SCALE
 from benchmarks.load.wl1 import SERVED as WL1
+from benchmarks.rivals.workloads import GUARD
+from benchmarks.rivals.workloads import guard as guard_prompts
 
 BROWSER = Path(__file__).with_name("browser.py")
 N_USERS, N_MESSAGES = 100, 600

@@ -19,9 +19,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+from benchmarks.guard import run as guard
 
 from benchmarks import report, shapes
-from benchmarks.guard import run as guard
 from benchmarks.harness import client, engines, traffic
 from benchmarks.harness.turns import Served, Servers
 from benchmarks.load import wl1

@@ -12,9 +12,9 @@ from transformers import AutoTokenizer
 
 from benchmarks import report, shapes
 from benchmarks.front.texts import one_token_words
-from benchmarks.guard.run import prompts as guard_prompts
 from benchmarks.harness import client, engines, traffic
 from benchmarks.harness.client import Due
+from benchmarks.rivals.workloads import guard as guard_prompts
 from sgl_prefill.examples import demo_model
 
 STOCK = engines.stock("lpm").on(engines.AS_SHIPPED)

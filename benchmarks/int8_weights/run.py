@@ -16,10 +16,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+from benchmarks.guard import run as guard
 from transformers import AutoModelForCausalLM
 
 from benchmarks import report
-from benchmarks.guard import run as guard
 from sgl_prefill.examples import demo_model
 
 N_PROMPTS, QUICK_PROMPTS = 8, 2

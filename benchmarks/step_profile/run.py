@@ -22,13 +22,14 @@ from typing import Any, NamedTuple
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks import report, shapes
 from benchmarks.guard import run as guard
+from benchmarks.reranking import run as reranking
+
+from benchmarks import report, shapes
 from benchmarks.harness import client, engines, profile, traffic
 from benchmarks.harness.turns import Served
 from benchmarks.load import wl1 as post_recommendation
-from benchmarks.reranking import run as reranking
-from benchmarks.short_mix import run as short_mix
+from benchmarks.rivals import workloads as rivals
 
 N_PASSAGES, QUICK_PASSAGES = 200, 10
 N_MESSAGES, QUICK_MESSAGES = 100, 10
@@ -169,7 +170,7 @@ def works(is_quick: bool) -> list[Work]:
         ),
         Work(
             "short mix",
-            short_mix.SERVED,
+            rivals.MIXED,
             (engines.OURS, engines.stock("fcfs").on(engines.REFERENCES[-1])),
             len(lengths),
             lambda url: client.run(url, lengths, "short mix"),

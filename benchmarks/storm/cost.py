@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import report
-from benchmarks.guard.run import SERVED as GUARD
-from benchmarks.guard.run import prompts as guard_prompts
 from benchmarks.harness import client, engines, traffic
 from benchmarks.harness.turns import Served, Servers
 from benchmarks.load.wl1 import POSTS, SCALE, USERS
 from benchmarks.load.wl1 import SERVED as WL1
+from benchmarks.rivals.workloads import GUARD
+from benchmarks.rivals.workloads import guard as guard_prompts
 from benchmarks.storm.part import Part
 
 N_TURNS, N_MESSAGES, N_GUARD_USERS = 9, 300, 10
