@@ -49,6 +49,7 @@ def fake_engine(answer: Any) -> Iterator[str]:
     async def start() -> web.AppRunner:
         app = web.Application()
         app.router.add_post("/generate", generate)
+        app.router.add_post("/v1/completions", generate)
         runner = web.AppRunner(app, shutdown_timeout=0)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -98,6 +99,24 @@ def test_arrivals_do_not_wait_for_answers() -> None:
     assert outcomes[1].sent_s >= 0.05
     assert all(one.sent_s <= one.first_byte_s <= one.finish_s for one in outcomes)
     assert [one.logprobs for one in outcomes] == [[-1.0], [-1.0]]
+
+
+def test_vllm_is_asked_for_the_same_labels() -> None:
+    """By token id; it says how much was cached, or nothing where none was."""
+    top = [{"token_id:200": -2.5, "token_id:7": -0.1, "token_id:100": -1.5}]
+
+    async def answer(number: int) -> web.Response:
+        details = {"cached_tokens": 2} if number == 2 else None
+        usage = {"prompt_tokens": 3, "prompt_tokens_details": details}
+        return web.json_response({"choices": [{"logprobs": {"top_logprobs": top}}], "usage": usage})
+
+    dues = [client.Due(0.0, [1, 2, 3], (100, 200)), client.Due(0.2, [1, 2, 4], (100, 200))]
+    with fake_engine(answer) as url:
+        outcomes = client.run(url, dues, "fake", client.VLLM)
+    asked = client.VLLM.body_of(dues[0])
+    assert [one.logprobs for one in outcomes] == [[-1.5, -2.5]] * 2
+    assert [one.cached_tokens for one in outcomes] == [0, 2]
+    assert (asked["prompt"], asked["max_tokens"], asked["logprob_token_ids"]) == ([1, 2, 3], 1, [100, 200])
 
 
 def test_a_refused_request_fails_the_run() -> None:
