@@ -25,12 +25,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from benchmarks.guard import run as guard
 
 from benchmarks import report, shapes
 from benchmarks.harness import traffic
 from benchmarks.harness.client import Due
 from benchmarks.load import wl1
+from benchmarks.rivals import workloads as rivals
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.jct import FittedJct
 from sgl_prefill.examples import demo_model
@@ -188,7 +188,7 @@ def tokens(rng: random.Random, n_tokens: int) -> list[int]:
 
 def cost(folder: Path, *, quick: bool) -> list[dict[str, Any]]:
     """Requests a second of both settings, all sent at once."""
-    messages = guard.prompts(QUICK_OF_EACH if quick else N_MESSAGES)
+    messages = rivals.guard(QUICK_OF_EACH if quick else N_MESSAGES)
     users = QUICK_OF_EACH if quick else N_USERS
     posts = traffic.post_recommendation(None, "single", wl1.SCALE, n_users=users, n_posts=wl1.POSTS)
     small = shapes.write(wl1.MODEL, folder / "small")

@@ -19,13 +19,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from benchmarks.guard import run as guard
 
 from benchmarks import report, shapes
 from benchmarks.harness import client, engines, traffic
 from benchmarks.harness.turns import Served, Servers
 from benchmarks.load import wl1
 from benchmarks.outsiders.server import Slot, Transformers
+from benchmarks.rivals import workloads as rivals
 from sgl_prefill.plan import percentile
 
 STOCK = tuple(engines.stock("lpm").on(reference) for reference in engines.REFERENCES)
@@ -40,7 +40,7 @@ def main() -> int:
     conditions: dict[str, Any] = {**report.conditions(), "dtype": shapes.DTYPE, "commands": {}, "kernel_of": {}}
     n_users = QUICK_USERS if arguments.quick else USERS
     workloads = {
-        "guard, demo model": (guard.SERVED, guard.prompts(QUICK_MESSAGES if arguments.quick else N_MESSAGES)),
+        "guard, demo model": (rivals.GUARD, rivals.guard(QUICK_MESSAGES if arguments.quick else N_MESSAGES)),
         "WL1, random weights": (
             wl1.SERVED,
             traffic.post_recommendation(None, "single", wl1.SCALE, n_users=n_users, n_posts=POSTS),

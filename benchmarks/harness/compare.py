@@ -35,8 +35,14 @@ class Run(NamedTuple):
 
     @property
     def kept_up(self) -> float:
-        """Answered over offered requests a second; below 1 if some still waited when the last one arrived."""
-        return 1.0 if self.offered_per_s is None else self.figures.requests_per_s / self.offered_per_s
+        """The pace of answers over that of arrivals, each between its first and its last tenth: a short run's last answers, which
+        come when nothing arrives any more, say nothing of the pace."""
+        if self.offered_per_s is None:
+            return 1.0
+        arrivals = sorted(one.at_s for one in self.outcomes)
+        finishes = sorted(one.finish_s for one in self.outcomes)
+        tenth = len(arrivals) // 10
+        return (arrivals[-1 - tenth] - arrivals[tenth]) / (finishes[-1 - tenth] - finishes[tenth])
 
     def row(self) -> dict[str, Any]:
         return {

@@ -16,10 +16,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from benchmarks.guard import run as guard
 from transformers import AutoModelForCausalLM
 
 from benchmarks import report
+from benchmarks.rivals import workloads as rivals
 from sgl_prefill.examples import demo_model
 
 N_PROMPTS, QUICK_PROMPTS = 8, 2
@@ -45,7 +45,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 def main() -> int:
     arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    dues = guard.prompts(QUICK_PROMPTS if arguments.quick else N_PROMPTS)
+    dues = rivals.guard(QUICK_PROMPTS if arguments.quick else N_PROMPTS)
     prompts, labels = [due.input_ids for due in dues], list(dues[0].label_ids)
     exact = logprobs(model_in(torch.float32), prompts, labels)
     rows = [row("bfloat16", exact, logprobs(model_in(torch.bfloat16), prompts, labels))]

@@ -19,7 +19,7 @@ SLOW_S, LOADS_OF_SLOW = (
     20.0,
     (0.5, 1.0, 2.0),
 )  # of engines whose requests take so long at once: a load is a run of minutes
-KEPT_UP = 0.95  # of the offered rate: counts as all of it, since the last requests of a run are still being served when it ends
+KEPT_UP = 0.95  # of the offered rate: counts as all of it
 BEYOND_HOPE = 1.5  # no engine keeps the pace at this multiple of what it serves at once
 N_LEAST_TURNS = 1 if shapes.HAS_CUDA else 3  # of our engine, whose runs take seconds beside a slow rival
 

@@ -37,12 +37,6 @@ AT_LEAST = {
     engines.ON_DEVICE.name: 1.3,
     engines.VLLM.name: 2.0,
 }
-ABLATIONS = (
-    engines.ours("ours, hybrid off", "--hybrid-prefill", "off"),
-    engines.ours("ours, KV kept", "--suffix-kv", "keep"),
-    engines.ours("ours, cache-miss JCT", "--set", "jct_model=cache-miss"),
-    engines.ours("ours, stock scheduling", "--scheduling", "stock"),
-)
 BURST_LOADS = (0.5, 1.0, 2.0)
 LAMBDAS = (0, 500, 2000, 10_000)  # cache-miss tokens a second of waiting
 FAIRNESS_LOAD = 1.0  # of what lambda 0 serves at once
@@ -66,7 +60,7 @@ def compared(quick: bool, arrivals: traffic.Arrivals = "single", part: str = "wl
 
 
 def load(quick: bool) -> dict[str, Any]:
-    """All at once, latency against load, and the load that ours carries at each rival's latency; each technique off."""
+    """All at once, latency against load, and the load that ours carries at each rival's latency."""
     references = [*engines.REFERENCES]
     if not shapes.HAS_CUDA:
         references.insert(1, engines.PYTORCH_PATH)
@@ -92,9 +86,6 @@ def load(quick: bool) -> dict[str, Any]:
             for rival in at_once
             if not rival.is_ours
         ]
-        if not (quick or shapes.HAS_CUDA):
-            for engine in ABLATIONS:
-                comparison.measure(engine, [SATURATION])
     targets = [target for row in capacities for target in _against(row, per_s[engines.OURS])]
     return comparison.part(targets, capacities=capacities)
 

@@ -22,9 +22,6 @@ from typing import Any, NamedTuple
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.guard import run as guard
-from benchmarks.reranking import run as reranking
-
 from benchmarks import report, shapes
 from benchmarks.harness import client, engines, profile, traffic
 from benchmarks.harness.turns import Served
@@ -148,18 +145,13 @@ def works(is_quick: bool) -> list[Work]:
         if is_quick
         else (N_PASSAGES, N_MESSAGES, N_USERS, N_EACH_LENGTH)
     )
-    from transformers import AutoTokenizer
-
-    from sgl_prefill.examples import demo_model
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(demo_model.ensure())
-    body = reranking.body(tokenizer, 0, n_passages)
-    messages = guard.prompts(n_messages)
+    passages = rivals.reranking(n_passages)
+    messages = rivals.guard(n_messages)
     posts = traffic.post_recommendation(None, "single", post_recommendation.SCALE, n_users=n_users)
     lengths = traffic.short_mix(None, n_each_length)
     ours, lpm = (engines.OURS, engines.PAPER), engines.stock("lpm").on(engines.REFERENCES[-1])
     return [
-        Work("reranking", DEMO, (*ours, lpm), n_passages, lambda url: reranking.score(url, body)),
+        Work("reranking", DEMO, (*ours, lpm), n_passages, lambda url: client.run(url, passages, "reranking")),
         Work("guard", DEMO, (*ours, lpm), n_messages, lambda url: client.run(url, messages, "guard")),
         Work(
             "WL1",
