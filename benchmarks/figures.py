@@ -68,7 +68,7 @@ def draw_latency(figure: Any, result: Result) -> None:
             axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter(NullFormatter())
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="lower right")
 
 
 def draw_throughput(figure: Any, result: Result) -> None:

@@ -146,12 +146,12 @@ HEADLINES = (
     Headline("reranking", "/ ours$"),
     Headline("short_mix", "ours: mean"),
     Headline("front", "as text"),
-    Headline("decisions", ""),
-    Headline("two_commits", ""),
+    Headline("decisions", "accuracy"),
+    Headline("two_commits", "a request: ms"),
 )
 NOT_MEASURED = (
     "Two cards: TP2, PP2, NVLink, and the low load at which they win (Figs. 6 and 8): one card was ever at hand, for minutes.",
-    "Table 2 on the paper's cards: calculated below. A GPU was lent for ten minutes (rows marked H200).",
+    "Table 2 on the paper's cards: calculated, above. A GPU was lent for ten minutes (rows marked H200).",
     "A real model above 135M parameters. Other models have random weights: the same arithmetic, answers compared between"
     " engines, and no accuracy.",
     "FP8, and the papers' full lengths: lengths are divided by 10 to 30, where the fixed cost of a step weighs more.",
@@ -203,7 +203,8 @@ def text(folder: Path = HERE) -> str:
 def _claim_row(claim: Claim, results: dict[str, Result], folder: Path) -> list[str]:
     said, numbers = verdict(claim, results)
     link = f" ([`{claim.benchmark}`]({_link(folder, claim.benchmark)}/README.md))" if claim.benchmark else ""
-    picture = f" [picture](figures/{claim.picture}.png)" if claim.picture else ""
+    has_picture = claim.picture and (folder / "figures" / f"{claim.picture}.png").exists()
+    picture = f" [picture](figures/{claim.picture}.png)" if has_picture else ""
     return [claim.place, claim.says, f"{numbers}{link}{picture}", said]
 
 
@@ -232,10 +233,11 @@ def verdict(claim: Claim, results: dict[str, Result]) -> tuple[str, str]:
 
 
 def ranges(targets: Sequence[dict[str, Any]]) -> list[str]:
-    """Each value, or the lowest and highest of those whose names end alike (behind the last ": ")."""
+    """Each value, or the lowest and highest of those whose names end alike (behind the last ": ", from "ours / " on)."""
     by_end: dict[tuple[str, str], list[float]] = {}
     for target in targets:
         end = target["name"].rpartition(": ")[2]
+        end = end[max(end.find("ours / "), 0) :]
         by_end.setdefault((end, wanted(target)), []).append(target["value"])
     return [
         f"{end}: {_shown(min(values))}{f' to {_shown(max(values))}' if len(values) > 1 else ''} ({asked})"
