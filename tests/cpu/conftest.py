@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from sgl_prefill.cpu.native import library
 from sgl_prefill.cpu.native.calls import Kernels
@@ -21,6 +22,12 @@ def kernels() -> Kernels:
     if found.kernels is None:
         pytest.skip(str(found.reason))
     return found.kernels
+
+
+def skip_where_not_packed(dtype: torch.dtype) -> None:
+    """PyTorch 2.14 packs no bfloat16 weights on processors without AVX-512: they are served unpacked."""
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("PyTorch packs no bfloat16 weights on this processor")
 
 
 @pytest.fixture

@@ -156,7 +156,7 @@ def test_the_speeds_of_the_readme_are_in_the_results() -> None:
             if name.startswith("stock") and name.endswith("torch_native")
         ]
         assert f"{max(as_installed):.1f}" == stock_per_s
-        others = re.findall(r"serves ([\d.]+), vLLM 0.32 ([\d.]+)", README)
+        others = re.findall(r"serves ([\d.]+), vLLM 0.32 ([\d.]+)\.", README)
         kernel = max(row["requests_per_s"] for name, row in at_once.items() if name.endswith("new kernel"))
         assert others == [(f"{kernel:.1f}", f"{at_once['vLLM 0.32']['requests_per_s']:.1f}")]
 

@@ -17,6 +17,7 @@ from sgl_prefill.cpu.fused import Linear, lower, pack, packed_bytes, recorded_as
 from sgl_prefill.cpu.native.calls import Kernels
 from sgl_prefill.hybrid.split import split_body
 from sgl_prefill.hybrid.trace import TracedBody, op_name
+from tests.cpu.conftest import skip_where_not_packed
 from tests.cpu.test_hybrid import HIDDEN, VOCABULARY, run, trace
 
 HEADS, KV_HEADS, DIM, WIDE = 6, 2, 4, 40
@@ -275,6 +276,7 @@ def test_a_shared_weight_is_packed_and_counted_once(
     kernels: Kernels, dtype: torch.dtype, activation: str | None
 ) -> None:
     """Two products with one parameter, of which one has a bias; for a native kernel or oneDNN."""
+    skip_where_not_packed(dtype)
     weight = torch.nn.Parameter(torch.randn(96, 64).to(dtype), requires_grad=False)
     bias, x = torch.randn(96).to(dtype), torch.randn(20, 64).to(dtype)
     first, second = Linear(weight, None, kernels), Linear(weight, bias, kernels)

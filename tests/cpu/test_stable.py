@@ -21,6 +21,7 @@ from sgl_prefill.cpu.native.calls import Kernels, StepRequests
 from sgl_prefill.cpu.native.library import Native
 from sgl_prefill.errors import ConfigurationError, UnsupportedModelError
 from sgl_prefill.startup import arguments
+from tests.cpu.conftest import skip_where_not_packed
 from tests.cpu.test_native import DTYPES, _two_threads, kernels, random_tensor
 
 __all__ = ["_two_threads", "kernels"]  # fixtures
@@ -116,6 +117,7 @@ def test_products_in_fixed_counts_give_a_row_the_same_bits(
     bias = random_tensor(dtype, outputs, seed=2)
     linear = Linear(torch.nn.Parameter(random_tensor(dtype, outputs, depth, seed=1)), bias, kernels)
     linear.activation = activation
+    skip_where_not_packed(dtype)
     assert pack([linear]) is None
     assert stable.fix_row_counts([linear], 40) == len(linear.row_counts) > 0
     x = random_tensor(dtype, 100, depth + 8)[:, 4 : depth + 4]
