@@ -16,7 +16,7 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -131,7 +131,7 @@ def part(rows: list[dict[str, Any]], targets: list[Target], **more: Any) -> dict
     return {**more, "rows": rows, "targets": [target._asdict() for target in targets]}
 
 
-def in_parts(description: str | None, script: Path, parts: dict[str, Callable[[bool], dict[str, Any]]]) -> int:
+def in_parts(description: str | None, script: Path, parts: Mapping[str, Callable[[bool], dict[str, Any]]]) -> int:
     """Run the parts of a benchmark, and write the result after each.
 
     BENCH_PARTS names the parts to measure; the figures of the others are kept from the result that exists.

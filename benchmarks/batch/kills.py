@@ -47,8 +47,8 @@ def measure(quick: bool) -> dict[str, Any]:
     ]
     if len(expected) != len(rows):
         raise report.InvalidRunError(f"the job that was not killed answered {len(expected)} of {len(rows)} rows")
-    found = {"kills": kills, "whole_s": whole_s, "largest_difference": max(differences.values())}
-    return report.part([], targets, conditions={"model": MODEL, "dtype": "float32"}, **found)
+    of_run = {"kills": kills, "whole_s": whole_s, "largest_difference": max(differences.values())}
+    return report.part([], targets, conditions={"model": MODEL, "dtype": "float32"}, **of_run)
 
 
 def run(job: Path, output: Path, folder: Path) -> subprocess.Popen[bytes]:

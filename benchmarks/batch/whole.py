@@ -34,7 +34,7 @@ POLICIES = tuple(engines.stock(policy) for policy in ("fcfs", "lpm", "dfs-weight
 # tokens; each row says by how much, and which share of the answers this tells from those of another prompt.
 MAX_LOGPROB_DIFFERENCE = 1.5 if shapes.DTYPE == "bfloat16" else engines.MAX_LOGPROB_DIFFERENCE
 LOGGED_STEP = re.compile(r"Prefill batch.*#new-token: (\d+)|Decode batch.*#running-req: (\d+)")
-QUICK = (Micro(60, 10, 4, 24), Micro(60, 10, 4, 24, n_new_tokens=4), Industry(24, 20))
+QUICK: tuple[Micro | Industry, ...] = (Micro(60, 10, 4, 24), Micro(60, 10, 4, 24, n_new_tokens=4), Industry(24, 20))
 Workload = Micro | Industry
 
 
