@@ -37,7 +37,7 @@ def not_preallocated() -> None:
 
 
 def not_in_place() -> None:
-    """A value gets rows of its own: none of those that a piece, or an attention, reads at that time."""
+    """What a layer writes gets a buffer of its own, also where it could overwrite what the layer has read."""
     source = inspect.getsource(split._BufferUse)
     if IN_PLACE not in source:
         raise ValueError(f"split._BufferUse does not say {IN_PLACE!r}: this variant must follow it")

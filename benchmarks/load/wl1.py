@@ -29,9 +29,9 @@ TIMES = (1.0, 1.3, 2.0, 4.0) if shapes.HAS_CUDA else (1.0, 1.3, 1.7, 2.0, 2.5, 3
 QUICK_TIMES = (1.0,)
 POLICIES = [engines.stock(name) for name in ("dfs-weight", "lpm", "fcfs", "shortest-prefill-first")]
 RIVALS = () if shapes.HAS_CUDA else (engines.VLLM,)
-# The paper's own comparison: 4 times the load; what is asked of each rival on two cores.
+# Of each rival, on two cores.
 AT_LEAST = {
-    engines.AS_SHIPPED.name: 4.0,
+    engines.AS_SHIPPED.name: 15.0,
     engines.PYTORCH_PATH.name: 2.5,
     engines.NEW_KERNEL.name: 1.3,
     engines.ON_DEVICE.name: 1.3,
