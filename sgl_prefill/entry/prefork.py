@@ -83,7 +83,7 @@ class ParentEnvironment:
         except ProcessLookupError:
             os._exit(1)
         threads = self._variables.get("OMP_NUM_THREADS", "")
-        if threads.isdigit() and threads != os.environ.get("OMP_NUM_THREADS") and "torch" in sys.modules:
+        if threads.isdigit() and "torch" in sys.modules:
             # PyTorch has read the variable in the fork server, before the program set it.
             sys.modules["torch"].set_num_threads(int(threads))
         for name in os.environ.keys() - self._variables.keys():

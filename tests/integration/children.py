@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import json
+import logging
 import multiprocessing
 import os
 import runpy
@@ -187,6 +188,7 @@ def _fork_or_spawn(spawn: Callable[..., int], path: bytes, args: list[str], pass
         fork_server: Any = vars(forkserver)["_forkserver"]
         fork_server.__init__()  # this process holds its lock
         sys.argv, sys.stdout, sys.stderr = ["-c", *arguments], sys.__stdout__, sys.__stderr__
+        _log_to_stderr()
         warnings.simplefilter("ignore")  # pytest makes errors of them
         exec(program, {})
         status = 0
@@ -196,6 +198,14 @@ def _fork_or_spawn(spawn: Callable[..., int], path: bytes, args: list[str], pass
         traceback.print_exc()
     finally:
         os._exit(status or 0)
+
+
+def _log_to_stderr() -> None:
+    """A handler made during an import writes to a file of pytest, closed here, whose number another file has later."""
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+        for handler in getattr(logger, "handlers", ()):
+            if type(handler) is logging.StreamHandler:
+                handler.setStream(sys.stderr)
 
 
 def redirect(log: Path) -> None:

@@ -5,6 +5,7 @@ SGLang's engine leaves sockets and signal handlers behind, which a test process 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,11 @@ def _calibrated(engine: Engine) -> dict[str, Any]:
 
 
 def features_off(_: Path) -> dict[str, Any]:
-    """SGLang's own scheduler and logits inside our engine: its answers to the prompts, one at a time."""
+    """SGLang's own scheduler and logits inside our engine: its answers to the prompts, one at a time.
+
+    It has the threads of `stock_server`: a float32 product has other last digits with another number.
+    """
+    os.environ["OMP_NUM_THREADS"] = "2"
     prefork.begin()
     folder = str(demo_model.ensure())
     off: dict[str, Any] = {"scheduling": "stock", "logits_dtype": "model", "hybrid_prefill": "off", "suffix_kv": "keep"}
