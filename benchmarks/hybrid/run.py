@@ -43,6 +43,8 @@ ENGINES = {
     # A request of several steps needs SGLang's scheduler and keeps its KV.
     **{f"chunks of {n}": (*STEPWISE, "--chunked-prefill-size", str(n)) for n in CHUNKS},
 }
+# One request at a time is never chosen from others, and the answers are compared here.
+QUICK_START = ("--set", "skip_parity_gate=true", "--set", "jct_model=cache-miss")
 WITHOUT = ("not-preallocated", "not-in-place")
 MIL_BUDGET = ("--memory-budget-gb", "1")
 
@@ -99,7 +101,7 @@ def serving(
     flags = [*model_flags, "--sleep-on-idle", "--max-running-requests", "4", "--max-input-length", str(n_tokens)]
     # As the comparisons do it (harness/engines.py): threads that spin take the cores from the HTTP process.
     environment = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"], **engines.QUIET}
-    flags += [*ENGINES[name], *shapes.budget(6)]
+    flags += [*ENGINES[name], *shapes.budget(6), *QUICK_START]
     log = folder / f"{name.replace(' ', '-')}.log"
     return local_server.running("sgl_prefill.launch_server", flags, log, environment=environment)
 
