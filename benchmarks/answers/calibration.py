@@ -1,7 +1,5 @@
 """Calibration error of label probabilities on held-out examples, before and after calibration.
 
-    python benchmarks/answers/calibration.py [--quick]
-
 Sentiment of movie reviews behind few-shot prompts whose examples are unbalanced, so that the demo model prefers a label. Half of
 the reviews, scored by one server, is fitted by sgl_prefill.calibrate; the other half is scored by a second server, which applies
 the calibrations, and what is measured is the replies' own `probability` and `calibrated_probability`.
@@ -12,7 +10,6 @@ MIT-licensed package vaderSentiment; it is fetched by name and hash, its code is
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
@@ -218,9 +215,3 @@ def _floor(probabilities: Sequence[Sequence[float]]) -> float:
 def _shown(found: Quality) -> dict[str, float]:
     values = {"ece": found.expected_calibration_error, "accuracy": found.accuracy, "log_loss": found.log_loss}
     return {name: round(value, 4) for name, value in values.items()}
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a smoke run on few reviews; its numbers mean nothing")
-    print(json.dumps(measure(parser.parse_args().quick), indent=1))

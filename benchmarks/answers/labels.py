@@ -1,22 +1,16 @@
-"""What do labels of several tokens cost, and are their probabilities right?
+"""What do labels of several tokens cost?
 
-    python benchmarks/answers/labels.py [--quick]
-
-The demo model and real text. Time: one request at a time on an empty cache, 8 labels of 1 to 4 tokens against 8 of one token, in
-turns; the same labels by SGLang's `select`, and by one request a label on stock as a user gets it. Numbers: log P(label) in
-float32 against transformers, behind prompts that are cold, cached, evicted, and packed with others into one step.
+The demo model and real text: one request at a time on an empty cache, 8 labels of 1 to 4 tokens against 8 of one token, in turns;
+the same labels by SGLang's `select`, and by one request a label on stock as a user gets it.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import requests
 import sglang as sgl
-import torch
 
 from benchmarks import report, shapes
 from benchmarks.harness import engines, traffic
@@ -41,8 +34,6 @@ LONG = [
 LENGTHS = (200, 1000)
 MOST_RATIO = {200: 1.3, 1000: 1.1}
 N_TURNS = 15
-# Of the comparison with transformers: prompts of 40 tokens come several to a step; durable slots for half of the longest.
-NUMBER_LENGTHS, N_PACKED, LONGEST, DURABLE = (40, 300), 6, 2000, 1000
 
 
 def measure(quick: bool = False) -> dict[str, Any]:
@@ -63,11 +54,6 @@ def measure(quick: bool = False) -> dict[str, Any]:
         ):
             commands |= {"ours": ours.command, "stock": stock.command}
             times = _times(ours, stock, tokenizer, 2 if quick else N_TURNS)
-        flags = [*shapes.weight_flags(demo_model.ensure("float32"), "float32"), *shapes.budget(3)]
-        flags += ["--max-total-tokens", str(DURABLE), "--max-input-length", str(LONGEST + 100)]
-        with engines.running(engines.OURS, flags, folder / "float32.log") as ours:
-            commands["float32"] = ours.command
-            numbers = _numbers(ours, tokenizer, quick=quick)
     found = {(row["tokens"], row["how"]): row["median_ms"] for row in times}
     targets = []
     for n in LENGTHS:
@@ -78,12 +64,9 @@ def measure(quick: bool = False) -> dict[str, Any]:
     for how in ("ours, select", "stock, select", "stock, one request a label"):
         ratio = min(found[n, how] / found[n, "ours, 8 labels of 1 to 4 tokens"] for n in LENGTHS)
         targets.append(report.Target.at_least(f"{how} / ours, the lesser of both lengths", ratio, 3.0))
-    worst = max(row["largest_difference"] for row in numbers)
-    targets.append(report.Target.at_most("log P(label) against transformers, float32: largest difference", worst, 1e-4))
     return {
         "targets": [target._asdict() for target in targets],
         "times": times,
-        "numbers": numbers,
         "commands": commands,
     }
 
@@ -182,45 +165,3 @@ def _one_request_a_label(url: str, text: str, tokenizer: Any) -> None:
         reply = _session.post(f"{url}/generate", json=body, timeout=300)
         if len(reply.json()["meta_info"]["input_token_logprobs"]) < len(answer):
             raise report.InvalidRunError(reply.text)
-
-
-def _numbers(server: engines.Running, tokenizer: Any, *, quick: bool) -> list[dict[str, Any]]:
-    from transformers import AutoModelForCausalLM
-
-    texts = _Texts(tokenizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model: Any = AutoModelForCausalLM.from_pretrained(demo_model.ensure("float32"), dtype=torch.float32)
-    asked: list[tuple[str, list[str]]] = []
-    for n_tokens in NUMBER_LENGTHS:
-        for prompt in [texts.next(n_tokens) for _ in range(N_PACKED)]:
-            asked += [("cold", [prompt]), ("cached", [prompt])]
-    asked += [("packed", [texts.next(NUMBER_LENGTHS[0]) for _ in range(N_PACKED)]) for _ in range(2)]
-    asked += [("evicted", [texts.next(LONGEST)]) for _ in range(1 if quick else 3)]
-    found: dict[str, list[float]] = {}
-    for state, prompts in asked:
-        ids = [tokenizer.encode(prompt) for prompt in prompts]
-        for prompt, scores in zip(ids, _ask(server.url, ids, LONG), strict=True):
-            holds = {"cold": scores["cached_tokens"] < 10, "cached": scores["cached_tokens"] > 30}
-            holds["evicted"] = scores["evicted_tokens"] > 0
-            if not holds.get(state, True):
-                raise report.InvalidRunError(f"not {state}: {scores}")
-            for entry in scores["labels"]:
-                expected = _reference(model, prompt, entry["forms"][0]["token_ids"])
-                found.setdefault(state, []).append(abs(entry["logprob"] - expected))
-    return [
-        {"prompts are": state, "log-probabilities": len(differences), "largest_difference": max(differences)}
-        for state, differences in found.items()
-    ]
-
-
-def _reference(model: Any, prompt: list[int], answer: list[int]) -> float:
-    with torch.inference_mode():
-        logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
-    return float(logits.log_softmax(-1)[range(len(answer)), answer].sum())
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a smoke run")
-    print(json.dumps(measure(parser.parse_args().quick), indent=1))

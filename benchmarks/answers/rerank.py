@@ -1,7 +1,5 @@
 """How long does a query with 200 documents take by /v2/rerank, and by /v1/score of stock SGLang as a user gets it?
 
-    python benchmarks/answers/rerank.py [--quick]
-
 The demo model and real text, each call on an empty cache, in turns. Stock is asked what our template asks: what stands before the
 document is its query, the document and the rest are an item. In bfloat16 a score depends on the rows beside it, of either engine;
 so a few documents are scored by both in float32 too, where they must agree.
@@ -9,10 +7,7 @@ so a few documents are scored by both in float32 too, where they must agree.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import signal
 import statistics
 import sys
 import time
@@ -137,10 +132,3 @@ def _timed(servers: Servers, engine: engines.Engine, turn: int, path: str, body:
 def _difference(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
     apart = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
     return {"largest": round(max(apart), 6), "mean": round(statistics.mean(apart), 6)}
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a smoke run on few documents; its numbers mean nothing")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # its servers end with it
-    print(json.dumps(measure(parser.parse_args().quick), indent=1))

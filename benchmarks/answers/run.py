@@ -1,4 +1,4 @@
-"""What do labels of any length cost, are their probabilities right, and what do calibration, reranking, cutting and stability do?
+"""What do labels of any length cost, and what do calibration, reranking and stability do?
 
     python benchmarks/answers/run.py [--quick] [--json PATH]
 
@@ -18,13 +18,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import report
-from benchmarks.answers import calibration, labels, rerank, stable, truncation
+from benchmarks.answers import calibration, labels, rerank, stable
 
 PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "labels": labels.measure,
     "calibration": calibration.measure,
     "rerank": rerank.measure,
-    "truncation": truncation.measure,
     "stable": stable.measure,
 }
 

@@ -1,15 +1,11 @@
 """`--stable-answers`: do bits differ over 10,000 answers in random company, cache states and chunk sizes, and what does it cost?
 
-    python benchmarks/answers/stable.py [--quick]
-
 Schedulers in this process, without HTTP. With the option and without it take turns in one engine with the same weights: what the
 option does is switched on and off between passes.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import statistics
@@ -258,9 +254,3 @@ def measure(quick: bool = False) -> dict[str, Any]:
     result = rows(quick=quick)
     setting = {"dtype": shapes.DTYPE, "answers": N_ANSWERS, "turns": TURNS}
     return {"setting": setting, **result, "targets": [target._asdict() for target in targets_of(result)]}
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a smoke run; proves nothing")
-    print(json.dumps(measure(parser.parse_args().quick), indent=1))
