@@ -1,6 +1,6 @@
 """What does hybrid prefilling cost, and what does it gain over chunked prefill, with the same kernels and weights?
 
-    python benchmarks/hybrid/run.py [--quick] [--json PATH]
+    python benchmarks/hybrid/run.py [--quick] [--json PATH]       # BENCH_PARTS="longest": this part alone
 
 One cold prompt after the other on servers of this package that take turns: in one hybrid pass, in one pass whose chunk is the
 whole prompt, and with SGLang's chunked prefill. See the README beside this file.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -49,29 +50,51 @@ WITHOUT = ("not-preallocated", "not-in-place")
 MIL_BUDGET = ("--memory-budget-gb", "1")
 
 
-def main() -> int:
-    arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
-    n_tokens, n_prompts = (QUICK_TOKENS, 1) if arguments.quick else (PROMPT_TOKENS, N_PROMPTS)
-    conditions = {**report.conditions(), "model": MODEL, "prompt_tokens": n_tokens, "prompts": n_prompts}
-    rows: list[dict[str, Any]] = []
-    records: dict[str, dict[str, Any] | None] = {}
-    conditions["commands"] = {}
-    kept = Kept(arguments.json, f"{conditions['commit']}, {conditions['command']}")
+def throughput(quick: bool) -> dict[str, Any]:
+    """One cold prompt after the other, on servers that take turns."""
+    n_tokens, n_prompts = (QUICK_TOKENS, 1) if quick else (PROMPT_TOKENS, N_PROMPTS)
+    place = report.beside(__file__, "throughput", quick=quick)
+    kept = Kept(place.json, report.conditions()["commit"])
+    found: dict[str, Any] = {"rows": [], "records": {}, "commands": {}}
     with tempfile.TemporaryDirectory() as name:
         model_flags = flags_of_model(shapes.write(MODEL, Path(name) / "model"))
         # A device may hold the weights once only: there one engine comes after the other.
         for together in [[one] for one in ENGINES] if shapes.HAS_CUDA else [list(ENGINES)]:
             if (group := ", ".join(together)) not in kept:
                 kept[group] = measured(together, model_flags, n_tokens, n_prompts, Path(name))
-            rows += kept[group]["rows"]
-            records |= kept[group]["records"]
-            conditions["commands"] |= kept[group]["commands"]
-        lengths = {} if arguments.quick or shapes.HAS_CUDA else longest(model_flags)
-    check(rows, records)
-    result = {"conditions": conditions, "rows": rows, "longest_input_tokens": lengths}
-    report.finish(result, targets_of(rows, lengths), arguments.json)
+            found["rows"] += kept[group]["rows"]
+            for what in ("records", "commands"):
+                found[what] |= kept[group][what]
+    check(found["rows"], found.pop("records"))
+    conditions = {"model": MODEL, "prompt_tokens": n_tokens, "prompts": n_prompts, "commands": found.pop("commands")}
     kept.forget()
-    return 0
+    return report.part(found["rows"], ratios(found["rows"]), conditions=conditions)
+
+
+def longest(quick: bool) -> dict[str, Any]:
+    """What `python -m sgl_prefill.mil` measures as the longest input in one GiB, weights included, whatever the model allows."""
+    variants = {HYBRID: "whole", UNCHUNKED: "whole", **{one: one for one in WITHOUT}}
+    rows, commands = [], {}
+    with tempfile.TemporaryDirectory() as name:
+        model_flags = flags_of_model(shapes.write(MODEL, Path(name) / "model"))
+        for engine in (UNCHUNKED, WITHOUT[0]) if quick else variants:
+            flags = [*model_flags, *ENGINES.get(engine, ENGINES[HYBRID]), *MIL_BUDGET]
+            command = [sys.executable, "-m", "benchmarks.hybrid.variants", variants[engine], *flags]
+            done = subprocess.run(command, cwd=report.REPOSITORY, capture_output=True, text=True, check=False)
+            said = re.search(r"by memory: (\d+)", done.stdout)
+            if done.returncode != 0 or said is None:
+                raise report.InvalidRunError(f"{report.portable(command)}:\n{done.stderr[-2000:]}")
+            plan = done.stdout.splitlines()[:-2]
+            rows.append({"engine": engine, "longest_input_tokens": int(said[1]), "plan": plan})
+            commands[engine] = report.portable(command)
+            print(f"{engine}: {said[1]} tokens", file=sys.stderr)
+    tokens = {row["engine"]: row["longest_input_tokens"] for row in rows}
+    targets = [
+        report.Target.at_least(f"longest input in 1 GiB, hybrid / {name}", tokens[HYBRID] / tokens[name], least)
+        for name, least in ((UNCHUNKED, 2.0), *((one, 1.1) for one in WITHOUT))
+        if not quick
+    ]
+    return report.part(rows, targets, conditions={"model": MODEL, "commands": commands})
 
 
 def flags_of_model(folder: Path) -> list[str]:
@@ -104,20 +127,6 @@ def serving(
     flags += [*ENGINES[name], *shapes.budget(6), *QUICK_START]
     log = folder / f"{name.replace(' ', '-')}.log"
     return local_server.running("sgl_prefill.launch_server", flags, log, environment=environment)
-
-
-def longest(model_flags: list[str]) -> dict[str, int]:
-    """What `python -m sgl_prefill.mil` measures as the longest input in one GiB, weights included."""
-    found = {}
-    for name, variant in ((HYBRID, "whole"), (UNCHUNKED, "whole"), *((one, one) for one in WITHOUT)):
-        flags = [*model_flags, *ENGINES.get(name, ENGINES[HYBRID]), *MIL_BUDGET]
-        command = [sys.executable, "-m", "benchmarks.hybrid.variants", variant, *flags]
-        done = subprocess.run(command, cwd=report.REPOSITORY, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise report.InvalidRunError(f"{report.portable(command)}:\n{done.stderr[-2000:]}")
-        found[name] = int(done.stdout.splitlines()[-1].rpartition(":")[2])
-        print(f"{name}: {found[name]} tokens", file=sys.stderr)
-    return found
 
 
 def record_of(server: local_server.LocalServer) -> dict[str, Any] | None:
@@ -155,7 +164,7 @@ def check(rows: list[dict[str, Any]], records: dict[str, dict[str, Any] | None])
                 raise report.InvalidRunError(f"the engines disagree on prompt {number}: {answers}")
 
 
-def targets_of(rows: list[dict[str, Any]], lengths: dict[str, int]) -> list[report.Target]:
+def ratios(rows: list[dict[str, Any]]) -> list[report.Target]:
     def ratio(one: str, other: str) -> float:
         """Median over the prompts of other's seconds over one's, prompt by prompt."""
         seconds = {(row["number"], row["engine"]): row["seconds"] for row in rows}
@@ -168,12 +177,10 @@ def targets_of(rows: list[dict[str, Any]], lengths: dict[str, int]) -> list[repo
             report.Target.at_least(f"throughput, hybrid / chunks of {n}", ratio(HYBRID, f"chunks of {n}"), 1.0),
             report.Target.at_least(f"throughput, chunks of {n} / unchunked", ratio(f"chunks of {n}", UNCHUNKED), 0.86),
         ]
-    for name, least in ((UNCHUNKED, 2.0), *((one, 1.1) for one in WITHOUT)):
-        if name in lengths:
-            gain = lengths[HYBRID] / lengths[name]
-            targets.append(report.Target.at_least(f"longest input in 1 GiB, hybrid / {name}", gain, least))
     return targets
 
 
+PARTS = {"throughput": throughput, "longest": longest}
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report.in_parts(__doc__, Path(__file__), PARTS))
