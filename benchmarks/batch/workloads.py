@@ -43,13 +43,13 @@ class Micro(NamedTuple):
 
 # Divided by 10: the paper's 2000/200 and 16000/200 at all degrees (Figs. 5, 6 and 8), 2000/1000 and 1000/1000 (Fig. 5).
 MICRO = (
-    *(Micro(200, 20, degree, 640) for degree in (2, 4, 8, 16)),
-    *(Micro(1600, 20, degree, 160) for degree in (2, 4, 8, 16)),
-    Micro(200, 100, 16, 640),
-    Micro(100, 100, 16, 640),
+    *(Micro(200, 20, degree, 320) for degree in (2, 4, 8, 16)),
+    *(Micro(1600, 20, degree, 64) for degree in (2, 4, 8, 16)),
+    Micro(200, 100, 16, 320),
+    Micro(100, 100, 16, 320),
 )
 # The paper's 100 new tokens, divided by 10 and as they are.
-WITH_DECODE = tuple(Micro(200, 20, 16, 320, n_new_tokens=n) for n in (10, 100))
+WITH_DECODE = tuple(Micro(200, 20, 16, 160, n_new_tokens=n) for n in (10, 100))
 
 INSTRUCTION_TOKENS = 20
 
