@@ -66,7 +66,7 @@ class Transformers:
 
     def log_probabilities(self, ids: Sequence[int], n_kept: int) -> Sequence[float]:
         with self._torch.inference_mode():
-            self._cache.crop(n_kept)
+            self._cache.crop(n_kept - self._cache.get_seq_length())  # tokens to remove, as a negative number
             rest = self._torch.tensor([list(ids[n_kept:])])
             reply = self._model(rest, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
             logprobs: Sequence[float] = reply.logits[0, -1].float().log_softmax(-1).tolist()
