@@ -15,6 +15,7 @@ import aiohttp
 import orjson
 
 from sgl_prefill.answer import Answer
+from sgl_prefill.batch import replies
 from sgl_prefill.batch.run import RowAnswer
 from sgl_prefill.core.batch.token_rows import IntArray
 
@@ -31,11 +32,12 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 # After so many such statuses a row fails, and the job goes on.
 MOST_TRIES = 6
 TIMEOUT_S = 3600.0
+MOST_REPLY_BYTES = 256 << 20  # of one row, unpacked: a million labels of 250 bytes
 ANSWERS_EVERY_S = 0.25
 
 
 class NonsenseError(Exception):
-    """A body that is not JSON, or cut off; a redirect."""
+    """A body that is no answer of its route, or does not end; a redirect."""
 
 
 class Server:
@@ -105,9 +107,9 @@ async def answers(
         try:
             data = orjson.dumps(body)
             async with session.post(server.url + url, data=data, allow_redirects=False) as response:
-                text, status = await response.read(), response.status
+                text, status = await _whole(response), response.status
                 if status < 400:
-                    text = _in_one_line(text, response)
+                    text = _answer(url, body, text, response)
         except (aiohttp.ClientError, TimeoutError, OSError, NonsenseError) as error:
             server.is_gone = True
             server.pause(f"{type(error).__name__} {error}".strip(), tell)
@@ -184,12 +186,25 @@ def _groups(n_rows: int, begins: IntArray, most_rows: int) -> list[tuple[int, in
     return found
 
 
-def _in_one_line(text: bytes, response: aiohttp.ClientResponse) -> bytes:
+async def _whole(response: aiohttp.ClientResponse) -> bytes:
+    """Reads a body, unpacked. Raises NonsenseError for one that does not end."""
+    read = bytearray()
+    async for piece in response.content.iter_any():
+        read += piece
+        if len(read) > MOST_REPLY_BYTES:
+            raise NonsenseError(f"sends more than {MOST_REPLY_BYTES >> 20} MiB for one row")
+    return bytes(read)
+
+
+def _answer(route: str, body: dict[str, Any], text: bytes, response: aiohttp.ClientResponse) -> bytes:
     """Returns a reply as JSON in one line, whatever white space the server writes. Raises NonsenseError."""
     if response.status >= HTTPStatus.MULTIPLE_CHOICES:
         place = response.headers.get("Location")
         raise NonsenseError(f"answers {response.status} and names {place}, to which a job sends nothing by itself")
     try:
-        return orjson.dumps(orjson.loads(text))
+        reply = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise NonsenseError("answers 200 with what is not JSON") from error
+        raise NonsenseError(f"answers {response.status} with what is not JSON") from error
+    if (wrong := replies.problem(route, body, reply)) is not None:
+        raise NonsenseError(f"answers {response.status} to {route} with {wrong}")
+    return orjson.dumps(reply)

@@ -15,7 +15,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from sgl_prefill.batch import servers
+from sgl_prefill.batch import replies, servers
 from sgl_prefill.batch.backends import beginning_of, tokens_of
 
 N_ROWS = 40
@@ -23,7 +23,8 @@ Behaviour = Callable[[int], web.Response]  # of a row
 
 
 def good(row: int) -> web.Response:
-    return web.json_response({"row": row, "usage": {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}})
+    usage = {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
+    return web.json_response({"row": row, "choices": [{"text": "a"}], "usage": usage})
 
 
 @asynccontextmanager
@@ -132,6 +133,12 @@ def failing(times: int, how: Callable[[], web.Response]) -> Behaviour:
         lambda: web.Response(status=429),
         lambda: web.Response(status=500, text="oops"),
         lambda: web.Response(status=200, text='{"cut'),
+        lambda: web.Response(status=200, text="<html>", content_type="text/html"),
+        lambda: web.json_response(None),
+        lambda: web.json_response({"error": {"message": "busy"}}),
+        lambda: web.json_response({"choices": [], "usage": None}),
+        lambda: web.json_response({"choices": [{"text": "a"}], "usage": [3]}),
+        lambda: web.json_response({"choices": [{"text": "a"}], "usage": {"prompt_tokens": "3"}}),
         lambda: web.Response(status=503),
     ],
 )
@@ -143,9 +150,73 @@ def test_what_a_server_could_not_answer_is_asked_for_again_and_answered_once(how
 
 def test_an_answer_is_kept_in_one_line() -> None:
     """The file of answers has one line a row."""
-    ran = asyncio.run(run(lambda row: web.Response(text=f'{{\n  "row": {row}\n}}\n', content_type="application/json")))
+    ran = asyncio.run(
+        run(
+            lambda row: web.Response(
+                text=f'{{\n  "choices": [1],\n  "row": {row}\n}}\n', content_type="application/json"
+            )
+        )
+    )
     assert all_good(ran)
     assert all(b"\n" not in body for _, body in ran.answers.values())
+
+
+def test_a_body_without_end_is_not_read_to_its_end() -> None:
+    """Nor one that is small while it is packed."""
+
+    def behave(row: int) -> web.Response:
+        if row != 3:
+            return good(row)
+        much = web.json_response({"choices": ["a" * 4_000]})
+        much.enable_compression(web.ContentCoding.gzip)
+        return much
+
+    with mock.patch.object(servers, "MOST_REPLY_BYTES", 2_000):
+        ran = asyncio.run(run(behave))
+    assert ran.answers.pop(3)[0] == 502
+    assert all(status == 200 for status, _ in ran.answers.values())
+    assert any("sends more than" in line for line in ran.told)
+
+
+LABELS = {"allowed_tokens": [" yes"]}
+SCORED = {"label_scores": {"labels": [{"label": " yes", "probability": 1.0}], "label_mass": 0.5}}
+REFUSED = {"error": {"message": "too long"}}
+QUESTIONS = {"questions": {"a": {}}}
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "reply", "wrong"),
+    [
+        ("/v1/completions", LABELS, {"choices": [SCORED]}, None),
+        ("/v1/completions", LABELS, {"choices": [SCORED, REFUSED]}, None),
+        ("/v1/completions", LABELS, {"choices": [{"text": "yes"}]}, "no label_scores"),
+        (
+            "/v1/completions",
+            LABELS,
+            {"choices": [{"label_scores": {"labels": [{"label": " yes"}]}}]},
+            "no label_scores",
+        ),
+        ("/v1/completions", {"prompt": ["a", "b"]}, {"choices": [{"text": "yes"}]}, "1 answers to 2 prompts"),
+        ("/v1/chat/completions", {}, [{"choices": [1]}], "no choices"),
+        ("/generate", LABELS, {"meta_info": SCORED}, None),
+        ("/generate", {**LABELS, "text": ["a", "b"]}, [{"meta_info": SCORED}, REFUSED], None),
+        ("/generate", {"text": ["a", "b"]}, [{"meta_info": {"prompt_tokens": 1}}], "1 answers to 2 prompts"),
+        ("/generate", {}, {"text": "a"}, "no meta_info"),
+        ("/generate", {}, {"meta_info": {"prompt_tokens": -1}}, "prompt_tokens -1"),
+        ("/v1/score", {}, {"scores": [None, [0.5]]}, None),
+        ("/v1/rerank", {}, [{"index": 0, "score": 0.5}], None),
+        ("/v1/rerank", {}, {"results": []}, "no list of scores"),
+        ("/v2/rerank", {}, {"results": []}, None),
+        ("/v1/decisions", {}, {"answers": {"a": 1}}, "no answers"),
+        ("/v1/systemone", QUESTIONS, {"answers": {"a": {"type": "noul", "noul": 0.5}}}, None),
+        ("/v1/systemone", QUESTIONS, {"answers": {"b": {"type": "noul", "noul": 0.5}}}, "no answer to a question"),
+        ("/v1/systemone", QUESTIONS, {"answers": {"a": {"type": "choice", "choice": "x"}}}, "no answer to a question"),
+        ("/v1/embeddings", {}, {"data": [{"embedding": [1]}]}, None),
+    ],
+)
+def test_a_reply_has_the_shape_of_its_route(route: str, body: dict[str, Any], reply: Any, wrong: str | None) -> None:
+    found = replies.problem(route, body, reply)
+    assert found is None if wrong is None else wrong in (found or "")
 
 
 def test_prompts_do_not_go_where_a_redirect_points() -> None:
@@ -199,13 +270,13 @@ def test_the_job_pauses_where_no_server_lives_and_goes_on_when_one_does() -> Non
         runner = None
         with mock.patch.multiple(servers, FIRST_PAUSE_S=0.01, LONGEST_PAUSE_S=0.02, ANSWERS_EVERY_S=0.01):
             answers = servers.answers(
-                [url], np.arange(3), np.array([0]), lambda row: ("/", {"row": row}), 2, tell=told.append
+                [url], np.arange(3), np.array([0]), lambda row: ("/v1/completions", {"row": row}), 2, tell=told.append
             )
             waiting = asyncio.ensure_future(anext(answers))
             while not any("pauses" in line for line in told):
                 await asyncio.sleep(0.01)
             application = web.Application()
-            application.router.add_post("/", _echo)
+            application.router.add_post("/v1/completions", _echo)
             runner = web.AppRunner(application)
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", port).start()
@@ -221,7 +292,7 @@ def test_the_job_pauses_where_no_server_lives_and_goes_on_when_one_does() -> Non
 
 
 async def _echo(request: web.Request) -> web.Response:
-    return web.json_response(await request.json())
+    return web.json_response({**await request.json(), "choices": [1]})
 
 
 @pytest.mark.parametrize(
