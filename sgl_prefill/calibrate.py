@@ -22,7 +22,16 @@ from typing import Any, NamedTuple
 from sgl_prefill.core import label_calibration
 from sgl_prefill.core.label_calibration import FROM_EXAMPLES, METHODS, N_BINS, N_FOLDS, Calibration, Quality
 from sgl_prefill.errors import ConfigurationError, SglPrefillError
-from sgl_prefill.startup.calibrations import SETTINGS, Measured, ModelName, StoredCalibration, fingerprint_of, shown
+from sgl_prefill.startup.calibrations import (
+    NAME,
+    NAME_RULE,
+    SETTINGS,
+    Measured,
+    ModelName,
+    StoredCalibration,
+    fingerprint_of,
+    shown,
+)
 
 FEWEST_EXAMPLES = 20
 FEWEST_OF_A_LABEL = 2  # for `vector`, which has two parameters for each label
@@ -183,8 +192,10 @@ def run(arguments: argparse.Namespace) -> StoredCalibration:
         and {"how": measured.how, "before": _quality_json(measured.before), "after": _quality_json(measured.after)},
         way={name: value for name, value in way.items() if value},
     )
-    if arguments.output.suffix != ".json":
-        raise ConfigurationError(f"--output is {arguments.output}: its name must end in .json")
+    if arguments.output.suffix != ".json" or not NAME.fullmatch(arguments.output.stem):
+        raise ConfigurationError(
+            f"--output is {str(arguments.output)!r}: its name must be {NAME_RULE}, and end in .json"
+        )
     try:
         arguments.output.write_text(json.dumps(stored.to_json(), indent=1) + "\n")
     except OSError as error:

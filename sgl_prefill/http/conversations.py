@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
     from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
 
+# Parameters of transformers' `apply_chat_template` that would be given twice, or change what it returns.
+SET_BY_SGLANG = frozenset(
+    {"conversation", "messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message", "padding"}
+    | {"truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
+)
 OFF_LOOP_CHARACTERS = 4_000  # some 2 ms to render and tokenise; only in the thread its beginning may be known
 _rendered: contextvars.ContextVar[Future[Any] | None] = contextvars.ContextVar("rendered_template", default=None)
 
@@ -35,6 +40,11 @@ def check(request: ChatCompletionRequest) -> None:
         raise BadRequestError(
             "chat_template_kwargs holds chat_template, and a template is a program that could block all other requests: leave"
             " it out, or start the server with --chat-template"
+        )
+    if taken := sorted(SET_BY_SGLANG & (request.chat_template_kwargs or {}).keys()):
+        raise BadRequestError(
+            f"chat_template_kwargs holds {', '.join(taken)}, which SGLang sets itself when it fills the template: leave out"
+            " what is not an argument of the template"
         )
     last_is_continued = request.continue_final_message and messages and messages[-1].role == "assistant"
     if len(messages) == (1 if last_is_continued else 0) and request.input_ids is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from sgl_prefill.errors import BadRequestError, ConfigurationError
 from sgl_prefill.startup import model_fingerprint
 
 FORMAT = 1
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,99}")
+NAME_RULE = "a letter, then letters, digits and ._-, 100 at most"
 MOST_SHOWN = 20  # names or labels in a message
 # Options of SGLang that change a model's answers, with their defaults.
 SETTINGS = {"quantization": None, "chat_template": None, "completion_template": None, "json_model_override_args": "{}"}
@@ -97,6 +100,11 @@ def load(folder: str | None, server_args: Any) -> dict[str, StoredCalibration]:
         raise ConfigurationError(f"--calibrations {folder} is no folder: create it, or leave the option out")
     found, problems = {}, []
     for path in sorted(Path(folder).glob("*.json")):
+        if not NAME.fullmatch(path.stem):
+            problems.append(
+                f"--calibrations: {str(path)!r} cannot be asked for by name: rename it to {NAME_RULE}, and .json"
+            )
+            continue
         try:
             one = StoredCalibration.from_json(path.stem, json.loads(path.read_text()))
         except (OSError, ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:

@@ -64,6 +64,12 @@ def test_all_files_that_cannot_be_applied_are_named_at_once(tmp_path: Path) -> N
         calibrations.load(str(tmp_path / "missing"), ARGS)
 
 
+@pytest.mark.parametrize("name", ["..", "-rf", "9", "a b", "ä", "a" * 101])
+def test_a_name_is_one_that_can_be_written_in_a_request(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"rename it to a letter"):
+        calibrations.load(write(tmp_path, STORED._replace(name=name)), ARGS)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -112,6 +112,8 @@ def test_what_a_template_refuses_in_the_other_thread_is_refused() -> None:
         (chat(), "messages is empty: give"),
         (chat(ANSWERS, continue_final_message=True), "but for the one that continue_final_message goes on with"),
         (chat(SAYS, chat_template_kwargs={"chat_template": "{{ 1 }}"}), "a template is a program"),
+        (chat(SAYS, chat_template_kwargs={"tools": [], "tokenize": False}), "holds tokenize, tools, which SGLang sets"),
+        (chat(SAYS, chat_template_kwargs={"truncation": True, "max_length": 5}), "holds max_length, truncation"),
     ],
 )
 def test_what_no_template_is_filled_with(request_: ChatCompletionRequest, told: str) -> None:
