@@ -74,7 +74,8 @@ def throughput(quick: bool) -> dict[str, Any]:
 def longest(quick: bool) -> dict[str, Any]:
     """What `python -m sgl_prefill.mil` measures as the longest input in one GiB, weights included, whatever the model allows."""
     variants = {HYBRID: "whole", UNCHUNKED: "whole", **{one: one for one in WITHOUT}}
-    rows, commands = [], {}
+    rows: list[dict[str, Any]] = []
+    commands = {}
     with tempfile.TemporaryDirectory() as name:
         model_flags = flags_of_model(shapes.write(MODEL, Path(name) / "model"))
         for engine in (UNCHUNKED, WITHOUT[0]) if quick else variants:

@@ -103,7 +103,7 @@ VALID: dict[str, tuple[dict[str, Any], ...]] = {
 }
 OFTEN = ("/v1/completions", "/v1/chat/completions", "/generate", "/v1/score", "/v1/rerank", "/v1/systemone")
 
-_DEEP: Any = functools.reduce(lambda value, _: [value], range(200), 1)
+_DEEP = json.loads("[" * 200 + "1" + "]" * 200)
 NASTY: tuple[Any, ...] = (
     *(None, True, False, "", " ", "a", "0", "yes", "null", [], {}, [[]], [{}], [None], [True], [""], {"": None}),
     *(0, 1, -1, 2, 1.5, -0.0, 1e-320, 1e308, float("nan"), float("inf"), 2**31, 2**32 + 1, -(2**31) - 1, 10**400),

@@ -119,7 +119,7 @@ async def work(
     for request in requests:
         leaves_after_s = request.leaves_after_s
         limit = session.timeout if leaves_after_s is None else aiohttp.ClientTimeout(total=leaves_after_s)
-        to = {"data": request.sent, "headers": request.headers, "timeout": limit}
+        to: dict[str, Any] = {"data": request.sent, "headers": request.headers, "timeout": limit}
         try:
             async with session.post(url + request.path, **to) as reply:
                 raw, got = await reply.read(), str(reply.status)

@@ -181,7 +181,7 @@ def test_a_body_without_end_is_not_read_to_its_end() -> None:
 LABELS = {"allowed_tokens": [" yes"]}
 SCORED = {"label_scores": {"labels": [{"label": " yes", "probability": 1.0}], "label_mass": 0.5}}
 REFUSED = {"error": {"message": "too long"}}
-QUESTIONS = {"questions": {"a": {}}}
+QUESTIONS: dict[str, Any] = {"questions": {"a": {}}}
 
 
 @pytest.mark.parametrize(
