@@ -55,20 +55,22 @@ def throughput(quick: bool) -> dict[str, Any]:
     n_tokens, n_prompts = (QUICK_TOKENS, 1) if quick else (PROMPT_TOKENS, N_PROMPTS)
     place = report.beside(__file__, "throughput", quick=quick)
     kept = Kept(place.json, report.conditions()["commit"])
-    found: dict[str, Any] = {"rows": [], "records": {}, "commands": {}}
+    rows: list[dict[str, Any]] = []
+    records: dict[str, dict[str, Any] | None] = {}
+    commands: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as name:
         model_flags = flags_of_model(shapes.write(MODEL, Path(name) / "model"))
         # A device may hold the weights once only: there one engine comes after the other.
         for together in [[one] for one in ENGINES] if shapes.HAS_CUDA else [list(ENGINES)]:
             if (group := ", ".join(together)) not in kept:
                 kept[group] = measured(together, model_flags, n_tokens, n_prompts, Path(name))
-            found["rows"] += kept[group]["rows"]
-            for what in ("records", "commands"):
-                found[what] |= kept[group][what]
-    check(found["rows"], found.pop("records"))
-    conditions = {"model": MODEL, "prompt_tokens": n_tokens, "prompts": n_prompts, "commands": found.pop("commands")}
+            rows += kept[group]["rows"]
+            records |= kept[group]["records"]
+            commands |= kept[group]["commands"]
+    check(rows, records)
     kept.forget()
-    return report.part(found["rows"], ratios(found["rows"]), conditions=conditions)
+    conditions = {"model": MODEL, "prompt_tokens": n_tokens, "prompts": n_prompts, "commands": commands}
+    return report.part(rows, ratios(rows), conditions=conditions)
 
 
 def longest(quick: bool) -> dict[str, Any]:
@@ -78,7 +80,7 @@ def longest(quick: bool) -> dict[str, Any]:
     commands = {}
     with tempfile.TemporaryDirectory() as name:
         model_flags = flags_of_model(shapes.write(MODEL, Path(name) / "model"))
-        for engine in (UNCHUNKED, WITHOUT[0]) if quick else variants:
+        for engine in () if quick else variants:  # minutes each
             flags = [*model_flags, *ENGINES.get(engine, ENGINES[HYBRID]), *MIL_BUDGET]
             command = [sys.executable, "-m", "benchmarks.hybrid.variants", variants[engine], *flags]
             done = subprocess.run(command, cwd=report.REPOSITORY, capture_output=True, text=True, check=False)
@@ -181,7 +183,7 @@ def ratios(rows: list[dict[str, Any]]) -> list[report.Target]:
     return targets
 
 
-PARTS = {"throughput": throughput, "longest": longest}
+PARTS = {"throughput": throughput} if shapes.HAS_CUDA else {"throughput": throughput, "longest": longest}
 
 if __name__ == "__main__":
     sys.exit(report.in_parts(__doc__, Path(__file__), PARTS))

@@ -5,59 +5,60 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# What a reply holds, by route: the name and the kind of the field with the answers.
+# The field of a reply that holds its answers, and their kind; /generate and /v1/rerank also answer with a list of them.
 ANSWERS_IN: dict[str, tuple[str, type]] = {
     "/v1/completions": ("choices", list),
     "/v1/chat/completions": ("choices", list),
     "/generate": ("meta_info", dict),
     "/v1/score": ("scores", list),
+    "/v1/rerank": ("results", list),
     "/v2/rerank": ("results", list),
     "/v1/decisions": ("answers", list),
     "/v1/systemone": ("answers", dict),
     "/v1/embeddings": ("data", list),
 }
+LISTS = ("/generate", "/v1/rerank")
+MAY_BE_EMPTY = ("/v1/rerank", "/v2/rerank")  # where min_score leaves nothing
 LABELS_ASKED = ("allowed_answers", "allowed_tokens", "allowed_token_ids")
-MAY_BE_EMPTY = ("/v2/rerank",)  # where min_score leaves nothing
 COUNTS = ("prompt_tokens", "input_tokens", "cached_tokens", "prompt_tokens_details")
 
 
 def problem(route: str, body: Mapping[str, Any], reply: Any) -> str | None:
     """What is wrong with a reply to this body, in words; None: nothing."""
-    several = isinstance(reply, list)
-    parts = reply if several else [reply]
-    if not all(isinstance(part, dict) for part in parts):
-        return "no JSON object"
-    if route == "/v1/rerank":
-        return None if several and all(_is_number(part.get("score")) for part in parts) else "no list of scores"
     name, kind = ANSWERS_IN[route]
-    # A prompt of several that is refused has an error in the place of its answer.
-    answered = [part for part in parts if not (several and "error" in part)]
-    is_one_object = not several or route == "/generate"
-    if not parts or not is_one_object or not all(isinstance(part.get(name), kind) for part in answered):
+    if isinstance(reply, list) and route in LISTS:
+        answers = reply
+    elif not isinstance(reply, dict) or not isinstance(reply.get(name), kind):
         return f"no {name}"
-    for part in answered:
-        wrong = _wrong_count(part.get("usage")) or _wrong_count(part.get("meta_info"))
-        if wrong is not None:
+    else:
+        answers = [reply] if route == "/generate" else list(reply[name])
+        if (wrong := _wrong_count(reply.get("usage"))) is not None:
             return wrong
-    if any(body.get(field) for field in LABELS_ASKED):
-        holders = answered if route == "/generate" else [one for one in reply[name] if not _is_refused(one)]
-        if not all(_has_labels(one.get("meta_info") if route == "/generate" else one) for one in holders):
-            return "no label_scores: is it a server of sgl_prefill?"
+    if not answers and route not in MAY_BE_EMPTY:
+        return f"empty {name}"
+    if len(answers) < (n_prompts := _n_prompts(body)):
+        return f"{len(answers)} answers to {n_prompts} prompts"
+    # The server puts an error in the place of the answer to a prompt or document that it refuses.
+    has_refused = isinstance(reply, list) or route != "/generate"
+    answered = [one for one in answers if not (has_refused and isinstance(one, dict) and "error" in one)]
+    if route == "/generate":
+        answered = [one.get(name) if isinstance(one, dict) else None for one in answered]
+        if not all(answered):
+            return f"no {name}"
+        if (wrong := next(filter(None, map(_wrong_count, answered)), None)) is not None:
+            return wrong
+    if any(body.get(field) for field in LABELS_ASKED) and not all(map(_has_labels, answered)):
+        return "no label_scores: is it a server of sgl_prefill?"
+    if isinstance(reply, list) and route == "/v1/rerank" and not all(map(_has_score, answered)):
+        return "no score of a document"
     if route == "/v1/systemone" and not all(_is_decision(reply[name].get(one)) for one in body.get("questions") or {}):
         return "no answer to a question"
-    if route not in MAY_BE_EMPTY and not all(part[name] for part in answered):
-        return f"empty {name}"
-    n_found = len(parts) if route == "/generate" else len(reply[name])
-    return None if n_found >= (n_wanted := _n_prompts(body)) else f"{n_found} answers to {n_wanted} prompts"
+    return None
 
 
 def _n_prompts(body: Mapping[str, Any]) -> int:
     given = body.get("prompt", body.get("text", body.get("input_ids")))
     return len(given) if isinstance(given, list) and given and not isinstance(given[0], int) else 0
-
-
-def _is_refused(choice: Any) -> bool:
-    return isinstance(choice, dict) and "error" in choice
 
 
 def _wrong_count(counts: Any) -> str | None:
@@ -80,6 +81,10 @@ def _has_labels(holder: Any) -> bool:
     return isinstance(labels, list) and all(
         isinstance(one, dict) and "label" in one and _is_number(one.get("probability")) for one in labels
     )
+
+
+def _has_score(document: Any) -> bool:
+    return isinstance(document, dict) and _is_number(document.get("score"))
 
 
 def _is_number(value: Any) -> bool:

@@ -150,13 +150,12 @@ def test_what_a_server_could_not_answer_is_asked_for_again_and_answered_once(how
 
 def test_an_answer_is_kept_in_one_line() -> None:
     """The file of answers has one line a row."""
-    ran = asyncio.run(
-        run(
-            lambda row: web.Response(
-                text=f'{{\n  "choices": [1],\n  "row": {row}\n}}\n', content_type="application/json"
-            )
-        )
-    )
+
+    def in_lines(row: int) -> web.Response:
+        lines = f'{{\n  "choices": [1],\n  "row": {row}\n}}\n'
+        return web.Response(text=lines, content_type="application/json")
+
+    ran = asyncio.run(run(in_lines))
     assert all_good(ran)
     assert all(b"\n" not in body for _, body in ran.answers.values())
 
@@ -205,7 +204,13 @@ QUESTIONS: dict[str, Any] = {"questions": {"a": {}}}
         ("/generate", {}, {"meta_info": {"prompt_tokens": -1}}, "prompt_tokens -1"),
         ("/v1/score", {}, {"scores": [None, [0.5]]}, None),
         ("/v1/rerank", {}, [{"index": 0, "score": 0.5}], None),
-        ("/v1/rerank", {}, {"results": []}, "no list of scores"),
+        ("/v1/rerank", {}, [{"index": 0, "score": 0.5}, {"index": 1, "score": None, "error": "too long"}], None),
+        ("/v1/rerank", {}, {"results": [{"index": 0, "relevance_score": 0.5}]}, None),
+        ("/v1/rerank", {}, [{"index": 0, "score": None}], "no score of a document"),
+        ("/v1/rerank", {}, {"error": {"message": "busy"}}, "no results"),
+        ("/generate", {}, {"error": {"message": "busy"}, "meta_info": None}, "no meta_info"),
+        ("/generate", LABELS, {"error": {"message": "busy"}, "meta_info": {"id": "a"}}, "no label_scores"),
+        ("/generate", {"text": ["a"]}, [], "empty meta_info"),
         ("/v2/rerank", {}, {"results": []}, None),
         ("/v1/decisions", {}, {"answers": {"a": 1}}, "no answers"),
         ("/v1/systemone", QUESTIONS, {"answers": {"a": {"type": "noul", "noul": 0.5}}}, None),

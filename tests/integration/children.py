@@ -201,7 +201,7 @@ def _fork_or_spawn(spawn: Callable[..., int], path: bytes, args: list[str], pass
 
 
 def _log_to_stderr() -> None:
-    """A handler made during an import writes to a file of pytest, closed here, whose number another file has later."""
+    """SGLang's imports have made handlers that write to a file of pytest. It is closed here, and another file gets its number."""
     for logger in (logging.root, *logging.root.manager.loggerDict.values()):
         for handler in getattr(logger, "handlers", ()):
             if type(handler) is logging.StreamHandler:
