@@ -13,4 +13,4 @@ fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
 if [[ $# -gt 0 && "$*" != --all ]]; then exec .venv/bin/python -m pytest "$@"; fi
 OMP_NUM_THREADS=1 .venv/bin/python -m pytest "$@" -n 2 --dist loadfile tests/core tests/cpu
-.venv/bin/python -m pytest "$@" tests/integration tests/gpu
+.venv/bin/python -m pytest "$@" --durations 8 tests/integration tests/gpu

@@ -1,4 +1,4 @@
-"""Which tests run by default, and how long each file may take.
+"""Which tests run by default, and how long each file should take.
 
 `RARE` maps long or rarely useful tests to the paths that they cover. A run without `--all` includes one only where a covered
 file, or the test's own file, changed (`changed_files`), or where the command line names it.
@@ -76,7 +76,7 @@ RARE: dict[str, tuple[str, ...]] = {
 
 # Seconds that a file takes on 2 cores, where that is more than LEAST_BUDGET_S; servers that it starts included.
 LEAST_BUDGET_S = 30.0
-BUDGET_FACTOR = 3.0  # a file that takes so many times its budget fails the run
+BUDGET_FACTOR = 3.0  # a file that takes so many times its budget is named at the end of the run
 BUDGETS_S: dict[str, float] = {
     "tests/cpu/test_native.py": 75,
     "tests/cpu/test_shared_prefix_attention.py": 90,
@@ -121,12 +121,12 @@ def _covers(test: str, covers: tuple[str, ...], path: str) -> bool:
     return path == test.partition("::")[0] or any(path == one or path.startswith(f"{one}/") for one in covers)
 
 
-def over_budget(seconds: dict[str, float], n_waiting: float = 0.0) -> list[str]:
-    """A sentence for each file that took too long. n_waiting: processes that waited for a core meanwhile, per core."""
+def over_budget(seconds: dict[str, float]) -> list[str]:
+    """A sentence for each file that took too long."""
     sentences = []
     for file, took_s in sorted(seconds.items()):
         budget_s = max(BUDGETS_S.get(file, 0.0), LEAST_BUDGET_S)
-        limit_s = BUDGET_FACTOR * budget_s * max(1.0, n_waiting)
+        limit_s = BUDGET_FACTOR * budget_s
         if took_s > limit_s:
             sentences.append(
                 f"{file} took {took_s:.0f} s; its budget is {budget_s:.0f} s and the limit {limit_s:.0f} s. Make it faster, or"
