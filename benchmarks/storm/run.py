@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import report
-from benchmarks.storm import cost, fuzz, kills, mixed, neighbours, part, soak, tenants
+from benchmarks.storm import cost, fuzz, hostile, kills, mixed, neighbours, part, soak, tenants
 
 
 def measured(measure: Callable[[bool, Path, Path], part.Part], quick: bool) -> dict[str, Any]:
@@ -28,8 +28,9 @@ def measured(measure: Callable[[bool, Path, Path], part.Part], quick: bool) -> d
     return report.part(found.rows, found.targets, commands=found.commands)
 
 
-MODULES = (fuzz, mixed, kills, soak, neighbours, tenants, cost)
+MODULES = (fuzz, mixed, kills, soak, neighbours, tenants, cost, hostile)
 PARTS = {one.__name__.rpartition(".")[2]: functools.partial(measured, one.measure) for one in MODULES}
+PARTS["bodies"] = functools.partial(measured, neighbours.measure_bodies)
 
 if __name__ == "__main__":
     sys.exit(report.in_parts(__doc__, Path(__file__), PARTS))

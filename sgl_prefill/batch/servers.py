@@ -33,6 +33,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 MOST_TRIES = 6
 TIMEOUT_S = 3600.0
 MOST_REPLY_BYTES = 256 << 20  # of one row, unpacked: a million labels of 250 bytes
+# Of all rows at a time; beyond it only replies of less than 1 / FEW of it are read on.
+MOST_BYTES_AT_ONCE, FEW = 1 << 30, 256
 ANSWERS_EVERY_S = 0.25
 
 
@@ -96,7 +98,7 @@ async def answers(
     tries: dict[int, int] = {}
     groups = deque(_groups(len(rows_in_order), group_begins, max_inflight))
     n_left = len(rows_in_order)
-    servers = [Server(url) for url in urls]
+    servers, replies_now = [Server(url) for url in urls], _Replies()
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S, connect=10)
     connector = aiohttp.TCPConnector(limit=0)
 
@@ -107,7 +109,7 @@ async def answers(
         try:
             data = orjson.dumps(body)
             async with session.post(server.url + url, data=data, allow_redirects=False) as response:
-                text, status = await _whole(response), response.status
+                text, status = await replies_now.whole(response), response.status
                 if status < 400:
                     text = _answer(url, body, text, response)
         except (aiohttp.ClientError, TimeoutError, OSError, NonsenseError) as error:
@@ -186,14 +188,29 @@ def _groups(n_rows: int, begins: IntArray, most_rows: int) -> list[tuple[int, in
     return found
 
 
-async def _whole(response: aiohttp.ClientResponse) -> bytes:
-    """Reads a body, unpacked. Raises NonsenseError for one that does not end."""
-    read = bytearray()
-    async for piece in response.content.iter_any():
-        read += piece
-        if len(read) > MOST_REPLY_BYTES:
-            raise NonsenseError(f"sends more than {MOST_REPLY_BYTES >> 20} MiB for one row")
-    return bytes(read)
+class _Replies:
+    """The replies that are read."""
+
+    def __init__(self) -> None:
+        self._n_bytes = 0
+
+    async def whole(self, response: aiohttp.ClientResponse) -> bytes:
+        """Reads a body, unpacked. Raises NonsenseError for one that does not end."""
+        read = bytearray()
+        try:
+            async for piece in response.content.iter_any():
+                read += piece
+                self._n_bytes += len(piece)
+                if len(read) > MOST_REPLY_BYTES:
+                    raise NonsenseError(f"sends more than {MOST_REPLY_BYTES >> 20} MiB for one row")
+                if self._n_bytes > MOST_BYTES_AT_ONCE and len(read) * FEW > MOST_BYTES_AT_ONCE:
+                    raise NonsenseError(
+                        f"sends more than {MOST_BYTES_AT_ONCE >> 20} MiB for the rows that are asked for at a time: lower"
+                        " --max-inflight if these are answers"
+                    )
+            return bytes(read)
+        finally:
+            self._n_bytes -= len(read)
 
 
 def _answer(route: str, body: dict[str, Any], text: bytes, response: aiohttp.ClientResponse) -> bytes:

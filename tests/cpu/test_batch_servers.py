@@ -177,6 +177,27 @@ def test_a_body_without_end_is_not_read_to_its_end() -> None:
     assert any("sends more than" in line for line in ran.told)
 
 
+def test_bodies_without_end_do_not_fill_the_memory_together() -> None:
+    """Each is below the limit of one row; a short one is read beside them."""
+
+    def reply(n_bytes: int) -> Any:
+        async def pieces() -> AsyncIterator[bytes]:
+            for _ in range(n_bytes // 100):
+                yield bytes(100)
+                await asyncio.sleep(0)
+
+        return mock.Mock(content=mock.Mock(iter_any=pieces))
+
+    async def story() -> list[Any]:
+        read = servers._Replies()
+        return await asyncio.gather(*(read.whole(reply(n)) for n in (4_000, 4_000, 500)), return_exceptions=True)
+
+    with mock.patch.multiple(servers, MOST_BYTES_AT_ONCE=5_000, FEW=4):
+        *long, short = asyncio.run(story())
+    assert sorted(map(type, long), key=str) == [bytes, servers.NonsenseError]
+    assert len(short) == 500
+
+
 LABELS = {"allowed_tokens": [" yes"]}
 SCORED = {"label_scores": {"labels": [{"label": " yes", "probability": 1.0}], "label_mass": 0.5}}
 REFUSED = {"error": {"message": "too long"}}
