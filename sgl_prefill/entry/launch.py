@@ -16,6 +16,7 @@ from sgl_prefill.errors import ProcessError
 from sgl_prefill.port.kv import admission
 from sgl_prefill.startup import arguments, techniques
 from sgl_prefill.startup.device import this_device
+from sgl_prefill.startup.foreign_errors import as_refusals
 from sgl_prefill.startup.quiet import usage_as_error
 from sgl_prefill.startup.secret import FIELDS, Secret
 
@@ -36,7 +37,8 @@ def server_args_of(flags: list[str]) -> ServerArgs:
     from sglang.srt.server_args import prepare_server_args
 
     load_plugins()  # `entry.plugin` adds the CPU attention backend to the choices
-    with usage_as_error():
+    model = arguments.value_of(flags, "--model-path", "--model") or "the model"
+    with as_refusals(model), usage_as_error():
         found = prepare_server_args(flags)
         for name in FIELDS:
             if value := getattr(found, name):

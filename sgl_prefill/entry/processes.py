@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -30,6 +30,7 @@ from sgl_prefill.entry.prefork import Launcher, ParentEnvironment
 from sgl_prefill.errors import ConfigurationError, MemoryPlanError, SglPrefillError
 from sgl_prefill.startup import examine
 from sgl_prefill.startup.device import device_of, is_out_of_memory, this_device
+from sgl_prefill.startup.foreign_errors import as_refusals
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -46,6 +47,9 @@ logger = logging.getLogger(__name__)
 WARM_UP_TIMEOUT_S = 600
 BIND_TIMEOUT_S = 10.0  # uvicorn binds as soon as the warm-up's thread is started
 END_TIMEOUT_S = 10
+# Messages that a scheduler reads between two steps, each of up to `http.tokenizer_manager.SEND_AT_ONCE` requests. It takes some
+# 0.1 ms to read a request: ten thousand at once kept all others waiting for a second.
+READ_AT_ONCE = 128
 OTHER_RANKS_WAIT_S = 2  # rank 0 usually has the same error, and ends all ranks
 # Sent to `launch_server` by a process that has printed why it cannot start. A user's program gets SGLang's signal, SIGQUIT.
 REPORTED_FAILURE = signal.SIGUSR2
@@ -117,16 +121,20 @@ def _activate_or_end(config: PrefillConfig, process: str, launcher: Launcher) ->
 def around_scheduler_init(
     state: ProcessState, original: Callable[..., None], scheduler: Scheduler, *arguments: Any, **options: Any
 ) -> None:
-    """Hook: prints an SglPrefillError without a traceback, and ends the start. On a device it checks before loading whether the
-    weights fit, and makes running out of memory such an error.
+    """Hook: prints what keeps a model from starting without a traceback, and ends the start. On a device it checks before loading
+    whether the weights fit, and names running out of memory.
     """
+    from sglang.srt.environ import envs
     from sglang.srt.runtime_context import get_device, get_parallel
 
+    if state.launcher is not None and not envs.SGLANG_SCHEDULER_MAX_RECV_PER_POLL.is_set():
+        envs.SGLANG_SCHEDULER_MAX_RECV_PER_POLL.set(READ_AT_ONCE)
     server_args = arguments[0] if arguments else options["server_args"]
     tp_rank = get_parallel().tp_rank
     logger.info("reads the weights of %s", server_args.model_path)
     try:
-        with _named_out_of_memory(server_args, get_device().gpu_id or 0):
+        named = nullcontext() if state.launcher is None else as_refusals(server_args.model_path)
+        with named, _named_out_of_memory(server_args, get_device().gpu_id or 0):
             original(scheduler, *arguments, **options)
         quiet_start.end()
     except SglPrefillError as error:
@@ -194,7 +202,8 @@ def init_tokenizer_manager(
 
     from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
 
-    return stock(server_args, port_args, functools.partial(PrefillTokenizerManager, config=config, ending=ending))
+    with as_refusals(server_args.model_path):
+        return stock(server_args, port_args, functools.partial(PrefillTokenizerManager, config=config, ending=ending))
 
 
 def execute_warmup(config: PrefillConfig, server_args: ServerArgs) -> bool:
