@@ -6,6 +6,20 @@
     deadlines  3,000 requests with a deadline, all at once
     decisions  400 questions about one new state, in one request
 
+or one body that takes the server long for its size:
+
+    template   3 million characters in arguments of the chat template, in 8,000 values
+    tools      4 million characters as arguments of a tool call: lists in a list
+    stops      32 stop texts of 500 characters for each of 600 prompts
+    samples    1,024 answers to each of 9 prompts
+    keys       8,000 parts of a message, whose keys are written with escapes
+    answers    30,000 answers of several tokens to choose from
+    logprobs   500 log-probabilities at each of 8,000 tokens
+    regex      an expression that takes years for the 64 dashes of the token that it is tried on
+    user       4 million characters as the name of a user, another one each time
+
+or, as `connections`, opens 10,000 connections at once and leaves.
+
 It asks again and again under one user's name, and prints what it was answered.
 """
 
@@ -18,6 +32,7 @@ import json
 import os
 import random
 import re
+import resource
 import sys
 import time
 from collections import Counter
@@ -31,11 +46,14 @@ from tokenizers import Tokenizer
 from sgl_prefill.examples import demo_model
 
 N_LABELS, N_ENDS, N_PROMPTS, N_DEADLINES, N_QUESTIONS = 1873, 16, 10_000, 3_000, 400
+N_PARTS, N_CONNECTIONS = 8_000, 10_000
+PAUSE_S = 0.1  # between two bodies: a stream of refusals is no body
 TEXT_BYTES, FITTING_CHARACTERS = 30_000_000, 60_000
 DEADLINE_MS, N_STATE_WORDS = 2_000, 300
 USER = "attacker"
 LEAST_PRIORITY = 19  # its own work is no attack: it would be done on another machine
-Bodies = Callable[[int], list[tuple[str, dict[str, Any]]]]
+Requests = list[tuple[str, dict[str, Any] | bytes]]
+Bodies = Callable[[int], Requests]
 
 
 @functools.cache
@@ -46,25 +64,32 @@ def words() -> list[str]:
     return [f" {word}" for word in found[:N_LABELS]]
 
 
-def labels(number: int) -> list[tuple[str, dict[str, Any]]]:
+@functools.cache
+def longest_dash() -> int:
+    """Returns the token of the most dashes."""
+    vocabulary = Tokenizer.from_file(str(demo_model.ensure() / "tokenizer.json")).get_vocab()
+    return vocabulary[max((word for word in vocabulary if set(word) == {"-"}), key=len)]
+
+
+def labels(number: int) -> Requests:
     """One request with N_ENDS new prompts and many labels."""
     ends = [f"Attack {number}, question {end}? Answer:" for end in range(N_ENDS)]
     return [("/v1/completions", {"prompt": ends, "allowed_tokens": words()})]
 
 
-def texts(number: int) -> list[tuple[str, dict[str, Any]]]:
+def texts(number: int) -> Requests:
     big = {"prompt": "x y " * (TEXT_BYTES // 4), "allowed_token_ids": [5, 6]}
     fits = {"prompt": f"{number} x y" * (FITTING_CHARACTERS // 5), "allowed_token_ids": [5, 6]}
     return [("/v1/completions", big), ("/v1/completions", fits)]
 
 
-def prompts(number: int) -> list[tuple[str, dict[str, Any]]]:
+def prompts(number: int) -> Requests:
     rng = random.Random(number)
     ids = [[rng.randrange(1000, 40_000) for _ in range(12)] for _ in range(N_PROMPTS)]
     return [("/v1/completions", {"prompt": ids, "allowed_token_ids": [5, 6]})]
 
 
-def deadlines(number: int) -> list[tuple[str, dict[str, Any]]]:
+def deadlines(number: int) -> Requests:
     rng = random.Random(number)
     return [
         (
@@ -79,7 +104,7 @@ def deadlines(number: int) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-def decisions(number: int) -> list[tuple[str, dict[str, Any]]]:
+def decisions(number: int) -> Requests:
     """Half of the questions are yes/no, a quarter choices of 4, a quarter levels of 5."""
     rng = random.Random(number)
 
@@ -100,13 +125,96 @@ def decisions(number: int) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-KINDS: dict[str, Bodies] = {
-    "labels": labels,
-    "texts": texts,
-    "prompts": prompts,
-    "deadlines": deadlines,
-    "decisions": decisions,
+def chat(**fields: Any) -> Requests:
+    return [("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], **fields})]
+
+
+def template(number: int) -> Requests:
+    return chat(chat_template_kwargs={"a": [f"{number} " + "x" * 400] * N_PARTS})
+
+
+def tools(number: int) -> Requests:
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "a", "arguments": f'{{"{number}":[{"[]," * 1_300_000}0]}}'},
+    }
+    return chat(
+        messages=[{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "user", "content": "a"}]
+    )
+
+
+def stops(number: int) -> Requests:
+    """More than the server takes, and the most that it takes."""
+    prompts = [[1000 + number % 1000, 1000 + n] for n in range(600)]
+    found: Requests = []
+    for n_stops, n_characters in ((32, 500), (16, 31)):
+        texts = [f"{number} {n} {'x y ' * 125}"[:n_characters] for n in range(n_stops)]
+        found.append(("/generate", {"input_ids": prompts, "sampling_params": {"max_new_tokens": 1, "stop": texts}}))
+    return found
+
+
+def regex(number: int) -> Requests:
+    options = {"stop_regex": "(-+)+x", "logit_bias": {str(longest_dash()): 1e30}}
+    return [("/generate", {"text": f"{number}", "sampling_params": {"max_new_tokens": 1, **options}})]
+
+
+def samples(number: int) -> Requests:
+    return [
+        (
+            "/generate",
+            {"text": [f"{number} {n}" for n in range(9)], "sampling_params": {"max_new_tokens": 1, "n": 1024}},
+        )
+    ]
+
+
+def keys(number: int) -> Requests:
+    parts = ",".join([r'{"\u0074\u0079\u0070\u0065":"text","\u0074\u0065\u0078\u0074":"a"}'] * N_PARTS)
+    body = f'{{"model":"m","user":"{number}","messages":[{{"role":"user","content":[{parts}]}}]}}'
+    return [("/v1/chat/completions", body.encode())]
+
+
+def answers(number: int) -> Requests:
+    some = [f"{one}{other}" for one in words()[:173] for other in words()[:173]]
+    return [("/v1/completions", {"prompt": f"{number}? Answer:", "allowed_answers": some})]
+
+
+def logprobs(number: int) -> Requests:
+    """More than the server takes, and the most that it takes."""
+    rng = random.Random(number)
+    options = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 500}
+    prompts = [[rng.randrange(1000, 40_000) for _ in range(n_tokens)] for n_tokens in (8_000, 100)]
+    return [("/generate", {"input_ids": ids, "sampling_params": {"max_new_tokens": 1}, **options}) for ids in prompts]
+
+
+def user(number: int) -> Requests:
+    return [
+        ("/v1/completions", {"prompt": [5, 6], "allowed_token_ids": [5, 6], "user": f"{number} " + "x" * 4_000_000})
+    ]
+
+
+FLOODS: dict[str, Bodies] = {one.__name__: one for one in (labels, texts, prompts, deadlines, decisions)}
+CONNECTIONS = "connections"
+BODIES: dict[str, Bodies] = {
+    one.__name__: one for one in (template, tools, stops, regex, samples, keys, answers, logprobs, user)
 }
+
+
+async def connect(url: str, seconds: float) -> dict[str, int]:
+    """Opens connections all at once, again and again. Returns how many were made, and how many were not."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    host, port = url.removeprefix("http://").split(":")
+    made: Counter[str] = Counter()
+    until_s = time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        opened = await asyncio.gather(
+            *(asyncio.open_connection(host, int(port)) for _ in range(N_CONNECTIONS)), return_exceptions=True
+        )
+        for one in opened:
+            made["refused" if isinstance(one, BaseException) else "connected"] += 1
+            if not isinstance(one, BaseException):
+                one[1].close()
+    return dict(made)
 
 
 async def attack(url: str, kind: str, seconds: float) -> dict[str, int]:
@@ -129,18 +237,24 @@ async def attack(url: str, kind: str, seconds: float) -> dict[str, int]:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 break
-            round_of_it = [(route, orjson.dumps({"model": "x", **body})) for route, body in KINDS[kind](number)]
+            round_of_it = [
+                (route, body if isinstance(body, bytes) else orjson.dumps({"model": "x", **body}))
+                for route, body in (FLOODS | BODIES)[kind](number)
+            ]
             try:
                 await asyncio.wait_for(asyncio.gather(*(ask(*one) for one in round_of_it)), left_s)
             except TimeoutError:  # it leaves, and so do its requests
                 statuses["left"] += 1
+            if kind in BODIES:
+                await asyncio.sleep(PAUSE_S)
     return dict(statuses)
 
 
 def main() -> int:
     url, kind, seconds = sys.argv[1:]
     os.nice(LEAST_PRIORITY)
-    print(json.dumps(asyncio.run(attack(url, kind, float(seconds)))))
+    found = connect(url, float(seconds)) if kind == CONNECTIONS else attack(url, kind, float(seconds))
+    print(json.dumps(asyncio.run(found)))
     return 0
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Collection
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Self
@@ -19,7 +20,7 @@ import requests
 from benchmarks import report, shapes
 from benchmarks.harness import client, engines, traffic
 from benchmarks.harness.turns import Served, Servers
-from benchmarks.storm.attack import KINDS
+from benchmarks.storm.attack import BODIES, CONNECTIONS, FLOODS
 from benchmarks.storm.part import Part
 from sgl_prefill.plan import percentile
 
@@ -33,25 +34,43 @@ SERVED = Served(None, ["--context-length", "8192", "--max-total-tokens", "20000"
 
 
 def measure(quick: bool, model: Path, folder: Path) -> Part:
-    """Sends the same live requests in quiet and beside each attack, in turns; model: not used."""
+    """Beside each flood of requests; model: not used."""
+    with Servers(SERVED, 1) as servers:
+        found = beside("neighbours", FLOODS, servers.of(engines.OURS), quick)
+        singles = behind_ten_thousand(servers.of(engines.OURS), 2 if quick else N_SINGLES)
+    found.rows.append({"part": "neighbours", "beside": "10,000 prompts of one user", **singles})
+    found.targets.append(
+        report.Target.at_most(
+            "one request behind 10,000 of another client: its wait in steps of the flood, P99",
+            singles["steps_p99"],
+            3.0,
+        )
+    )
+    return found
+
+
+def measure_bodies(quick: bool, model: Path, folder: Path) -> Part:
+    """Beside each body that takes long for its size; model: not used."""
+    with Servers(SERVED, 1) as servers:
+        return beside("bodies", [*BODIES, CONNECTIONS], servers.of(engines.OURS), quick)
+
+
+def beside(part: str, kinds: Collection[str], server: engines.Running, quick: bool) -> Part:
+    """Sends the same live requests in quiet and beside each attack, in turns."""
     n_turns, n_live = (1, 6) if quick else (N_TURNS, N_LIVE)
     live = live_requests(n_live)
     seconds = live[-1].at_s + 2 * HEAD_START_S
-    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in (QUIET, *KINDS)}
-    with Servers(SERVED, 1) as servers:
-        server = servers.of(engines.OURS)
-        for turn in range(n_turns):
-            for kind, of_kind in found.items():
-                server.flush_cache()
-                client.run(server.url, live[:5], "warm-up")
-                attacker = None if kind == QUIET else start(server.url, kind, seconds)
-                with Health(server.url) as health:
-                    outcomes = client.run(server.url, live, f"{kind}, turn {turn + 1}")
-                answered = {} if attacker is None else end(attacker)
-                found_here = {"health_p99_s": health.p99_s, "attacker_was_answered": answered}
-                of_kind.append({**client.figures(outcomes)._asdict(), **found_here})
-        singles = behind_ten_thousand(server, 2 if quick else N_SINGLES)
-        command = server.command
+    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in (QUIET, *kinds)}
+    for turn in range(n_turns):
+        for kind, of_kind in found.items():
+            server.flush_cache()
+            client.run(server.url, live[:5], "warm-up")
+            attacker = None if kind == QUIET else start(server.url, kind, seconds)
+            with Health(server.url) as health:
+                outcomes = client.run(server.url, live, f"{kind}, turn {turn + 1}")
+            answered = {} if attacker is None else end(attacker)
+            found_here = {"health_p99_s": health.p99_s, "attacker_was_answered": answered}
+            of_kind.append({**client.figures(outcomes)._asdict(), **found_here})
     medians = {
         kind: {
             name: statistics.median(one[name] for one in of_kind)
@@ -60,27 +79,19 @@ def measure(quick: bool, model: Path, folder: Path) -> Part:
         for kind, of_kind in found.items()
     }
     rows: list[dict[str, Any]] = [
-        {"part": "neighbours", "beside": kind, **medians[kind], "turns": of_kind} for kind, of_kind in found.items()
+        {"part": part, "beside": kind, **medians[kind], "turns": of_kind} for kind, of_kind in found.items()
     ]
-    rows.append({"part": "neighbours", "beside": "10,000 prompts of one user", **singles})
     targets = [
         report.Target.at_most(
             f"others' P99 beside one client's {kind} / quiet", medians[kind]["p99_s"] / medians[QUIET]["p99_s"], 3.0
         )
-        for kind in KINDS
+        for kind in kinds
     ]
     targets += [
         report.Target.at_most(f"GET /health beside one client's {kind}: P99, s", medians[kind]["health_p99_s"], 0.05)
-        for kind in KINDS
+        for kind in kinds
     ]
-    targets.append(
-        report.Target.at_most(
-            "one request behind 10,000 of another client: its wait in steps of the flood, P99",
-            singles["steps_p99"],
-            3.0,
-        )
-    )
-    return Part(rows, targets, {"neighbours": command})
+    return Part(rows, targets, {part: server.command})
 
 
 class Health:

@@ -40,7 +40,7 @@ class Job:
     deadline_ms: float | None = None  # counted from the arrival; a later answer is worth nothing
     client: str = ""  # requests without a client's name form one client
     rid: str = ""  # request id of the engine
-    runs_alone: bool = False  # shares no step: it was in one that ran out of memory
+    runs_alone: bool = False  # shares no step: it was in one that ran out of memory, or asks for much of each token
 
     n_cached_tokens: int = 0  # longest prefix that the cache holds now, as far as this job may use it
     next_page: Hashable | None = (

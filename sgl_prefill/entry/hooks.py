@@ -2,8 +2,8 @@
 all targets is fingerprinted.
 
 Besides these, SGLang's own parameters carry our parts: `launch_server(init_tokenizer_manager_func, run_scheduler_process_func,
-run_detokenizer_process_func, execute_warmup_func)`, the platform and the attention-backend registries; and `http.routes.ROUTES`
-lists the replaced routes.
+run_detokenizer_process_func, execute_warmup_func)`, the platform and the attention-backend registries, and uvicorn's table of
+protocols (`http.heads`); and `http.routes.ROUTES` lists the replaced routes.
 """
 
 from __future__ import annotations
@@ -173,6 +173,7 @@ FEATURES: tuple[Feature, ...] = (
                 "The offline engine takes this package's options and process functions.",
             ),
         ),
+        switches=("SGLANG_SCHEDULER_MAX_RECV_PER_POLL",),  # ten thousand requests at once would keep others waiting
         patches=(
             Patch(
                 f"{SRT}.server_args.ServerArgs",
@@ -249,10 +250,11 @@ FEATURES: tuple[Feature, ...] = (
                 "PrefillTokenizerManager",
                 (
                     *("abort_request", "_tokenize_texts", "_create_tokenized_object", "_wait_one_response"),
+                    *("_tokenize_one_request", "_send_one_request", "_send_batch_request"),
                     "_process_single_item_scoring_results",
                 ),
-                "A client cancels its own requests only; long texts do not stop other clients; an answer may come before the last"
-                " prompt of its request was sent; an aborted score has no log-probabilities.",
+                "A client cancels its own requests only; long texts and many prompts do not stop other clients; an answer may"
+                " come before the last prompt of its request was sent; an aborted score has no log-probabilities.",
             ),
             Override(
                 TOKENIZER_MANAGER,
@@ -303,7 +305,6 @@ FEATURES: tuple[Feature, ...] = (
                 ("build_middleware_stack",),
                 "The limits of this package stand before SGLang's middleware.",
             ),
-            Patch("starlette.routing.Router", ("default",), "A path that no route serves gets a 404 with a sentence."),
         ),
         relied=(
             Relied((f"{MANAGERS}.io_struct.GenerateReqInput.regenerate_rid",), "It gives a sample an id of its own."),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
 
 MOST_CHARACTERS = 4 << 20  # outside of prompts, with VALUE_CHARACTERS for each value
-MOST_PARTS = 16_384  # objects and lists, such as messages, parts of messages and tools
+MOST_PARTS = 8_192  # objects and lists, such as messages, parts of messages and tools: 0.1 s to validate
 MOST_PROMPT_PARTS = 65_536  # the same within fields of PROMPTS
 DECISIONS = ("/v1/decisions", "/v1/systemone")
 MOST_DECISION_PARTS = 131_072  # of a body of these: 400 questions of 255 options are 102,000

@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import fastapi
@@ -317,6 +318,8 @@ class LabelScorer:
         started_s = time.monotonic()
         outputs: list[list[dict[str, Any]]] = []
         for one in requests:
+            if outputs and raw_request is not None and await raw_request.is_disconnected():
+                raise fastapi.HTTPException(HTTPStatus.BAD_REQUEST, "the client has left, and its other labels with it")
             left_ms = None if deadline_ms is None else left_of(deadline_ms, started_s)
             _ask_for_logprobs(one, left_ms, 0 if outputs else n_alternatives)
             outputs.append(await self._answered(one, raw_request))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sgl_prefill.http.shutdown import Ending
 
 BODY_TIMEOUT_S = 60.0
+MOST_SHOWN = 200  # characters of a path
 COMPUTING_METHODS = ("POST", "PUT")
 # In OpenMetrics prometheus_client writes SGLang's names, which hold a colon, in two ways: a scraper that asks for it gets
 # Prometheus' text format.
@@ -43,6 +44,7 @@ class Middleware:
 
     Args:
         n_refused: counts refusals by reason, for the dashboard.
+        is_known: tells whether a path is served.
     """
 
     def __init__(
@@ -51,10 +53,12 @@ class Middleware:
         config: PrefillConfig,
         ending: Ending,
         n_refused: Counter[str] | None = None,
+        is_known: Callable[[Scope], bool] = lambda scope: True,
     ) -> None:
         self._app = app
         self._config = config
         self._ending = ending
+        self._is_known = is_known
         self._turns = FairTurns()
         self._n_refused: Counter[str] = Counter() if n_refused is None else n_refused
         self._refused = metric_list.BY_NAME["refused_requests"].make([])  # after SGLang has set the metrics' directory
@@ -82,6 +86,12 @@ class Middleware:
             body = await self._read(receive)
             if body is None:
                 return
+            if not self._is_known(scope):
+                raise HTTPException(
+                    HTTPStatus.NOT_FOUND,
+                    f"{scope['path'][:MOST_SHOWN]} is not a route of this prefill-only server: for answers use /v1/completions,"
+                    " /v1/chat/completions, /generate, /v1/score, /v1/rerank or /v1/embeddings; /openapi.json lists all routes",
+                )
             if encoding := headers.get(b"content-encoding"):
                 limit = self._config.max_body_bytes
                 body = await asyncio.to_thread(encoded_bodies.decode, body, encoding.decode("latin-1"), limit)

@@ -31,9 +31,9 @@ SAMPLING_OPTION_RANGES = (("top_k", -1, TOP_K_ALL), ("sampling_seed", -(2**63), 
 
 # In one request: the event loop writes an answer for each prompt and label.
 MOST_PROMPTS, MOST_LABELS = 10_000, 50_000
-# Each stop is tokenised or compiled in the event loop and in the scheduler, again for each prompt.
-MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOPS_OF_PROMPTS = 32, 16_384, 20_000
-STOPS = ("stop", "stop_regex")
+# Each stop is tokenised in the event loop, again for each prompt.
+MOST_STOPS, MOST_STOP_CHARACTERS = 32, 16_384
+MOST_STOPS_OF_PROMPTS, MOST_STOP_CHARACTERS_OF_PROMPTS = 10_000, 300_000
 MOST_LOGIT_BIAS = 1e30  # a logit plus a bias must fit float32
 
 # Options of GenerateReqInput that take one value, or a list with one value per prompt.
@@ -160,14 +160,13 @@ def check_sampling_options(options: dict[str, Any], vocab_size: int, tokenizer: 
         value = options.get(name)
         if value is not None and not lowest <= value <= highest:
             raise BadRequestError(f"sampling_params: {name} is {value}: it must be from {lowest} to {highest}")
-    for name in STOPS:
-        stops = _stops(options, name)
-        n_characters = sum(map(len, stops))
-        if len(stops) > MOST_STOPS or n_characters > MOST_STOP_CHARACTERS:
-            raise BadRequestError(
-                f"sampling_params: {name} holds {len(stops)} texts with {n_characters} characters: at most {MOST_STOPS}, and"
-                f" {MOST_STOP_CHARACTERS} characters together"
-            )
+    stops = stops_of(options)
+    n_characters = sum(map(len, stops))
+    if len(stops) > MOST_STOPS or n_characters > MOST_STOP_CHARACTERS:
+        raise BadRequestError(
+            f"sampling_params: stop holds {len(stops)} texts with {n_characters} characters: at most {MOST_STOPS}, and"
+            f" {MOST_STOP_CHARACTERS} characters together"
+        )
     if stop_ids := options.get("stop_token_ids"):
         check_ids_in_vocabulary(stop_ids, vocab_size, "stop_token_ids")
     deadline_ms = (options.get("custom_params") or {}).get(custom_params.DEADLINE)
@@ -187,12 +186,8 @@ def check_sampling_options(options: dict[str, Any], vocab_size: int, tokenizer: 
         raise BadRequestError(f"sampling_params: {error}") from error
 
 
-def count_stops(options: dict[str, Any]) -> int:
-    return sum(len(_stops(options, name)) for name in STOPS)
-
-
-def _stops(options: dict[str, Any], name: str) -> list[str]:
-    return [options[name]] if isinstance(options.get(name), str) else options.get(name) or []
+def stops_of(options: dict[str, Any]) -> list[str]:
+    return [options["stop"]] if isinstance(options.get("stop"), str) else options.get("stop") or []
 
 
 def check_has_logprobs(meta_info: dict[str, Any]) -> None:

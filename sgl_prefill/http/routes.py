@@ -10,12 +10,12 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
-from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response, StreamingResponse
 from fastapi.routing import APIRoute
@@ -24,11 +24,11 @@ from sglang.srt.entrypoints.openai.protocol import CompletionRequest, Detokenize
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import ServerStatus
 from sglang.srt.utils.json_response import model_json_response, orjson_response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Match, Route
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError, SeamError
-from sgl_prefill.http import api_docs, conversations, protocol, scores
+from sgl_prefill.http import api_docs, conversations, heads, protocol, scores
 from sgl_prefill.http import dashboard_routes as dashboard
 from sgl_prefill.http.bodies import Bodies, route_class
 from sgl_prefill.http.cut_requests import CutRequests, PartsOfPrompts, with_parts
@@ -68,7 +68,7 @@ from sgl_prefill.startup import calibrations
 from sgl_prefill.startup.secret import masked
 
 if TYPE_CHECKING:
-    from starlette.types import Receive, Scope, Send
+    from starlette.types import Scope
 
     from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
 
@@ -276,9 +276,14 @@ class PrefillRoutes:
         if manager.gracefully_exit or manager.server_status == ServerStatus.Starting:
             return Response(status_code=HTTPStatus.SERVICE_UNAVAILABLE)
         if self._probe is None or self._probe.done():
-            self._probe = asyncio.ensure_future(self._stock["/health"](Request(raw_request.scope, _client_stays)))
+            self._probe = asyncio.ensure_future(self._ask_scheduler(Request(raw_request.scope, _client_stays)))
         is_healthy = manager.server_status != ServerStatus.UnHealthy
         return Response(status_code=HTTPStatus.OK if is_healthy else HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def _ask_scheduler(self, request: Request) -> None:
+        """SGLang's probe, whose time-out is by the wall clock: it would wait for a day where that is set back by one."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._stock["/health"](request), 2 * http_server.HEALTH_CHECK_TIMEOUT)
 
     async def freeze_gc(self) -> Response:
         """Does nothing: SGLang asks for it after the warm-up, which has frozen all processes. Again it would keep garbage."""
@@ -385,7 +390,6 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
             )
         app.router.routes.remove(found[0])
     app.router.routes[:] = [one for one in app.router.routes if paths_of(one) <= KEPT_ROUTES]
-    app.router.default = _refuse_path
     bounded = [one for one in app.router.routes if isinstance(one, APIRoute) and one.path in BOUNDED_ROUTES]
     app.router.routes[:] = [one for one in app.router.routes if one not in bounded]
     n_stock = len(app.router.routes)
@@ -430,17 +434,36 @@ def install(app: FastAPI, config: PrefillConfig, ending: Ending) -> None:
     app.router.routes[:] = [*app.router.routes[n_stock:], *app.router.routes[:n_stock]]
     app.add_exception_handler(ValueError, answer_bad_request)
     app.add_exception_handler(RequestValidationError, _answer_invalid)
+    heads.install()
     # Outside the middleware that SGLang adds later.
     build = app.build_middleware_stack
 
     def build_all() -> Middleware:
-        return Middleware(dashboard.AskForKey(build()), config, ending, n_refused)
+        return Middleware(dashboard.AskForKey(build()), config, ending, n_refused, Known(app))
 
     app.build_middleware_stack = build_all  # type: ignore[method-assign]
     for route in ROUTES:
         serving = [r.endpoint for r in app.router.routes if isinstance(r, Route) and r.path == route.path]
         if len(serving) != 1 or getattr(serving[0], "__self__", None) is not endpoints:
             raise SeamError(f"the route {route.method} {route.path} is not served by this package ({route.reason})")
+
+
+class Known:
+    """Tells whether a path is served. SGLang's metrics would count an unknown one under its own name."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+        self._paths = set().union(*map(paths_of, app.router.routes))  # others are added later, and some hold names
+
+    def __call__(self, scope: Scope) -> bool:
+        path: str = scope["path"]
+        # Starlette sends a client from one of these to the other.
+        paths = {path, path.rstrip("/")} if path.endswith("/") else {path, f"{path}/"}
+        if paths & self._paths:
+            return True
+        return any(
+            route.matches({**scope, "path": one})[0] == Match.FULL for route in self._app.router.routes for one in paths
+        )
 
 
 def paths_of(route: Any) -> set[str]:
@@ -452,15 +475,6 @@ def paths_of(route: Any) -> set[str]:
 async def _client_stays() -> dict[str, Any]:
     """Receives the end of an empty body, as often as it is asked."""
     return {"type": "http.request", "body": b"", "more_body": False}
-
-
-async def _refuse_path(scope: Scope, receive: Receive, send: Send) -> None:
-    """The application for unknown paths; SGLang's exception handler writes the answer."""
-    raise HTTPException(
-        HTTPStatus.NOT_FOUND,
-        f"{scope['path']} is not a route of this prefill-only server: for answers use /v1/completions, {CHAT_PATH}, /generate,"
-        " /v1/score, /v1/rerank or /v1/embeddings; /openapi.json lists all routes",
-    )
 
 
 async def _answer_invalid(request: Request, error: Exception) -> Response:

@@ -10,6 +10,7 @@ import functools
 import logging
 import math
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -50,6 +51,8 @@ LARGEST_JSON_INTEGER = 2**63 - 1  # that orjson writes
 LOOK_FOR_CLIENT_S = 2.0  # between two checks whether the client of a batch has disconnected
 TEXT_CACHE_BYTES = 64 << 20  # some 14 million characters and their tokens
 ENCODERS = 4  # threads that tokenise texts, if there are so many cores
+AT_ONCE_S = 0.005  # that the prompts of a request may take of the event loop
+SEND_AT_ONCE = 8  # prompts in a message to the scheduler, which reads a number of messages between two steps
 ENCODE_AT_ONCE = 50_000  # characters of several texts for one turn of a thread, some 30 ms
 T = TypeVar("T")
 GRAMMARS = ("regex", "json_schema", "ebnf", "structural_tag")
@@ -59,6 +62,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     """Refuses generation unless it is allowed, prompts over the limit, and values that would stop the scheduler."""
 
     _text_cache: TextCache | None = None  # without a tokenizer
+    _ran_at_s = 0.0  # when other tasks of the event loop last had their turn
 
     def __init__(
         self, server_args: ServerArgs, port_args: PortArgs, *, config: PrefillConfig, ending: Ending | None = None
@@ -183,6 +187,12 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     def _params_of_caller(self, caller: clients.Caller, obj: GenerateReqInput | EmbeddingReqInput) -> dict[str, Any]:
         """Returns the client and its namespace for the scheduler. Sets `extra_key` where SGLang's route drops the body's salt."""
         namespace = self.tenant_of(caller)
+        for name in clients.SALTS:
+            given = getattr(obj, name, None)
+            if isinstance(given, str):
+                setattr(obj, name, clients.short(given))
+            elif isinstance(given, list):
+                setattr(obj, name, [clients.short(one) if isinstance(one, str) else one for one in given])
         if isinstance(obj, EmbeddingReqInput):
             namespace += caller.salt
         elif obj.extra_key is None and obj.cache_salt is None:
@@ -489,24 +499,29 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     def _check_sampling_params(self, obj: GenerateReqInput | EmbeddingReqInput) -> None:
         given = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params or {}]
         n_prompts_each = 1 if isinstance(obj.sampling_params, list) else request_checks.count_prompts(obj) or 1
-        n_answers = n_stops = 0
+        n_answers = n_stops = n_stop_characters = 0
         for params in given:
             if not isinstance(params, dict):
                 raise BadRequestError(f"sampling_params is {params!r}: it must be an object, or a list of objects")
             options = {**(self.preferred_sampling_params or {}), **params}
             request_checks.check_sampling_options(options, self.model_config.vocab_size, self.tokenizer)
-            n_stops += n_prompts_each * request_checks.count_stops(options)
+            stops = request_checks.stops_of(options)
+            n_stops += n_prompts_each * len(stops)
+            n_stop_characters += n_prompts_each * sum(map(len, stops))
             n_answers += n_prompts_each * (options.get("n") or 1)
             self._check_deadline_is_known(options)
             self._check_grammar(options)
             if isinstance(obj, GenerateReqInput):
                 self._check_generation_length(options)
         self.check_count(n_answers, "answers, n for each prompt")
-        if n_stops > request_checks.MOST_STOPS_OF_PROMPTS:
-            raise BadRequestError(
-                f"the request has {n_stops} stop texts, counted for each prompt, and at most"
-                f" {request_checks.MOST_STOPS_OF_PROMPTS} are served: send fewer of either"
-            )
+        for n, most, what in (
+            (n_stops, request_checks.MOST_STOPS_OF_PROMPTS, "stop texts"),
+            (n_stop_characters, request_checks.MOST_STOP_CHARACTERS_OF_PROMPTS, "characters of stop texts"),
+        ):
+            if n > most:
+                raise BadRequestError(
+                    f"the request has {n} {what}, counted for each prompt, and at most {most} are served: send fewer of either"
+                )
 
     def _check_grammar(self, options: dict[str, Any]) -> None:
         """SGLang's scheduler refuses these too, but not all of its routes pass the refusal on."""
@@ -534,6 +549,12 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 f"max_tokens (max_new_tokens) is {shown}{origin}, and this server answers prefill-only requests:"
                 " ask for 0 or 1, or start the server with --allow-generation"
             )
+        # The scheduler tries it on each answer, also of one token, and some expressions take hours for 64 characters.
+        if not self.prefill_config.allow_generation and options.get("stop_regex"):
+            raise BadRequestError(
+                "stop_regex ends a text that is generated, and this server answers with one token: leave it out, or start the"
+                " server with --allow-generation"
+            )
 
     def _check_logprob_options(self, obj: GenerateReqInput) -> None:
         if obj.token_ids_logprob == []:
@@ -554,6 +575,44 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             for number in value if isinstance(value, list) else [value]:
                 if number is not None and not lowest <= number <= highest:
                     raise BadRequestError(f"{field} is {number}: it must be {limit}")
+
+    def _count_logprobs(self, obj: GenerateReqInput | EmbeddingReqInput, n_input: int) -> None:
+        """Raises BadRequestError where all prompts of a request ask for too many log-probabilities of several tokens. The event
+        loop writes each of them.
+        """
+        if not isinstance(obj, GenerateReqInput) or not obj.return_logprob:
+            return
+        n_each = (obj.top_logprobs_num or 0) + len(obj.token_ids_logprob or ())
+        start = obj.logprob_start_len
+        n = n_each * (1 if start is None or start < 0 else max(n_input - start, 1))
+        if (caller := clients.current()) is not None:
+            caller.n_logprobs += n
+            n = caller.n_logprobs
+        if n > (most := request_checks.MOST_LABELS):
+            raise BadRequestError(
+                f"the request asks for {n} log-probabilities or more, {n_each} at each place, and {most} are the limit of one"
+                " request: ask for fewer of them (top_logprobs_num, token_ids_logprob), for fewer tokens of the prompt"
+                " (logprob_start_len), or send fewer prompts"
+            )
+
+    async def _tokenize_one_request(self, obj: GenerateReqInput | EmbeddingReqInput) -> Any:
+        """Lets others run between the prompts of a request, as does the next."""
+        await self._let_others_run()
+        return await super()._tokenize_one_request(obj)
+
+    async def _send_one_request(self, tokenized_obj: Any) -> Any:
+        await self._let_others_run()
+        return await super()._send_one_request(tokenized_obj)
+
+    async def _send_batch_request(self, tokenized_objs: list[Any]) -> None:
+        for start in range(0, len(tokenized_objs), SEND_AT_ONCE):
+            await self._let_others_run()
+            await super()._send_batch_request(tokenized_objs[start : start + SEND_AT_ONCE])
+
+    async def _let_others_run(self) -> None:
+        if time.monotonic() - self._ran_at_s > AT_ONCE_S:
+            await asyncio.sleep(0)
+            self._ran_at_s = time.monotonic()
 
     def _wait_one_response(
         self, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None = None
@@ -578,6 +637,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         if obj.input_ids is not None and n_input > 0:
             request_checks.check_ids_in_vocabulary(input_ids, self.model_config.vocab_size, "the prompt")
         self.check_length(n_input, n_branches=branch_rows.size_of(obj.sampling_params or {}).tokens)
+        self._count_logprobs(obj, n_input)
 
     def check_length(self, n_input: int, n_branches: int = 0) -> None:
         """Raises PromptTooLongError. n_branches: tokens of its branches, beyond the prompt."""

@@ -68,7 +68,7 @@ def test_prompts_and_labels_have_their_own_limits(body: dict[str, Any]) -> None:
     ],
 )
 def test_objects_are_counted(body: dict[str, Any]) -> None:
-    with pytest.raises(BadRequestError, match=r"more than (16384 messages|65536 prompts)"):
+    with pytest.raises(BadRequestError, match=r"more than (8192 messages|65536 prompts)"):
         bodies.check(body, 1 << 30)
 
 

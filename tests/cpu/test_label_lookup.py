@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import fastapi
 import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -114,3 +115,26 @@ def test_labels_after_an_image_are_refused_by_name(field: str) -> None:
     request = GenerateReqInput(text=["a", "b"], **{field: [None, "data:,x"]})
     with pytest.raises(BadRequestError, match=f"the request holds {field} beside allowed_tokens, "):
         asyncio.run(scorer_with(Characters()).score(request, AllowedAnswers(["x", "y"], None)))
+
+
+def test_labels_that_are_divided_over_requests_end_with_their_client() -> None:
+    """Two of three requests are computed; the client leaves while the second one is."""
+    asked = list[Any]()
+
+    class Client:
+        async def is_disconnected(self) -> bool:
+            return len(asked) == 2
+
+    scorer = scorer_with(Characters())
+
+    async def answered(obj: Any, raw_request: Any) -> list[dict[str, Any]]:
+        asked.append(obj)
+        return [{}]
+
+    scorer._answered = answered  # type: ignore[method-assign]
+    requests = [GenerateReqInput(input_ids=[1]) for _ in range(3)]
+    client: Any = Client()
+    with pytest.raises(fastapi.HTTPException, match="the client has left"):
+        asyncio.run(scorer._answered_in_turn(requests, client, None))
+    assert len(asked) == 2
+    assert len(asyncio.run(scorer._answered_in_turn(requests, None, None))) == 3

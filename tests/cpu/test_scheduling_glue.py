@@ -114,6 +114,7 @@ def request(name: str, tokens: list[int], arrival_s: float = 1.0, priority: int 
         seqlen=len(tokens),
         priority=priority,
         sampling_params=SimpleNamespace(custom_params=None, max_new_tokens=1),
+        return_logprob=False,
         time_stats=SimpleNamespace(
             api_server_dispatch_time=arrival_s,
             wait_queue_entry_time=99.0,
@@ -343,3 +344,14 @@ def test_a_host_gives_memory_back_after_many_steps(
     for engine.scheduler.forward_ct in (n_steps - 1, n_steps, n_steps + 1):
         engine.step(admit_nothing)
     assert len(released) == 1
+
+
+def test_a_prompt_that_asks_for_much_of_each_token_shares_no_step() -> None:
+    """The HTTP process writes the log-probabilities of a step before it reads other answers."""
+    for n_labels, runs_alone in ((10, False), (jobs.MANY_LOGPROBS, True)):
+        req = request("asks", [1] * 50)
+        req.return_logprob, req.logprob_start_len = True, 48
+        req.logprob = SimpleNamespace(top_logprobs_num=n_labels, token_ids_logprob=None)
+        engine = engine_with(watched_tree(), [req])
+        jobs.follow(engine.state, engine.scheduler)
+        assert request_state.of(req).job.runs_alone is runs_alone

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
 from sgl_prefill.port.steps import clients
@@ -41,3 +42,24 @@ def test_prompts_with_salts_of_their_own_share_no_texts() -> None:
 
 def test_the_offline_engine_has_one_tenant() -> None:
     assert tenant(None, "none") == ""
+
+
+def test_long_names_are_kept_as_hashes_that_tell_them_apart() -> None:
+    names = ["u" * clients.LONGEST_NAME, *("u" * 5_000_000 + end for end in ("a", "b", "\ud800"))]
+    found = [clients.short(name) for name in names]
+    assert found[0] == names[0]
+    assert {len(one) for one in found[1:]} == {64}
+    assert len(set(found)) == 4
+    assert clients.Caller.of_headers({b"x-user-id": names[1].encode()}).user == found[1]
+
+
+@pytest.mark.parametrize("field", clients.SALTS)
+def test_long_salts_reach_the_scheduler_as_hashes(field: str) -> None:
+    manager: Any = SimpleNamespace(
+        tenant_of=lambda caller: "", prefill_config=SimpleNamespace(fair_by="user", isolate_by="none")
+    )
+    for given in ("s" * 5000, ["s" * 5000, "t"]):
+        obj = GenerateReqInput(input_ids=[[1], [2]], **{field: given})
+        PrefillTokenizerManager._params_of_caller(manager, clients.Caller(), obj)
+        kept = getattr(obj, field)
+        assert kept == (clients.short(given) if isinstance(given, str) else [clients.short(given[0]), "t"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from collections.abc import Iterator
@@ -84,7 +85,8 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
         {**CHAT, "messages": [{"role": "assistant", "content": "x"}], "continue_final_message": True},
         ["messages is empty"],
     ),
-    (CHATS, {**CHAT, "messages": CHAT["messages"] * 17_000}, ["more than 16384 messages"]),
+    (CHATS, {**CHAT, "chat_template_kwargs": {"tokenize": True, "tools": []}}, ["holds tokenize, tools", "leave out"]),
+    (CHATS, {**CHAT, "messages": CHAT["messages"] * 17_000}, ["more than 8192 messages"]),
     (CHATS, {**CHAT, "chat_template_kwargs": {"a": "x" * 5_000_000}}, ["more than 4194304 characters"]),
     (COMPLETIONS, {**PROMPT, "prompt": ["a"] * 10_001}, ["10001 values", "at most 10000"]),
     (
@@ -94,8 +96,40 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ),
     (
         GENERATE,
+        {"text": ["a"] * 300, "sampling_params": {"max_new_tokens": 1, "stop": ["x" * 500] * 3}},
+        ["450000 characters of stop texts", "at most 300000"],
+    ),
+    # A token of 64 dashes would keep the scheduler busy for years.
+    (
+        GENERATE,
+        {**NATIVE, "sampling_params": {"max_new_tokens": 1, "stop_regex": "(-+)+x"}},
+        ["stop_regex", "--allow-generation"],
+    ),
+    (
+        GENERATE,
+        {
+            "input_ids": [5] * 1000,
+            "sampling_params": {"max_new_tokens": 1},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "top_logprobs_num": 500,
+        },
+        ["500000 log-probabilities", "500 at each", "50000", "top_logprobs_num"],
+    ),
+    (
+        GENERATE,
+        {
+            "input_ids": [[5]] * 300,
+            "sampling_params": {"max_new_tokens": 0},
+            "return_logprob": True,
+            "token_ids_logprob": [*range(500)],
+        },
+        ["50500 log-probabilities", "fewer prompts"],
+    ),
+    (
+        GENERATE,
         {"text": ["a"] * 1000, "sampling_params": {"max_new_tokens": 1, "stop": [f"{n}" for n in range(25)]}},
-        ["25000 stop texts", "at most 20000"],
+        ["25000 stop texts", "at most 10000"],
     ),
     (
         GENERATE,
@@ -164,7 +198,7 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     (COMPLETIONS, {**PROMPT, "response_format": {"type": "json_object"}}, ["grammar"]),
     (GENERATE, {**NATIVE, "sampling_params": {"max_new_tokens": 0}, "image_data": "x"}, ["text only"]),
     ("/v1/embeddings", {"model": "demo", "input": "a"}, ["embedding"]),
-    *((path, {"metadata": [[]] * 17_000}, ["more than 16384"]) for path in ("/v1/embeddings", "/classify", "/encode")),
+    *((path, {"metadata": [[]] * 17_000}, ["more than 8192"]) for path in ("/v1/embeddings", "/classify", "/encode")),
     *((COMPLETIONS, {**PROMPT, "prompt": ids, "allowed_tokens": LABELS}, [str(ids[-1])]) for ids in ([-1], [10**11])),
     *(
         (route, {**body, field: ["a"], **labels}, [field])
@@ -286,6 +320,27 @@ def test_routes_that_make_no_sense_here_say_so(server: Server, path: str) -> Non
     assert error_of(reply).startswith(f"{path} is not a route of this prefill-only server: for answers use /v1/comp")
 
 
+def test_unknown_paths_leave_no_trace_in_the_metrics(server: Server) -> None:
+    for path in ("/no/such/route/7", "/v1/models/7"):
+        assert server.post(path, {}).status_code == 404
+    assert "route/7" not in (metrics := requests.get(f"{server.url}/metrics", timeout=60).text)
+    assert "models/7" not in metrics
+
+
+def test_a_head_without_end_gets_431(server: Server) -> None:
+    """In one header, which the parser would collect, and in many."""
+    host, port = server.url.removeprefix("http://").split(":")
+    for header in (b"a: ", b"a: b\r\n"):
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\n" + header)
+            with contextlib.suppress(ConnectionError):
+                for _ in range(100):
+                    connection.sendall(header * 20_000)
+            reply = connection.recv(1000)
+            assert reply.startswith(b"HTTP/1.1 431")
+            assert b"65536 bytes" in reply
+
+
 def test_a_body_with_a_thousand_problems_gets_a_short_answer(server: Server) -> None:
     """27 kB of zeros in the place of a message had been answered with 110 MB."""
     reply = server.post(CHATS, {**CHAT, "messages": [{"role": "user", "content": [0] * 9000}]})
@@ -359,7 +414,7 @@ def test_answers_to_wrong_bodies_name_no_source_files(server: Server) -> None:
 def test_one_users_flood_does_not_keep_another_waiting(server: Server) -> None:
     """A long request among short ones would be last by its length; it is answered while most of the flood waits."""
     sampling = {"sampling_params": {"max_new_tokens": 0}, "allowed_token_ids": [5, 6]}
-    flood = [[number, *range(1000, 1040)] for number in range(2000, 2200)]
+    flood = [[number, *range(1000, 1040)] for number in range(2000, 2400)]
     with ThreadPoolExecutor(2) as users:
         many = users.submit(server.post, GENERATE, {"input_ids": flood, **sampling}, headers={"x-user-id": "flood"})
         while waiting_requests(server) < 100:

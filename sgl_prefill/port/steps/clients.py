@@ -25,6 +25,7 @@ HEADER = "x-user-id"
 PARAMETER = f"{custom_params.OURS}client"
 UNNAMED = ""
 SALTS = ("cache_salt", "extra_key")  # fields of a body, in the order in which SGLang joins them
+LONGEST_NAME = 256  # characters of a user or a salt, which the prefix cache and the queue keep; of a longer one a hash
 
 
 @dataclasses.dataclass
@@ -38,12 +39,13 @@ class Caller:
     refused_for: str | None = None  # label of the refusal metric
     retry_after_s: int | None = None
     is_background: bool = False  # a background job: runs on capacity that other requests leave
+    n_logprobs: int = 0  # that its prompts have asked for: see `http.tokenizer_manager`
     is_read: bool = False  # the body may add to the fields above, and has been read
 
     @classmethod
     def of_headers(cls, headers: Mapping[bytes, bytes]) -> Caller:
         """headers: by lower-case name."""
-        user = headers.get(HEADER.encode(), b"").decode("latin-1")
+        user = short(headers.get(HEADER.encode(), b"").decode("latin-1"))
         is_background = headers.get(custom_params.BACKGROUND_HEADER.encode()) == b"1"
         return cls(key_of(headers.get(b"authorization", b"").decode("latin-1")), user, is_background=is_background)
 
@@ -64,12 +66,12 @@ class Caller:
             return
         if not isinstance(body, dict):
             return
-        self.user = self.user or _text(body, "user")
+        self.user = self.user or short(_text(body, "user"))
         background = body.get(custom_params.BACKGROUND_FIELD)
         if background is not None and not isinstance(background, bool):
             raise BadRequestError(f"{custom_params.BACKGROUND_FIELD} is {background!r}: it must be true or false")
         self.is_background = self.is_background or background is True
-        self.salt = "".join(_text(body, name) for name in SALTS if not isinstance(body.get(name), list))
+        self.salt = "".join(short(_text(body, name)) for name in SALTS if not isinstance(body.get(name), list))
         self.has_several_salts = any(isinstance(body.get(name), list) for name in SALTS)
 
 
@@ -96,6 +98,10 @@ def key_of(authorization: str) -> str:
     scheme, _, key = authorization.partition(" ")
     key = key if scheme.lower() == "bearer" else authorization
     return hashlib.sha256(key.encode()).hexdigest() if key else UNNAMED
+
+
+def short(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()
 
 
 def _text(holder: Mapping[str, Any], name: str) -> str:

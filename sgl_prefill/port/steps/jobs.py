@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
 
+MANY_LOGPROBS = 5_000  # of one prompt: the HTTP process writes those of a step before it reads other answers
+
+
 class Followed(NamedTuple):
     waiting: WaitingList[Req]
     refused: dict[Req, Refusal]  # removed from it: beyond the waiting limits
@@ -81,7 +84,11 @@ class SchedulerPort:
         refused: dict[Req, Refusal] = {}
         for req in appended:
             job = self._job_of(req)
-            if not req.output_ids and not job.runs_alone and (refusal := self.live.policy.refusal(job)) is not None:
+            if (
+                not req.output_ids
+                and not request_state.of(req).runs_alone
+                and (refusal := self.live.policy.refusal(job)) is not None
+            ):
                 refused[req] = refusal
                 continue
             self._reqs[job] = req
@@ -182,12 +189,21 @@ class SchedulerPort:
             n_branches=branches.branches,
             deadline_ms=custom_params.of(req, custom_params.DEADLINE),
             client=clients.of(req),
-            runs_alone=request_state.of(req).runs_alone,
+            runs_alone=request_state.of(req).runs_alone or _n_logprobs(req, len(tokens)) > MANY_LOGPROBS,
             rid=req.rid,
         )
 
     def _rank_of(self, req: Req) -> float:
         return req.priority * self._priority_sign if self._priority_sign else 0
+
+
+def _n_logprobs(req: Req, n_tokens: int) -> int:
+    """Log-probabilities that the HTTP process writes for the tokens of a prompt."""
+    if not req.return_logprob or req.logprob_start_len < 0:
+        return 0
+    return (n_tokens - req.logprob_start_len) * (
+        req.logprob.top_logprobs_num + len(req.logprob.token_ids_logprob or ())
+    )
 
 
 def after_init_schedule_policy(state: StepState, result: None, scheduler: Scheduler) -> None:
