@@ -183,7 +183,7 @@ def text(folder: Path = HERE) -> str:
     parts += [
         "Longest inputs in tokens, *calculated* ([GPU.md](../sgl_prefill/GPU.md)), the paper's Table 2 behind: "
         + table_2(),
-        "\n## First asked\n",
+        "\n## First asked\n\nRatios of requests a second, where nothing else stands.\n",
         *_table(["row", "value", "asked", "commit, processor"], _headline_rows(results)),
         "\n## Not measured\n",
         *(f"* {line}" for line in NOT_MEASURED),
@@ -284,11 +284,22 @@ def _headline_rows(results: dict[str, Result]) -> Iterable[list[str]]:
     for headline in HEADLINES:
         if (result := results.get(headline.benchmark)) is None:
             continue
-        where = f"{_commit(result['conditions'])}, {_short(result['conditions']['hardware'])}"
         for target in result["targets"]:
             if re.search(headline.targets, target["name"]):
                 met = "" if target["met"] else ", missed"
-                yield [target["name"], _shown(target["value"]), wanted(target) + met, where]
+                name = target["name"].replace("requests a second, ", "")
+                yield [name, _shown(target["value"]), wanted(target) + met, _measured_on(result, target)]
+
+
+def _measured_on(result: Result, target: dict[str, Any]) -> str:
+    """The commit and the processor of the part that has this target, or of the whole."""
+    conditions = result["conditions"]
+    of_parts = conditions.get("processor_of", {})
+    part = next((one for one in of_parts if target in result["parts"][one]["targets"]), None)
+    if part is None:
+        return f"{_commit(conditions)}, {_short(conditions['hardware'])}"
+    hardware = {**conditions["hardware"], "processor": of_parts[part]}
+    return f"{conditions['commit_of'][part][:7]}, {_short(hardware)}"
 
 
 def missed(folder: Path, name: str, result: Result) -> list[str]:
