@@ -169,7 +169,7 @@ def samples(number: int) -> Requests:
 
 
 def keys(number: int) -> Requests:
-    parts = ",".join([r'{"\u0074\u0079\u0070\u0065":"text","\u0074\u0065\u0078\u0074":"a"}'] * N_PARTS)
+    parts = ",".join([r'{"\u0074\u0079\u0070\u0065":"text","\u0074\u0065\u0078\u0074":""}'] * N_PARTS)
     body = f'{{"model":"m","user":"{number}","messages":[{{"role":"user","content":[{parts}]}}]}}'
     return [("/v1/chat/completions", body.encode())]
 

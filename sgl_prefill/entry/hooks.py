@@ -173,7 +173,6 @@ FEATURES: tuple[Feature, ...] = (
                 "The offline engine takes this package's options and process functions.",
             ),
         ),
-        switches=("SGLANG_SCHEDULER_MAX_RECV_PER_POLL",),  # ten thousand requests at once would keep others waiting
         patches=(
             Patch(
                 f"{SRT}.server_args.ServerArgs",
@@ -250,7 +249,7 @@ FEATURES: tuple[Feature, ...] = (
                 "PrefillTokenizerManager",
                 (
                     *("abort_request", "_tokenize_texts", "_create_tokenized_object", "_wait_one_response"),
-                    *("_tokenize_one_request", "_send_one_request", "_send_batch_request"),
+                    *("_tokenize_one_request", "_send_one_request", "_should_use_batch_tokenization"),
                     "_process_single_item_scoring_results",
                 ),
                 "A client cancels its own requests only; long texts and many prompts do not stop other clients; an answer may"

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import gc
 import logging
-import math
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from http import HTTPStatus
@@ -107,8 +106,6 @@ class _Wire:
 
 class SteppedTokenizerManager(PrefillTokenizerManager):
     """Sends requests to a scheduler in this process, or only tokenizes them."""
-
-    _ran_at_s = math.inf  # the owner runs a request until it waits for the scheduler
 
     def __init__(self, server_args: ServerArgs, port_args: PortArgs, *, config: PrefillConfig) -> None:
         self.sent = _Wire()

@@ -47,9 +47,6 @@ logger = logging.getLogger(__name__)
 WARM_UP_TIMEOUT_S = 600
 BIND_TIMEOUT_S = 10.0  # uvicorn binds as soon as the warm-up's thread is started
 END_TIMEOUT_S = 10
-# Messages that a scheduler reads between two steps, each of up to `http.tokenizer_manager.SEND_AT_ONCE` requests. It takes some
-# 0.1 ms to read a request: ten thousand at once kept all others waiting for a second.
-READ_AT_ONCE = 128
 OTHER_RANKS_WAIT_S = 2  # rank 0 usually has the same error, and ends all ranks
 # Sent to `launch_server` by a process that has printed why it cannot start. A user's program gets SGLang's signal, SIGQUIT.
 REPORTED_FAILURE = signal.SIGUSR2
@@ -124,11 +121,8 @@ def around_scheduler_init(
     """Hook: prints what keeps a model from starting without a traceback, and ends the start. On a device it checks before loading
     whether the weights fit, and names running out of memory.
     """
-    from sglang.srt.environ import envs
     from sglang.srt.runtime_context import get_device, get_parallel
 
-    if state.launcher is not None and not envs.SGLANG_SCHEDULER_MAX_RECV_PER_POLL.is_set():
-        envs.SGLANG_SCHEDULER_MAX_RECV_PER_POLL.set(READ_AT_ONCE)
     server_args = arguments[0] if arguments else options["server_args"]
     tp_rank = get_parallel().tp_rank
     logger.info("reads the weights of %s", server_args.model_path)

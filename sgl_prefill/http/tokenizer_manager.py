@@ -10,7 +10,6 @@ import functools
 import logging
 import math
 import os
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -51,8 +50,8 @@ LARGEST_JSON_INTEGER = 2**63 - 1  # that orjson writes
 LOOK_FOR_CLIENT_S = 2.0  # between two checks whether the client of a batch has disconnected
 TEXT_CACHE_BYTES = 64 << 20  # some 14 million characters and their tokens
 ENCODERS = 4  # threads that tokenise texts, if there are so many cores
-AT_ONCE_S = 0.005  # that the prompts of a request may take of the event loop
-SEND_AT_ONCE = 8  # prompts in a message to the scheduler, which reads a number of messages between two steps
+# Prompts of one request that the event loop handles without a pause, some 5 ms of work; and the pause.
+AT_ONCE, PAUSE_S = 32, 0.005
 ENCODE_AT_ONCE = 50_000  # characters of several texts for one turn of a thread, some 30 ms
 T = TypeVar("T")
 GRAMMARS = ("regex", "json_schema", "ebnf", "structural_tag")
@@ -62,7 +61,6 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     """Refuses generation unless it is allowed, prompts over the limit, and values that would stop the scheduler."""
 
     _text_cache: TextCache | None = None  # without a tokenizer
-    _ran_at_s = 0.0  # when other tasks of the event loop last had their turn
 
     def __init__(
         self, server_args: ServerArgs, port_args: PortArgs, *, config: PrefillConfig, ending: Ending | None = None
@@ -144,7 +142,10 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         # SGLang knows health probes by their id.
         hidden = [] if is_probe(request) else self._rids.hide(obj, self._owner(clients.current()))
         watch = None
-        if request is not None and len(hidden) > 1 and not obj.background:
+        # SGLang gives samples ids of their own, and looks for the client of each.
+        options = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params or {}]
+        has_samples = any(one.get("n") not in (None, 1) for one in options)
+        if request is not None and len(hidden) > 1 and not obj.background and not has_samples:
             watch = asyncio.create_task(self._watch(request, hidden))
             self._watched.add(request)
         try:
@@ -596,23 +597,29 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             )
 
     async def _tokenize_one_request(self, obj: GenerateReqInput | EmbeddingReqInput) -> Any:
-        """Lets others run between the prompts of a request, as does the next."""
-        await self._let_others_run()
+        """Lets other requests go on between the prompts of one, as does the next: the scheduler reads all that was sent before it
+        runs a step.
+        """
+        await self._pause()
         return await super()._tokenize_one_request(obj)
 
     async def _send_one_request(self, tokenized_obj: Any) -> Any:
-        await self._let_others_run()
+        await self._pause()
         return await super()._send_one_request(tokenized_obj)
 
-    async def _send_batch_request(self, tokenized_objs: list[Any]) -> None:
-        for start in range(0, len(tokenized_objs), SEND_AT_ONCE):
-            await self._let_others_run()
-            await super()._send_batch_request(tokenized_objs[start : start + SEND_AT_ONCE])
+    def _should_use_batch_tokenization(self, batch_size: int, requests: Any) -> bool:
+        """SGLang sends a list of token ids in one message, which the scheduler reads at once."""
+        is_small = clients.current() is None or batch_size <= AT_ONCE
+        return is_small and bool(super()._should_use_batch_tokenization(batch_size, requests))
 
-    async def _let_others_run(self) -> None:
-        if time.monotonic() - self._ran_at_s > AT_ONCE_S:
-            await asyncio.sleep(0)
-            self._ran_at_s = time.monotonic()
+    async def _pause(self) -> None:
+        """Pauses after every AT_ONCE prompts of an HTTP request."""
+        if (caller := clients.current()) is None:
+            return
+        caller.n_prompts += 1
+        if caller.n_prompts > AT_ONCE:
+            caller.n_prompts = 1
+            await asyncio.sleep(PAUSE_S)
 
     def _wait_one_response(
         self, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None = None

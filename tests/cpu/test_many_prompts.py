@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from sgl_prefill.entry.in_process import SteppedTokenizerManager
 from sgl_prefill.http import tokenizer_manager
-from sgl_prefill.http.tokenizer_manager import SEND_AT_ONCE, PrefillTokenizerManager
+from sgl_prefill.http.tokenizer_manager import AT_ONCE, PrefillTokenizerManager
+from sgl_prefill.port.steps import clients
 
 N_PROMPTS = 100
 
@@ -23,12 +24,12 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     async def note(self: Any, what: Any) -> None:
         found.append(what)
 
-    for name in ("_tokenize_one_request", "_send_one_request", "_send_batch_request"):
+    for name in ("_tokenize_one_request", "_send_one_request"):
         monkeypatch.setattr(TokenizerManager, name, note)
     return found
 
 
-def run_beside_another(manager: Any, done: list[Any]) -> int:
+def turns_of_another(work: Callable[[], Coroutine[Any, Any, None]], caller: clients.Caller | None) -> int:
     """Returns how often another task had its turn until all prompts were done."""
 
     async def story() -> int:
@@ -41,9 +42,8 @@ def run_beside_another(manager: Any, done: list[Any]) -> int:
                 await asyncio.sleep(0)
 
         task = asyncio.create_task(other())
-        for number in range(N_PROMPTS):
-            await manager._tokenize_one_request(number)
-            await manager._send_one_request(number)
+        with clients.calling(caller):
+            await work()
         task.cancel()
         return n_turns
 
@@ -53,20 +53,28 @@ def run_beside_another(manager: Any, done: list[Any]) -> int:
 def test_others_have_their_turn_between_the_prompts_of_a_request(
     done: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizer_manager, "AT_ONCE_S", -1.0)  # each prompt takes too long
-    assert run_beside_another(object.__new__(PrefillTokenizerManager), done) >= N_PROMPTS
+    monkeypatch.setattr(tokenizer_manager, "PAUSE_S", 0)
+    manager = object.__new__(PrefillTokenizerManager)
+
+    async def work() -> None:
+        for number in range(N_PROMPTS):
+            await manager._tokenize_one_request(number)
+            await manager._send_one_request(number)
+
+    assert turns_of_another(work, clients.Caller()) >= 2 * N_PROMPTS // AT_ONCE
     assert done == [number for number in range(N_PROMPTS) for _ in range(2)]
+    assert turns_of_another(work, None) == 0, "the owner of an engine in this process counts on it"
 
 
-def test_an_engine_in_this_process_runs_a_request_at_once(done: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its owner counts on it."""
-    monkeypatch.setattr(tokenizer_manager, "AT_ONCE_S", -1.0)
-    monkeypatch.setattr(SteppedTokenizerManager, "_runs", lambda *_: True)
-    assert run_beside_another(object.__new__(SteppedTokenizerManager), done) == 0
+def test_one_prompt_waits_for_no_pause(done: list[Any]) -> None:
+    manager = object.__new__(PrefillTokenizerManager)
+    assert turns_of_another(lambda: manager._send_one_request(1), clients.Caller()) == 0
 
 
-def test_many_prompts_reach_the_scheduler_in_small_messages(done: list[Any]) -> None:
-    prompts = list(range(N_PROMPTS))
-    asyncio.run(object.__new__(PrefillTokenizerManager)._send_batch_request(prompts))
-    assert max(map(len, done)) == SEND_AT_ONCE
-    assert [one for message in done for one in message] == prompts
+def test_only_a_short_list_of_prompts_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TokenizerManager, "_should_use_batch_tokenization", lambda *_: True)
+    manager = object.__new__(PrefillTokenizerManager)
+    with clients.calling(clients.Caller()):
+        assert manager._should_use_batch_tokenization(AT_ONCE, None)
+        assert not manager._should_use_batch_tokenization(AT_ONCE + 1, None)
+    assert manager._should_use_batch_tokenization(AT_ONCE + 1, None), "an engine in this process reads no messages"

@@ -39,7 +39,8 @@ class Caller:
     refused_for: str | None = None  # label of the refusal metric
     retry_after_s: int | None = None
     is_background: bool = False  # a background job: runs on capacity that other requests leave
-    n_logprobs: int = 0  # that its prompts have asked for: see `http.tokenizer_manager`
+    n_prompts: int = 0  # since the last pause between its prompts: see `http.tokenizer_manager`
+    n_logprobs: int = 0  # that its prompts have asked for
     is_read: bool = False  # the body may add to the fields above, and has been read
 
     @classmethod
