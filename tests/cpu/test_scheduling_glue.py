@@ -354,4 +354,6 @@ def test_a_prompt_that_asks_for_much_of_each_token_shares_no_step() -> None:
         req.logprob = SimpleNamespace(top_logprobs_num=n_labels, token_ids_logprob=None)
         engine = engine_with(watched_tree(), [req])
         jobs.follow(engine.state, engine.scheduler)
-        assert request_state.of(req).job.runs_alone is runs_alone
+        job = request_state.of(req).job
+        assert job is not None
+        assert job.runs_alone is runs_alone

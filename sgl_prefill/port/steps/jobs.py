@@ -201,9 +201,8 @@ def _n_logprobs(req: Req, n_tokens: int) -> int:
     """Log-probabilities that the HTTP process writes for the tokens of a prompt."""
     if not req.return_logprob or req.logprob_start_len < 0:
         return 0
-    return (n_tokens - req.logprob_start_len) * (
-        req.logprob.top_logprobs_num + len(req.logprob.token_ids_logprob or ())
-    )
+    n_each: int = req.logprob.top_logprobs_num + len(req.logprob.token_ids_logprob or ())
+    return n_each * (n_tokens - int(req.logprob_start_len))
 
 
 def after_init_schedule_policy(state: StepState, result: None, scheduler: Scheduler) -> None:
