@@ -127,6 +127,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             request_checks.check_lists_of_embedding(obj, takes_media=self.mm_processor is not None)
         self._check_sampling_params(obj)
         caller = await self.caller_of(request)
+        caller.n_logprobs = 0  # some HTTP requests call this several times
         if caller.is_background:
             if not self.prefill_config.has_policy:
                 raise BadRequestError(

@@ -40,7 +40,7 @@ class Caller:
     retry_after_s: int | None = None
     is_background: bool = False  # a background job: runs on capacity that other requests leave
     n_prompts: int = 0  # since the last pause between its prompts: see `http.tokenizer_manager`
-    n_logprobs: int = 0  # that its prompts have asked for
+    n_logprobs: int = 0  # that the prompts of a call of SGLang's have asked for
     is_read: bool = False  # the body may add to the fields above, and has been read
 
     @classmethod
