@@ -22,6 +22,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core import metric_list
+from sgl_prefill.core.quotas import Quotas
 from sgl_prefill.errors import BadRequestError, PromptTooLongError
 from sgl_prefill.http import request_checks, text_cache
 from sgl_prefill.http.bodies import path_of
@@ -610,12 +611,20 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
 
     def _should_use_batch_tokenization(self, batch_size: int, requests: Any) -> bool:
         """SGLang sends a list of token ids in one message, which the scheduler reads at once."""
-        is_small = clients.current() is None or batch_size <= AT_ONCE
-        return is_small and bool(super()._should_use_batch_tokenization(batch_size, requests))
+        is_divided = self._pauses and batch_size > AT_ONCE
+        return not is_divided and bool(super()._should_use_batch_tokenization(batch_size, requests))
+
+    @property
+    def _pauses(self) -> bool:
+        """Not in an engine without HTTP, and not with limits of what waits, which refuse the whole of a request or nothing: two
+        requests whose prompts come in turns would both be refused.
+        """
+        return clients.current() is not None and self.prefill_config.quotas == Quotas()
 
     async def _pause(self) -> None:
         """Pauses after every AT_ONCE prompts of an HTTP request."""
-        if (caller := clients.current()) is None:
+        caller = clients.current()
+        if caller is None or not self._pauses:
             return
         caller.n_prompts += 1
         if caller.n_prompts > AT_ONCE:

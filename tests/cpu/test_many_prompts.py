@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
+from sgl_prefill.config import PrefillConfig
 from sgl_prefill.http import tokenizer_manager
 from sgl_prefill.http.tokenizer_manager import AT_ONCE, PrefillTokenizerManager
 from sgl_prefill.port.steps import clients
@@ -27,6 +28,12 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     for name in ("_tokenize_one_request", "_send_one_request"):
         monkeypatch.setattr(TokenizerManager, name, note)
     return found
+
+
+def manager_with(**options: Any) -> PrefillTokenizerManager:
+    manager = object.__new__(PrefillTokenizerManager)
+    manager.prefill_config = PrefillConfig(**options)
+    return manager
 
 
 def turns_of_another(work: Callable[[], Coroutine[Any, Any, None]], caller: Any) -> int:
@@ -54,7 +61,7 @@ def test_others_have_their_turn_between_the_prompts_of_a_request(
     done: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer_manager, "PAUSE_S", 0)
-    manager = object.__new__(PrefillTokenizerManager)
+    manager = manager_with()
 
     async def work() -> None:
         for number in range(N_PROMPTS):
@@ -67,14 +74,16 @@ def test_others_have_their_turn_between_the_prompts_of_a_request(
 
 
 def test_one_prompt_waits_for_no_pause(done: list[Any]) -> None:
-    manager = object.__new__(PrefillTokenizerManager)
+    manager = manager_with()
     assert turns_of_another(lambda: manager._send_one_request(1), clients.Caller()) == 0
 
 
 def test_only_a_short_list_of_prompts_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TokenizerManager, "_should_use_batch_tokenization", lambda *_: True)
-    manager = object.__new__(PrefillTokenizerManager)
+    manager = manager_with()
     with clients.calling(clients.Caller()):
         assert manager._should_use_batch_tokenization(AT_ONCE, None)
         assert not manager._should_use_batch_tokenization(AT_ONCE + 1, None)
+        limited = manager_with(max_client_waiting="200")
+        assert limited._should_use_batch_tokenization(AT_ONCE + 1, None), "it is refused whole, or not at all"
     assert manager._should_use_batch_tokenization(AT_ONCE + 1, None), "an engine in this process reads no messages"
