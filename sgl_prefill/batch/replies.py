@@ -38,7 +38,7 @@ def problem(route: str, body: Mapping[str, Any], reply: Any) -> str | None:
         return f"empty {name}"
     if len(answers) < (n_prompts := _n_prompts(body)):
         return f"{len(answers)} answers to {n_prompts} prompts"
-    # The server puts an error in the place of the answer to a prompt or document that it refuses.
+    # For a prompt or document that the server refuses, its list of answers holds an error.
     has_refused = isinstance(reply, list) or route != "/generate"
     answered = [one for one in answers if not (has_refused and isinstance(one, dict) and "error" in one)]
     if route == "/generate":

@@ -611,20 +611,19 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
 
     def _should_use_batch_tokenization(self, batch_size: int, requests: Any) -> bool:
         """SGLang sends a list of token ids in one message, which the scheduler reads at once."""
-        is_divided = self._pauses and batch_size > AT_ONCE
+        is_divided = self._paused_caller is not None and batch_size > AT_ONCE
         return not is_divided and bool(super()._should_use_batch_tokenization(batch_size, requests))
 
     @property
-    def _pauses(self) -> bool:
-        """Not in an engine without HTTP, and not with limits of what waits, which refuse the whole of a request or nothing: two
-        requests whose prompts come in turns would both be refused.
+    def _paused_caller(self) -> clients.Caller | None:
+        """The sender of this HTTP request; None for a request that is sent without pauses: of an engine without HTTP, or where
+        limits of what waits refuse a request whole. Two requests whose prompts come in turns would both be refused.
         """
-        return clients.current() is not None and self.prefill_config.quotas == Quotas()
+        return clients.current() if self.prefill_config.quotas == Quotas() else None
 
     async def _pause(self) -> None:
         """Pauses after every AT_ONCE prompts of an HTTP request."""
-        caller = clients.current()
-        if caller is None or not self._pauses:
+        if (caller := self._paused_caller) is None:
             return
         caller.n_prompts += 1
         if caller.n_prompts > AT_ONCE:

@@ -18,7 +18,7 @@ MOST_CHARACTERS = 300
 
 @contextmanager
 def as_refusals(model_path: str) -> Iterator[None]:
-    """Raises UnsupportedModelError in the place of an error that code outside this package raised."""
+    """Turns an error that SGLang or another library raises into an UnsupportedModelError. Errors of this package pass."""
     try:
         yield
     except SglPrefillError:
