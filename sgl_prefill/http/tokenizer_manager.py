@@ -8,23 +8,20 @@ import contextvars
 import copy
 import functools
 import logging
-import math
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import fastapi
-from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import AbortReq, EmbeddingReqInput, GenerateReqInput, ShutdownReq
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
-from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core import metric_list
 from sgl_prefill.core.quotas import Quotas
 from sgl_prefill.errors import BadRequestError, PromptTooLongError
-from sgl_prefill.http import request_checks, text_cache
+from sgl_prefill.http import option_checks, request_checks, text_cache
 from sgl_prefill.http.bodies import path_of
 from sgl_prefill.http.fair_threads import FairThreads
 from sgl_prefill.http.parted_requests import show_parts
@@ -55,7 +52,6 @@ ENCODERS = 4  # threads that tokenise texts, if there are so many cores
 AT_ONCE, PAUSE_S = 32, 0.005
 ENCODE_AT_ONCE = 50_000  # characters of several texts for one turn of a thread, some 30 ms
 T = TypeVar("T")
-GRAMMARS = ("regex", "json_schema", "ebnf", "structural_tag")
 
 
 class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
@@ -109,24 +105,9 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None = None
     ) -> AsyncIterator[Any]:
         """Raises BadRequestError (a ValueError, which every route answers with 400) for what can never be answered."""
-        self.check_count(request_checks.count_prompts(obj) or 1)
-        self._check_media(obj)
-        if obj.multi_item_delimiter_indices is not None and not self.server_args.enable_mis:
-            raise BadRequestError("multi_item_delimiter_indices needs a server started with --enable-mis")
-        if isinstance(obj, GenerateReqInput):
-            if is_probe(request):
-                obj.sampling_params = {"max_new_tokens": 0}
-            request_checks.check_lists_against_prompts(obj)
-            if isinstance(obj.session_params, dict):
-                request_checks.check_session(obj.session_params)
-            request_checks.check_metric_labels(
-                obj.custom_labels or {}, self.server_args.tokenizer_metrics_allowed_custom_labels or ()
-            )
-            self._check_embeddings(obj)
-            self._check_logprob_options(obj)
-        else:
-            request_checks.check_lists_of_embedding(obj, takes_media=self.mm_processor is not None)
-        self._check_sampling_params(obj)
+        if is_probe(request) and isinstance(obj, GenerateReqInput):
+            obj.sampling_params = {"max_new_tokens": 0}
+        option_checks.check(self, obj)
         caller = await self.caller_of(request)
         caller.n_logprobs = 0  # some HTTP requests call this several times
         if caller.is_background:
@@ -417,10 +398,6 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
                     f"the request has {n} {things}, and this server's {flag} is {most}: send fewer in one request"
                 )
 
-    def _check_media(self, obj: GenerateReqInput | EmbeddingReqInput) -> None:
-        if self.mm_processor is None and (found := request_checks.media_of(obj)):
-            raise BadRequestError(f"the request holds {found[0]}, and this server's model takes text only")
-
     def abort_request(self, rid: str | list[str] = "", abort_all: bool = False) -> None:
         """Aborts requests with exactly this id: a client's of a batch or prompt, or an internal one.
 
@@ -463,19 +440,6 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             caller.refused_for, caller.retry_after_s = reason.get("reason"), reason.get("retry_after_s")
         return await super()._handle_abort_finish_reason(out, state, is_stream)  # type: ignore[no-any-return]
 
-    def _check_embeddings(self, obj: GenerateReqInput) -> None:
-        overrides = obj.positional_embed_overrides
-        for override in overrides if isinstance(overrides, list) else [overrides]:
-            if override is not None and not isinstance(override, PositionalEmbeds):
-                raise BadRequestError(
-                    "positional_embed_overrides is an internal field: use the embed overrides of /v1/score"
-                )
-        if self.packs_weights and (obj.input_embeds is not None or overrides is not None):
-            raise BadRequestError(
-                "input_embeds and embed overrides need SGLang's own layers, and this server computes prompts of token ids"
-                " with packed weights: start it with --hybrid-prefill off"
-            )
-
     async def update_weights_from_disk(self, *arguments: Any, **options: Any) -> tuple[bool, str, int]:
         """Refuses if the weights are packed, as do the following three. Also returns the number of paused requests."""
         refusal = self._packed_weights_refusal
@@ -498,86 +462,6 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
             "this server's weights were packed for the processor when it started and cannot be replaced:"
             " start another with the new ones, or this one with --hybrid-prefill off"
         )
-
-    def _check_sampling_params(self, obj: GenerateReqInput | EmbeddingReqInput) -> None:
-        given = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params or {}]
-        n_prompts_each = 1 if isinstance(obj.sampling_params, list) else request_checks.count_prompts(obj) or 1
-        n_answers = n_stops = n_stop_characters = 0
-        for params in given:
-            if not isinstance(params, dict):
-                raise BadRequestError(f"sampling_params is {params!r}: it must be an object, or a list of objects")
-            options = {**(self.preferred_sampling_params or {}), **params}
-            request_checks.check_sampling_options(options, self.model_config.vocab_size, self.tokenizer)
-            stops = request_checks.stops_of(options)
-            n_stops += n_prompts_each * len(stops)
-            n_stop_characters += n_prompts_each * sum(map(len, stops))
-            n_answers += n_prompts_each * (options.get("n") or 1)
-            self._check_deadline_is_known(options)
-            self._check_grammar(options)
-            if isinstance(obj, GenerateReqInput):
-                self._check_generation_length(options)
-        self.check_count(n_answers, "answers, n for each prompt")
-        for n, most, what in (
-            (n_stops, request_checks.MOST_STOPS_OF_PROMPTS, "stop texts"),
-            (n_stop_characters, request_checks.MOST_STOP_CHARACTERS_OF_PROMPTS, "characters of stop texts"),
-        ):
-            if n > most:
-                raise BadRequestError(
-                    f"the request has {n} {what}, counted for each prompt, and at most {most} are served: send fewer of either"
-                )
-
-    def _check_grammar(self, options: dict[str, Any]) -> None:
-        """SGLang's scheduler refuses these too, but not all of its routes pass the refusal on."""
-        for name in GRAMMARS:
-            if options.get(name) is not None and self.resolved.grammar_backend == "none":
-                raise BadRequestError(
-                    f"{name} asks for generation by a grammar, and this server runs with --grammar-backend none: leave it out,"
-                    " or use allowed_tokens"
-                )
-
-    def _check_deadline_is_known(self, options: dict[str, Any]) -> None:
-        deadline_ms = (options.get("custom_params") or {}).get(custom_params.DEADLINE)
-        if deadline_ms is not None and not self.prefill_config.has_policy:
-            raise BadRequestError(
-                f"deadline_ms is {deadline_ms}, and this server runs SGLang's own scheduler, which has no deadlines:"
-                " leave it out, or start the server without --scheduling stock"
-            )
-
-    def _check_generation_length(self, options: dict[str, Any]) -> None:
-        most = options.get("max_new_tokens", SamplingParams().max_new_tokens)
-        if not self.prefill_config.allow_generation and (most is None or most > 1):
-            shown = "unlimited" if most is None else most
-            origin = "" if "max_new_tokens" in options else " (the default of a field that was left out)"
-            raise BadRequestError(
-                f"max_tokens (max_new_tokens) is {shown}{origin}, and this server answers prefill-only requests:"
-                " ask for 0 or 1, or start the server with --allow-generation"
-            )
-        # The scheduler tries it on each answer, also of one token, and some expressions take hours for 64 characters.
-        if not self.prefill_config.allow_generation and options.get("stop_regex"):
-            raise BadRequestError(
-                "stop_regex ends a text that is generated, and this server answers with one token: leave it out, or start the"
-                " server with --allow-generation"
-            )
-
-    def _check_logprob_options(self, obj: GenerateReqInput) -> None:
-        if obj.token_ids_logprob == []:
-            raise BadRequestError("token_ids_logprob (label_token_ids) is empty: give at least one token id")
-        given = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params]
-        samples = all(isinstance(params, dict) and params.get("max_new_tokens") != 0 for params in given)
-        if obj.return_sampling_mask and not samples:
-            raise BadRequestError(
-                "return_sampling_mask asks which tokens could be sampled, and with labels or max_new_tokens 0 no token is: leave"
-                " it out"
-            )
-        size = self.model_config.vocab_size
-        for field, lowest, highest, limit in (
-            ("top_logprobs_num", 0, size, f"from 0 to {size}, the vocabulary's size"),
-            ("logprob_start_len", -1, math.inf, "at least -1"),
-        ):
-            value = getattr(obj, field)
-            for number in value if isinstance(value, list) else [value]:
-                if number is not None and not lowest <= number <= highest:
-                    raise BadRequestError(f"{field} is {number}: it must be {limit}")
 
     def _count_logprobs(self, obj: GenerateReqInput | EmbeddingReqInput, n_input: int) -> None:
         """Raises BadRequestError where all prompts of a request ask for too many log-probabilities of several tokens. The event
