@@ -60,3 +60,31 @@ def test_health_is_that_of_the_last_probe_and_probes_run_one_at_a_time(monkeypat
         assert await ask() == 503
 
     asyncio.run(asyncio.wait_for(story(), 60))  # not for ever, where a probe waits for what does not come
+
+
+def test_a_probe_whose_clock_has_stepped_back_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's probe waits until the wall clock has passed its limit: after a step of a day backwards it would wait for a day."""
+    manager = SimpleNamespace(gracefully_exit=False, server_status=ServerStatus.Up)
+    monkeypatch.setattr(http_server, "_global_state", SimpleNamespace(tokenizer_manager=manager))
+    monkeypatch.setattr(http_server, "HEALTH_CHECK_TIMEOUT", 0.01)
+    routes: Any = PrefillRoutes(SimpleNamespace(state=None), PrefillConfig())
+
+    begun = []
+
+    async def probe(request: Request) -> Response:
+        begun.append(request)
+        await asyncio.Event().wait()
+        return Response()
+
+    routes._stock["/health"] = probe
+
+    async def gone() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def story() -> None:
+        for _ in range(2):
+            assert (await routes.health(Request(SCOPE, gone))).status_code == 200
+            await routes._probe
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+    assert len(begun) == 2  # the next one goes by the new clock
