@@ -164,7 +164,7 @@ FIGURES: dict[str, Figure] = {
     "long_latency": Figure("load", "Figs. 6 and 7, WL2", draw_latency, "wl2"),
     "throughput": Figure("load", "Fig. 9", draw_throughput, "wl1"),
     "cdf": Figure("load", "Fig. 11", draw_cdf, "fairness"),
-    "steps": Figure("batch", "BatchLLM, Figs. 2 and 9", draw_steps, "whole"),
+    "steps": Figure("batch", "BatchLLM, Figs. 2 and 9", draw_steps, "decode"),
     "mil": Figure("mil", "Table 2 and Fig. 10", draw_mil),
     "memory": Figure("memory_trace", "Fig. 3", draw_memory),
     "jct": Figure("jct_model", "section 6.3", draw_jct),
@@ -179,15 +179,17 @@ def draw(name: str, folder: Path = HERE) -> Path | None:
         return None
     result = json.loads(path.read_text())
     conditions, commit = result["conditions"], result["conditions"]["commit"]
+    hardware = conditions["hardware"]
     if chosen.part is not None:
-        if chosen.part not in result["parts"] or (name == "steps" and "step_tokens" not in result["parts"]["whole"]):
+        if chosen.part not in result["parts"]:
             return None
         commit, result = conditions["commit_of"][chosen.part], result["parts"][chosen.part]
+        hardware = {**hardware, "processor": conditions["processor_of"][chosen.part]}
     figure = pyplot.figure(figsize=(9, 4.5), layout="constrained")
     chosen.draw(figure, result)
     scale = result.get("conditions", conditions).get("scaled_by", 1)
     figure.suptitle(
-        f"{chosen.of_paper}: {conditions['command']}, {machine_of(conditions['hardware'])}, commit {commit[:10]}"
+        f"{chosen.of_paper}: {conditions['command']}, {machine_of(hardware)}, commit {commit[:10]}"
         + (f", lengths divided by {scale}" if scale != 1 else ""),
         fontsize="x-small",
     )

@@ -14,9 +14,10 @@ INTERVAL_S = 0.01
 
 
 def scheduler_pid(server_pid: int) -> int:
-    """The process of a server that holds the model."""
+    """The process of a server that holds the model; vLLM calls it a worker."""
     for child in psutil.Process(server_pid).children(recursive=True):
-        if "scheduler" in " ".join([child.name(), *child.cmdline()]):
+        title = " ".join([child.name(), *child.cmdline()])
+        if "scheduler" in title or "VLLM::Worker" in title:
             return int(child.pid)
     raise InvalidRunError(f"the server {server_pid} has no scheduler process")
 

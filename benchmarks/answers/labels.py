@@ -6,23 +6,19 @@ the same labels by SGLang's `select`, and by one request a label on stock as a u
 
 from __future__ import annotations
 
-import os
+import functools
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_NUM_THREADS", "2")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import requests
 import sglang as sgl
+from transformers import AutoTokenizer
 
 from benchmarks import report, shapes
 from benchmarks.harness import engines, traffic
+from benchmarks.harness.turns import MANY, Served, Servers
 from sgl_prefill.examples import demo_model
 
 SHORT = [" sports", " music", " food", " weather", " politics", " science", " history", " art"]
@@ -31,84 +27,51 @@ LONG = [
     *(" sports", " music", " classical music", " video games", " the weather forecast", " a cooking recipe"),
     *(" the history of science", " a piece of art"),
 ]
-LENGTHS = (200, 1000)
-MOST_RATIO = {200: 1.3, 1000: 1.1}
-N_TURNS = 15
+MOST_RATIO = {200: 1.3, 1000: 1.1}  # by new tokens
+N_TURNS, QUICK_TURNS = 15, 2
+STOCK = engines.stock("lpm").on(engines.AS_SHIPPED)
+SERVED = Served(None, ["--context-length", "8192", "--max-total-tokens", "20000"], shapes.budget(2))
+_session = requests.Session()
 
 
-def measure(quick: bool = False) -> dict[str, Any]:
-    """Returns `targets`, `rows` and `commands`. Raises InvalidRunError."""
-    commands: dict[str, str] = {}
-    tokenizer = _tokenizer()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        flags = [*shapes.demo_flags(), "--sleep-on-idle"]
-        with (
-            engines.running(engines.OURS, [*flags, *shapes.budget(2)], folder / "ours.log") as ours,
-            engines.running(
-                engines.stock("lpm", *engines.AS_SHIPPED.flags),
-                [*flags, "--max-total-tokens", "20000"],
-                folder / "stock.log",
-                {engines.KERNEL_VARIABLE: engines.AS_SHIPPED.kernel},
-            ) as stock,
-        ):
-            commands |= {"ours": ours.command, "stock": stock.command}
-            times = _times(ours, stock, tokenizer, 2 if quick else N_TURNS)
-    found = {(row["tokens"], row["how"]): row["median_ms"] for row in times}
-    targets = []
-    for n in LENGTHS:
-        ratio = found[n, "ours, 8 labels of 1 to 4 tokens"] / found[n, "ours, 8 labels of one token"]
-        targets.append(
-            report.Target.at_most(f"{n} new tokens: 8 labels of 1 to 4 tokens / 8 of one", ratio, MOST_RATIO[n])
+def measure(quick: bool) -> dict[str, Any]:
+    with Servers(SERVED, MANY) as servers:
+        ours, stock = servers.of(engines.OURS), servers.of(STOCK)
+        rows = _times(ours.url, stock.url, QUICK_TURNS if quick else N_TURNS)
+    found = {(row["tokens"], row["how"]): row["median_ms"] for row in rows}
+    long = "ours, 8 labels of 1 to 4 tokens"
+    targets = [
+        report.Target.at_most(
+            f"{n} new tokens: 8 labels of 1 to 4 tokens / 8 of one",
+            found[n, long] / found[n, "ours, 8 labels of one token"],
+            most,
         )
+        for n, most in MOST_RATIO.items()
+    ]
     for how in ("ours, select", "stock, select", "stock, one request a label"):
-        ratio = min(found[n, how] / found[n, "ours, 8 labels of 1 to 4 tokens"] for n in LENGTHS)
+        ratio = min(found[n, how] / found[n, long] for n in MOST_RATIO)
         targets.append(report.Target.at_least(f"{how} / ours, the lesser of both lengths", ratio, 3.0))
-    return {
-        "targets": [target._asdict() for target in targets],
-        "times": times,
-        "commands": commands,
-    }
+    return report.part(rows, targets, commands={"ours": ours.command, "stock": stock.command})
 
 
-def _tokenizer() -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(demo_model.ensure())
-
-
-class _Texts:
-    """Prompts of that many tokens, which share no prefix."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer, self._ids = tokenizer, tokenizer.encode(traffic.real_text())
-        self._number = 0
-
-    def next(self, n_tokens: int) -> str:
-        self._number += 1
-        start = 37 * self._number % (len(self._ids) - n_tokens)
-        head = self._tokenizer.encode(f"Text {self._number}:")
-        end = self._tokenizer.encode("\nThis text is about")
-        middle = self._ids[start : start + n_tokens - len(head) - len(end)]
-        text: str = self._tokenizer.decode([*head, *middle, *end])
-        return text
-
-
-def _times(ours: engines.Running, stock: engines.Running, tokenizer: Any, n_turns: int) -> list[dict[str, Any]]:
-    texts = _Texts(tokenizer)
-    ways: dict[str, Callable[[str], Any]] = {
-        "ours, 8 labels of one token": lambda text: _ask(ours.url, text, SHORT),
-        "ours, 8 labels of 1 to 4 tokens": lambda text: _ask(ours.url, text, LONG),
-        "ours, 8 labels of one token, again": lambda text: _ask(ours.url, text, SHORT),
-        "ours, select": lambda text: _select(ours.url, text),
-        "stock, select": lambda text: _select(stock.url, text),
-        "stock, one request a label": lambda text: _one_request_a_label(stock.url, text, tokenizer),
+def _times(ours: str, stock: str, n_turns: int) -> list[dict[str, Any]]:
+    """The medians of each way to ask, at each length; ours, stock: addresses."""
+    backends = {url: sgl.RuntimeEndpoint(url) for url in (ours, stock)}
+    ways: dict[str, Callable[[str], None]] = {
+        "ours, 8 labels of one token": lambda text: _ask(ours, text, SHORT),
+        "ours, 8 labels of 1 to 4 tokens": lambda text: _ask(ours, text, LONG),
+        "ours, 8 labels of one token, again": lambda text: _ask(ours, text, SHORT),
+        "ours, select": lambda text: _select(backends[ours], text),
+        "stock, select": lambda text: _select(backends[stock], text),
+        "stock, one request a label": lambda text: _one_request_a_label(stock, text),
     }
     spent: dict[tuple[int, str], list[float]] = {}
+    number = 0
     for turn in range(n_turns + 1):  # the first is for what is made at first use
-        for n_tokens in LENGTHS:
+        for n_tokens in MOST_RATIO:
             for how, ask in ways.items():
-                text = texts.next(n_tokens)
+                number += 1
+                text = _text(number, n_tokens)
                 begin_s = time.perf_counter()
                 ask(text)
                 if turn:
@@ -119,15 +82,29 @@ def _times(ours: engines.Running, stock: engines.Running, tokenizer: Any, n_turn
     ]
 
 
-_session = requests.Session()
+@functools.cache
+def _tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(demo_model.ensure())
 
 
-def _ask(url: str, prompt: Any, labels: list[str]) -> list[dict[str, Any]]:
-    body = {"model": "default", "prompt": prompt, "allowed_answers": labels}
-    reply = _session.post(f"{url}/v1/completions", json=body, timeout=300)
+def _text(number: int, n_tokens: int) -> str:
+    """A prompt of that many tokens, which shares no prefix with another number's."""
+    ids = _tokenizer().encode(traffic.real_text())
+    head, end = (_tokenizer().encode(text) for text in (f"Text {number}:", "\nThis text is about"))
+    start = 37 * number % (len(ids) - n_tokens)
+    text: str = _tokenizer().decode([*head, *ids[start : start + n_tokens - len(head) - len(end)], *end])
+    return text
+
+
+def _post(url: str, body: dict[str, Any]) -> Any:
+    reply = _session.post(url, json=body, timeout=300)
     if reply.status_code != 200:
         raise report.InvalidRunError(reply.text)
-    return [choice["label_scores"] for choice in reply.json()["choices"]]
+    return reply.json()
+
+
+def _ask(url: str, prompt: str, labels: list[str]) -> None:
+    _post(f"{url}/v1/completions", {"model": "default", "prompt": prompt, "allowed_answers": labels})
 
 
 @sgl.function  # type: ignore[untyped-decorator]
@@ -136,32 +113,22 @@ def _program(s: Any, text: str) -> None:
     s += sgl.select("label", choices=LONG)
 
 
-def _select(url: str, text: str) -> None:
-    state = _program.run(text=text, backend=_backend(url))
+def _select(backend: Any, text: str) -> None:
+    state = _program.run(text=text, backend=backend)
     if state["label"] not in LONG:
         raise report.InvalidRunError(f"select gave {state['label']!r}")
 
 
-_backends: dict[str, Any] = {}
-
-
-def _backend(url: str) -> Any:
-    if url not in _backends:
-        _backends[url] = sgl.RuntimeEndpoint(url)
-    return _backends[url]
-
-
-def _one_request_a_label(url: str, text: str, tokenizer: Any) -> None:
+def _one_request_a_label(url: str, text: str) -> None:
     """One after the other: each but the first finds the prompt in the prefix cache."""
-    prompt = tokenizer.encode(text)
+    prompt = _tokenizer().encode(text)
     for label in LONG:
-        answer = tokenizer.encode(label)
+        answer = _tokenizer().encode(label)
         body = {
             "input_ids": [*prompt, *answer],
             "sampling_params": {"max_new_tokens": 0, "temperature": 0},
             "return_logprob": True,
             "logprob_start_len": len(prompt) - 1,
         }
-        reply = _session.post(f"{url}/generate", json=body, timeout=300)
-        if len(reply.json()["meta_info"]["input_token_logprobs"]) < len(answer):
-            raise report.InvalidRunError(reply.text)
+        if len(_post(f"{url}/generate", body)["meta_info"]["input_token_logprobs"]) < len(answer):
+            raise report.InvalidRunError(f"the label {label!r} was not scored")

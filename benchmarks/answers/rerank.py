@@ -12,11 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_NUM_THREADS", "2")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import requests
 from transformers import AutoTokenizer
@@ -34,48 +30,34 @@ DOCUMENT_CHARACTERS = 600  # some 150 tokens
 TEMPLATE = load("yes-no")
 QUERY = "Which rules say how the names that a function binds are resolved, and what happens to those of an enclosing function?"
 STOCK = engines.stock("fcfs").on(engines.AS_SHIPPED)
+ENGINES = (engines.OURS, STOCK)
 COMMON = ["--context-length", "4096", "--max-total-tokens", "40000"]
 AT_LEAST, AT_MOST = 8.0, 1e-3
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """Returns rows and targets of this part."""
     documents = documents_of(QUICK_DOCUMENTS if quick else N_DOCUMENTS)
     rows: list[dict[str, Any]] = []
-    bodies = bodies_of(documents)
+    scores: dict[str, list[float]] = {}
     with Servers(Served(None, COMMON, shapes.budget(3)), MANY) as servers:
-        for turn in range(QUICK_TURNS if quick else N_TURNS):
-            rows += [_timed(servers, engine, turn, *bodies[engine.name]) for engine in (engines.OURS, STOCK)]
-        commands = {engine.name: servers.of(engine).command for engine in (engines.OURS, STOCK)}
-    medians = {
-        engine.name: statistics.median(row["seconds"] for row in rows if row["engine"] == engine.name)
-        for engine in (engines.OURS, STOCK)
-    }
-    difference = _difference(*(next(row["scores"] for row in rows if row["engine"] == name) for name in medians))
-    exact = exactness(documents[:N_EXACT])
+        commands = {engine.name: servers.of(engine).command for engine in ENGINES}
+        for turn in range(1, 1 + (QUICK_TURNS if quick else N_TURNS)):
+            for engine in ENGINES:
+                seconds, scores[engine.name] = _timed(servers.of(engine), engine, documents, is_first=turn == 1)
+                rows.append({"engine": engine.name, "turn": turn, "seconds": round(seconds, 3)})
+                print(rows[-1], file=sys.stderr)
+    medians = {name: statistics.median(row["seconds"] for row in rows if row["engine"] == name) for name in scores}
+    with Servers(Served(None, [*COMMON, "--dtype", "float32"], shapes.budget(3)), MANY) as servers:
+        exact = [_timed(servers.of(engine), engine, documents[:N_EXACT], is_first=True)[1] for engine in ENGINES]
+    differences = {shapes.DTYPE: _difference(*scores.values()), "float32": _difference(*exact)}
     name = f"rerank of {len(documents)} documents: stock's /v1/score / our /v2/rerank, seconds"
+    worst = differences["float32"]["largest"]
     targets = [
         report.Target.at_least(name, medians[STOCK.name] / medians[engines.OURS.name], AT_LEAST),
-        report.Target.at_most("rerank: scores against stock's, float32, largest difference", exact["largest"], AT_MOST),
+        report.Target.at_most("rerank: scores against stock's, float32, largest difference", worst, AT_MOST),
     ]
-    for row in rows:
-        del row["scores"]
-    return {
-        "rows": rows,
-        "commands": commands,
-        "median_s": medians,
-        "tokens": tokens_of(documents),
-        "score_difference": {shapes.DTYPE: difference, "float32": exact},
-        "targets": [target._asdict() for target in targets],
-    }
-
-
-def exactness(documents: Sequence[str]) -> dict[str, float]:
-    """How far the two engines' scores are from each other in float32."""
-    bodies = bodies_of(documents)
-    with Servers(Served(None, [*COMMON, "--dtype", "float32"], shapes.budget(3)), MANY) as servers:
-        found = [_timed(servers, engine, 0, *bodies[engine.name])["scores"] for engine in (engines.OURS, STOCK)]
-    return _difference(*found)
+    found = {"commands": commands, "median_s": medians, "tokens": tokens_of(documents)}
+    return report.part(rows, targets, **found, score_difference=differences)
 
 
 def documents_of(n: int) -> list[str]:
@@ -83,18 +65,15 @@ def documents_of(n: int) -> list[str]:
     return [text[index * DOCUMENT_CHARACTERS :][:DOCUMENT_CHARACTERS] for index in range(n)]
 
 
-def bodies_of(documents: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Returns path and body for either engine, by its name."""
+def request_of(engine: engines.Engine, documents: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """Returns path and body."""
+    if engine.is_ours:
+        return "/v2/rerank", {"model": "demo", "query": QUERY, "documents": documents}
     prompts = TEMPLATE.prompts(None, QUERY, documents)
     start = prompts[0].index(documents[0])
     labels = [_tokenizer().encode(label)[0] for label in TEMPLATE.labels]
-    ours = {"model": "demo", "query": QUERY, "documents": documents}
-    items = [prompt[start:] for prompt in prompts]
-    theirs = {"model": "demo", "query": prompts[0][:start], "items": items, "label_token_ids": labels}
-    return {
-        engines.OURS.name: ("/v2/rerank", ours),
-        STOCK.name: ("/v1/score", {**theirs, "apply_softmax": True}),
-    }
+    body = {"query": prompts[0][:start], "items": [prompt[start:] for prompt in prompts], "label_token_ids": labels}
+    return "/v1/score", {"model": "demo", **body, "apply_softmax": True}
 
 
 def tokens_of(documents: Sequence[str]) -> dict[str, float]:
@@ -108,13 +87,15 @@ def _tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(demo_model.ensure())
 
 
-def _timed(servers: Servers, engine: engines.Engine, turn: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """One call on an empty cache. Raises InvalidRunError where it fails."""
-    server = servers.of(engine)
-    if turn == 0:  # what is made at first use is there in every turn
-        field = "documents" if engine.is_ours else "items"
-        requests.post(server.url + path, json={**body, field: body[field][:2]}, timeout=600).raise_for_status()
+def _timed(
+    server: engines.Running, engine: engines.Engine, documents: Sequence[str], *, is_first: bool
+) -> tuple[float, list[float]]:
+    """Returns the seconds and the scores of one call on an empty cache. Raises InvalidRunError where it fails."""
+    if is_first:  # what is made at first use is there in every turn
+        path, body = request_of(engine, documents[:2])
+        requests.post(server.url + path, json=body, timeout=600).raise_for_status()
     server.flush_cache()
+    path, body = request_of(engine, documents)
     started = time.perf_counter()
     reply = requests.post(server.url + path, json=body, timeout=1800)
     seconds = time.perf_counter() - started
@@ -122,11 +103,9 @@ def _timed(servers: Servers, engine: engines.Engine, turn: int, path: str, body:
         raise report.InvalidRunError(f"{path} failed with {reply.status_code}: {reply.text[:300]}")
     answer = reply.json()
     if engine.is_ours:
-        scores = [one["relevance_score"] for one in sorted(answer["results"], key=lambda one: int(one["index"]))]
-    else:
-        scores = [row[0] for row in answer["scores"]]
-    print(f"{engine.name}, turn {turn + 1}: {seconds:.2f} s", file=sys.stderr)
-    return {"engine": engine.name, "turn": turn + 1, "seconds": round(seconds, 3), "scores": scores}
+        in_order = sorted(answer["results"], key=lambda one: int(one["index"]))
+        return seconds, [one["relevance_score"] for one in in_order]
+    return seconds, [row[0] for row in answer["scores"]]
 
 
 def _difference(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:

@@ -17,9 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import torch
 
 from benchmarks import report, shapes
@@ -62,27 +59,16 @@ class Counted(NamedTuple):
     largest: float  # difference of a log-probability
 
 
-def rows(*, quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """Measures all: `stable_bits` and `stable_cost`."""
+def measure(quick: bool) -> dict[str, Any]:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     with tempfile.TemporaryDirectory() as folder:
-        bits = [row for dtype in ("bfloat16", "float32") for row in bits_of(Path(folder), dtype, quick=quick)]
-        return {"stable_bits": bits, "stable_cost": [*cost(Path(folder), quick=quick)]}
-
-
-def targets_of(result: dict[str, list[dict[str, Any]]]) -> list[report.Target]:
-    bits = sum(row["differing_bits"] for row in result["stable_bits"] if row["stable"])
-    return [
-        report.Target.at_most(
-            "--stable-answers: differing bits in random company, cache states and chunk sizes", bits, 0
-        ),
-        *(
-            report.Target.at_most(
-                f"--stable-answers: requests a second lost, {row['workload']}", row["cost"], MOST_COST
-            )
-            for row in result["stable_cost"]
-        ),
-    ]
+        rows = [row for dtype in ("bfloat16", "float32") for row in bits_of(Path(folder), dtype, quick=quick)]
+        costs = cost(Path(folder), quick=quick)
+    bits = sum(row["differing_bits"] for row in rows if row["stable"])
+    at_most, what = report.Target.at_most, "--stable-answers"
+    targets = [at_most(f"{what}: differing bits in random company, cache states and chunk sizes", bits, 0)]
+    targets += [at_most(f"{what}: requests a second lost, {row['workload']}", row["cost"], MOST_COST) for row in costs]
+    return report.part(rows, targets, stable_cost=costs)
 
 
 def switch(engine: InProcessScheduler, *, stable: bool) -> None:
@@ -110,23 +96,15 @@ def bits_of(folder: Path, dtype: str, *, quick: bool) -> list[dict[str, Any]]:
     prompts = [[*rng.choice(prefixes), *tokens(rng, rng.randint(*TAIL_TOKENS))] for _ in range(N_PROMPTS)]
     prompts += [[*prefix, *tokens(rng, 1)] for prefix in prefixes]  # hits of one new token
     found = []
-    switch(engine, stable=True)
-    n_answers = QUICK_ANSWERS if quick else N_ANSWERS
-    found.append(
-        row_of(dtype, "all", differing(engine, prompts, n_answers, ("company", "cache", "chunks")), stable=True)
-    )
-    switch(engine, stable=False)
+    every, n_stable = ("company", "cache", "chunks"), QUICK_ANSWERS if quick else N_ANSWERS
     n_without = QUICK_WITHOUT if quick else N_WITHOUT
-    for varied in (("company", "cache", "chunks"), ("company",), ("cache",), ("chunks",)):
-        what = "all" if len(varied) > 1 else varied[0]
-        found.append(row_of(dtype, what, differing(engine, prompts, n_without, varied), stable=False))
+    for stable, varied, n in ((True, every, n_stable), *((False, one, n_without) for one in (every, *zip(every)))):
+        switch(engine, stable=stable)
+        counted = differing(engine, prompts, n, varied)
+        what = "all" if varied == every else varied[0]
+        found.append({"dtype": dtype, "stable": stable, "varied": what, **counted._asdict()})
+        print(found[-1], file=sys.stderr)
     return found
-
-
-def row_of(dtype: str, varied: str, counted: Counted, *, stable: bool) -> dict[str, Any]:
-    row = {"dtype": dtype, "stable": stable, "varied": varied, **counted._asdict()}
-    print(row, file=sys.stderr)
-    return row
 
 
 def differing(engine: InProcessScheduler, prompts: list[list[int]], n_answers: int, varied: Sequence[str]) -> Counted:
@@ -167,12 +145,8 @@ def logprobs_of(engine: InProcessScheduler, prompts: list[list[int]]) -> list[li
 
 
 def differing_bits(one: float, other: float) -> int:
-    return (as_bits(one) ^ as_bits(other)).bit_count()
-
-
-def as_bits(value: float) -> int:
-    number: int = struct.unpack("I", struct.pack("f", value))[0]
-    return number
+    bits = struct.unpack("2I", struct.pack("2f", one, other))
+    return int(bits[0] ^ bits[1]).bit_count()
 
 
 def tokens(rng: random.Random, n_tokens: int) -> list[int]:
@@ -189,28 +163,15 @@ def cost(folder: Path, *, quick: bool) -> list[dict[str, Any]]:
     posts = traffic.post_recommendation(None, "single", wl1.SCALE, n_users=users, n_posts=wl1.POSTS)
     small = shapes.write(wl1.MODEL, folder / "small")
     shapes.write_weights(small)
+    context = {"context_length": 40_960 // wl1.SCALE, "max_total_tokens": wl1.KV_TOKENS}
     return [
-        cost_of(
-            "guard",
-            demo_model.ensure(),
-            messages,
-            4000,
-            {"context_length": 4096, "max_total_tokens": 8000},
-            quick=quick,
-        ),
-        cost_of(
-            "WL1",
-            small,
-            posts,
-            20_480 // wl1.SCALE,
-            {"context_length": 40_960 // wl1.SCALE, "max_total_tokens": wl1.KV_TOKENS},
-            quick=quick,
-        ),
+        cost_of("guard", demo_model.ensure(), messages, 4000, quick, context_length=4096, max_total_tokens=8000),
+        cost_of("WL1", small, posts, 20_480 // wl1.SCALE, quick, **context),
     ]
 
 
 def cost_of(
-    workload: str, model: Path, dues: Sequence[Due], longest: int, server: dict[str, Any], *, quick: bool
+    workload: str, model: Path, dues: Sequence[Due], longest: int, quick: bool, **server: Any
 ) -> dict[str, Any]:
     config = PrefillConfig(stable_answers="on", max_input_length=longest, memory_budget_gb=3)
     engine = InProcessScheduler(config, model, dtype=shapes.DTYPE, max_running_requests=64, **server)
@@ -247,10 +208,3 @@ def one_pass(engine: InProcessScheduler, dues: Sequence[Due]) -> float:
     if not all(engine.answer(rid).label_logprobs for rid in rids):
         raise report.InvalidRunError(f"{engine}: a request was not answered")
     return len(dues) / seconds
-
-
-def measure(quick: bool = False) -> dict[str, Any]:
-    """Returns the rows, and the targets that they are held to."""
-    result = rows(quick=quick)
-    setting = {"dtype": shapes.DTYPE, "answers": N_ANSWERS, "turns": TURNS}
-    return {"setting": setting, **result, "targets": [target._asdict() for target in targets_of(result)]}

@@ -17,7 +17,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import report
 from benchmarks.batch import background, kills, plan, whole
 
-PARTS = {"whole": whole.measure, "plan": plan.measure, "kills": kills.measure, "background": background.measure}
+PARTS = {
+    "whole": whole.measure,
+    "decode": whole.measure_decode,
+    "attention": whole.measure_attention,
+    "plan": plan.measure,
+    "kills": kills.measure,
+    "background": background.measure,
+}
 
 if __name__ == "__main__":
     sys.exit(report.in_parts(__doc__, Path(__file__), PARTS))

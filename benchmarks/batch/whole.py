@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import statistics
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from benchmarks.harness.turns import Served, Servers
 MODEL = "llama-small"
 KV_TOKENS = 4000
 TURNS, SERVERS_UP = 3, 7
+Workload = Micro | Industry
 SHUFFLED, SORTED = "shuffled", "sorted"
 LOGS_STEPS = ("--decode-log-interval", "1")  # SGLang's log says what each step computes: `step_tokens`
 CACHE = ("--context-length", "2560", "--max-total-tokens", str(KV_TOKENS), "--max-running-requests", "64")
@@ -27,15 +29,18 @@ JOB = engines.OURS
 ALONE = engines.ours("ours, each request attends alone", "--set", "shared_prefix_attention=off")
 GENERATES = engines.ours("ours, with generation", "--allow-generation")
 IN_PROCESS = engines.Engine("ours, in process", batch_job.MODULE)
-JOBS = (JOB, ALONE, GENERATES, IN_PROCESS)
+AGAIN = engines.ours("ours, again")  # for the noise
+JOBS = (JOB, ALONE, AGAIN, GENERATES, IN_PROCESS)
 N_IN_PROCESS = 3  # workloads: each starts an engine
+N_WARM_UP = 8  # requests to a server that has just started
 POLICIES = tuple(engines.stock(policy) for policy in ("fcfs", "lpm", "dfs-weight", "shortest-prefill-first"))
 # In bfloat16 log-probabilities near -13 differ by up to 0.6 and more between PyTorch's attention and the kernel's after 1,620
 # tokens; each row says by how much, and which share of the answers this tells from those of another prompt.
 MAX_LOGPROB_DIFFERENCE = 1.5 if shapes.DTYPE == "bfloat16" else engines.MAX_LOGPROB_DIFFERENCE
 LOGGED_STEP = re.compile(r"Prefill batch.*#new-token: (\d+)|Decode batch.*#running-req: (\d+)")
-QUICK: tuple[Micro | Industry, ...] = (Micro(60, 10, 4, 24), Micro(60, 10, 4, 24, n_new_tokens=4), Industry(24, 20))
-Workload = Micro | Industry
+QUICK: tuple[Workload, ...] = (Micro(60, 10, 4, 24), Industry(24, 20))
+QUICK_DECODE = (Micro(60, 10, 4, 24, n_new_tokens=4),)
+ATTENTION_TURNS = 6
 
 
 class Cell(NamedTuple):
@@ -57,32 +62,59 @@ Measured = dict[engines.Engine, dict[Cell, list[Ran]]]
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    workloads: Sequence[Workload] = QUICK if quick else (*MICRO, Industry(500, 10), *WITH_DECODE)
+    """Rows of one prefill each, by every engine."""
+    return of_all(QUICK if quick else (*MICRO, Industry(500, 10)), (JOB, IN_PROCESS), quick)
+
+
+def measure_decode(quick: bool) -> dict[str, Any]:
+    """Rows with new tokens."""
+    return of_all(QUICK_DECODE if quick else WITH_DECODE, (GENERATES,), quick)
+
+
+def of_all(workloads: Sequence[Workload], jobs: Sequence[engines.Engine], quick: bool) -> dict[str, Any]:
     rivals = [policy.on(engines.NEW_KERNEL) for policy in (POLICIES[2:3] if quick else POLICIES)]
-    with tempfile.TemporaryDirectory() as folder, Servers(SERVED, SERVERS_UP) as servers:
-        comparison = Comparison(servers, Path(folder))
-        comparison.turn(1, {engine: cells_of(engine, workloads) for engine in (*JOBS, *rivals)})
+    with comparing() as comparison:
+        comparison.turn(1, {engine: cells_of(engine, workloads) for engine in (*jobs, *rivals)})
         if not quick:
             slow = {engines.VLLM: cells_of(engines.VLLM, workloads)}  # and stock as installed: minutes a turn, so one
             comparison.turn(1, slow | fastest_as_installed(comparison.measured, workloads))
             for number in range(2, TURNS + 1):
-                comparison.turn(number, finalists(comparison.measured, workloads))
-    conditions = {"model": MODEL, "kv_tokens": KV_TOKENS, "dtype": shapes.DTYPE, **comparison.conditions}
-    found = {"medians": comparison.medians(), "failed": comparison.failed, "conditions": conditions}
-    found["step_tokens"] = comparison.step_tokens
-    return report.part(comparison.rows, targets_of(comparison.measured, workloads), **found)
+                comparison.turn(number, finalists(comparison.measured, workloads, jobs))
+        return comparison.part(targets_of(comparison.measured, workloads))
+
+
+def measure_attention(quick: bool) -> dict[str, Any]:
+    """With attention of shared prefixes and without it: the same job by servers that stay up, in turns whose order alternates."""
+    workloads = QUICK if quick else (*MICRO, Industry(500, 10))
+    with comparing() as comparison:
+        for number in range(1, 1 + (1 if quick else ATTENTION_TURNS)):
+            for workload in workloads:
+                for engine in (JOB, ALONE, AGAIN)[:: 1 if number % 2 else -1]:
+                    comparison.turn(number, {engine: [Cell(workload, SHUFFLED)]})
+        rates = {(row["engine"], row["workload"]): row["rows_per_s"] for row in comparison.medians()}
+        targets = [
+            report.Target.at_least(
+                f"{one.name}: rows a second, shared attention / each alone",
+                rates[JOB.name, one.name] / rates[ALONE.name, one.name],
+                1.0,
+            )
+            for one in workloads
+        ]
+        return comparison.part(targets)
 
 
 def cells_of(engine: engines.Engine, workloads: Sequence[Workload]) -> list[Cell]:
     """The cells in which an engine runs. Only rivals also run the sorted files: a job plans for itself."""
     files = (SHUFFLED,) if engine in JOBS else (SHUFFLED, SORTED)
-    some = [one for one in workloads if engine not in JOBS or (engine == GENERATES) == bool(one.n_new_tokens)]
-    return [Cell(one, file) for one in (some[:N_IN_PROCESS] if engine == IN_PROCESS else some) for file in files]
+    some = workloads[:N_IN_PROCESS] if engine == IN_PROCESS else workloads
+    return [Cell(one, file) for one in some for file in files]
 
 
-def finalists(measured: Measured, workloads: Sequence[Workload]) -> dict[engines.Engine, list[Cell]]:
+def finalists(
+    measured: Measured, workloads: Sequence[Workload], jobs: Sequence[engines.Engine]
+) -> dict[engines.Engine, list[Cell]]:
     """Ours, and for each workload and file the fastest rival with the new kernel."""
-    wanted = {engine: cells_of(engine, workloads) for engine in JOBS}
+    wanted = {engine: cells_of(engine, workloads) for engine in jobs}
     for cell in (Cell(one, file) for one in workloads for file in (SHUFFLED, SORTED)):
         if (rival := fastest(measured, engines.NEW_KERNEL, cell)) is not None:
             wanted.setdefault(rival, []).append(cell)
@@ -108,6 +140,12 @@ def largest_difference(answers: list[list[float]], others: list[list[float]]) ->
     return max(abs(a - b) for one, other in zip(answers, others, strict=True) for a, b in zip(one, other, strict=True))
 
 
+@contextmanager
+def comparing() -> Iterator[Comparison]:
+    with tempfile.TemporaryDirectory() as folder, Servers(SERVED, SERVERS_UP) as servers:
+        yield Comparison(servers, Path(folder))
+
+
 class Comparison:
     """Runs cells on engines, and keeps what came of it."""
 
@@ -115,6 +153,7 @@ class Comparison:
         self._servers = servers
         self._job, self._output = folder / "job.jsonl", folder / "answers.jsonl"
         self._first: dict[Workload, Ran] = {}
+        self._warm: set[int] = set()  # processes that have answered
         self.measured: Measured = {}
         self.rows: list[dict[str, Any]] = []
         self.failed: list[dict[str, str]] = []
@@ -137,6 +176,8 @@ class Comparison:
 
     def _measure(self, number: int, engine: engines.Engine, cell: Cell) -> None:
         rows = cell.workload.rows()
+        if engine != IN_PROCESS:
+            self._warm_up(engine, cell.workload)
         log, name = self._servers.log_of(engine), f"{engine.name}, {cell.workload.name}, {cell.file}"
         n_logged = len(log.read_text()) if log.exists() else 0
         ran = self._run_job(engine, cell.workload) if engine in JOBS else self._run_server(engine, cell)
@@ -159,6 +200,14 @@ class Comparison:
                 "told_apart": client.told_apart(ran.logprobs, MAX_LOGPROB_DIFFERENCE),
             }
         )
+
+    def _warm_up(self, engine: engines.Engine, workload: Workload) -> None:
+        server = self._servers.of(engine)
+        if server.pid not in self._warm:
+            some = workload.rows()[:N_WARM_UP]
+            dues = [client.Due(0.0, row, n_new_tokens=workload.n_new_tokens) for row in some]
+            client.run(server.url, dues, "warm-up", engine.dialect)
+            self._warm.add(server.pid)
 
     def _run_server(self, engine: engines.Engine, cell: Cell) -> Ran:
         """Sends all rows at once, as a user with a batch file and a server would."""
@@ -196,6 +245,11 @@ class Comparison:
         taken_s = summary["plan_s"] + summary["answer_s"]
         cached_share = summary["cached_tokens"] / summary["prompt_tokens"]
         return Ran(len(rows) / taken_s, cached_share, [logprobs[row] for row in range(len(rows))])
+
+    def part(self, targets: list[report.Target]) -> dict[str, Any]:
+        conditions = {"model": MODEL, "kv_tokens": KV_TOKENS, "dtype": shapes.DTYPE, **self.conditions}
+        found = {"medians": self.medians(), "failed": self.failed, "conditions": conditions}
+        return report.part(self.rows, targets, **found, step_tokens=self.step_tokens)
 
     def medians(self) -> list[dict[str, Any]]:
         """Medians over the turns."""
@@ -242,8 +296,6 @@ def targets_of(measured: Measured, workloads: Sequence[Workload]) -> list[report
             ]
             saved = min(run.cached_share for run in measured[JOB][shuffled])
             targets.append(at_least(f"{workload.name}: tokens saved / ceiling", saved / workload.ceiling, 0.999))
-            gain = ours / rate(ALONE, shuffled)
-            targets.append(at_least(f"{workload.name}: rows a second, shared attention / each alone", gain, 1.0))
         targets += [at_least(f"{what}{name}", ours / rival, least) for rival, name, least in asked if rival]
     in_process = [cell for cell in measured.get(IN_PROCESS, {}) if cell in measured[JOB]]
     if in_process:

@@ -116,13 +116,13 @@ def transformers() -> Engine:
     """Hugging Face transformers with one prefix kept: what a user without an engine would write."""
     # In bfloat16 it rounds the logits too: by up to 0.06 near 14, and what comes before them otherwise than our kernels.
     allowed = 1.0 if shapes.DTYPE == "bfloat16" else MAX_LOGPROB_DIFFERENCE
-    return Engine("transformers", "benchmarks.outsiders.server", ("transformers",), max_logprob_difference=allowed)
+    return Engine("transformers", "benchmarks.harness.outsiders", ("transformers",), max_logprob_difference=allowed)
 
 
 def llama_cpp(gguf_file: Path) -> Engine:
     """llama.cpp on these 4-bit weights, which it multiplies with activations of 8 bits."""
     flags = ("llama_cpp", "--model-path", str(gguf_file))
-    return Engine("llama.cpp", "benchmarks.outsiders.server", flags, LLAMA_CPP_PYTHON, max_logprob_difference=1.0)
+    return Engine("llama.cpp", "benchmarks.harness.outsiders", flags, LLAMA_CPP_PYTHON, max_logprob_difference=1.0)
 
 
 class Running(NamedTuple):

@@ -2,7 +2,7 @@
 
     python benchmarks/mil/run.py [--quick] [--json PATH]
 
-Stock SGLang, chunked and unchunked; our engine, whole and without one or both of its techniques. See the README beside this.
+Stock SGLang, chunked and unchunked; our engine, whole and without one or both of its techniques; vLLM. See the README.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -27,6 +27,7 @@ import requests
 import torch
 
 from benchmarks import process_memory, report, shapes
+from benchmarks.harness import client, engines, turns
 from benchmarks.harness.kept import Kept
 from sgl_prefill.entry import local_server
 from sgl_prefill.errors import ServerStartError
@@ -47,6 +48,7 @@ MARGIN_TOKENS = 16
 FAILURES = (ServerStartError, report.InvalidRunError, requests.RequestException)
 STOCK_CHUNKS = (512,) if shapes.HAS_CUDA else (256, 512)
 STOCK_MEMORY = ["--max-total-tokens", "20000", "--mem-fraction-static", "0.5"]
+VLLM_MEMORY = ["--max-model-len", "20000", "--num-gpu-blocks-override", str(20_000 // turns.VLLM_BLOCK_TOKENS + 2)]
 FIRST_TOKENS = 2048
 CLOSE_ENOUGH = 0.05  # of the budget, from above or below; equal lengths on two servers differ by some per cent
 MAX_SEARCH_STEPS = 5
@@ -65,28 +67,23 @@ INITIALIZER_RANGE = 0.04
 RATIO_ENGINES = (f"stock, chunks of {STOCK_CHUNKS[0]}", "stock, unchunked", PRODUCT)
 
 
-class Engine(NamedTuple):
-    """One way to serve."""
-
-    name: str
-    module: str
-    flags: tuple[str, ...]
-
-    @property
-    def is_ours(self) -> bool:
-        return self.module.startswith("sgl_prefill")
-
-
-def engines() -> list[Engine]:
+def rivals_and_ours() -> list[engines.Engine]:
     stock = "sglang.launch_server"
-    ours = "sgl_prefill.launch_server"
+    vllm = [] if shapes.HAS_CUDA else [f"{n}" for n in STOCK_CHUNKS]
     return [
-        *(Engine(f"stock, chunks of {n}", stock, ("--chunked-prefill-size", str(n))) for n in STOCK_CHUNKS),
-        Engine("stock, unchunked", stock, ("--chunked-prefill-size", "-1")),
-        Engine("ours, neither", ours, ("--hybrid-prefill", "off", "--suffix-kv", "keep")),
-        Engine("ours, eviction only", ours, ("--hybrid-prefill", "off", "--suffix-kv", "evict")),
-        Engine("ours, hybrid only", ours, ("--hybrid-prefill", "on", "--suffix-kv", "keep")),
-        Engine(PRODUCT, ours, ()),
+        *(engines.Engine(f"stock, chunks of {n}", stock, ("--chunked-prefill-size", str(n))) for n in STOCK_CHUNKS),
+        engines.Engine("stock, unchunked", stock, ("--chunked-prefill-size", "-1")),
+        *(
+            engines.VLLM._replace(
+                name=f"{engines.VLLM.name}, chunks of {n}",
+                flags=(*engines.VLLM.flags, "--max-num-batched-tokens", n, "--max-num-seqs", "4"),
+            )
+            for n in vllm
+        ),
+        engines.ours("ours, neither", "--hybrid-prefill", "off", "--suffix-kv", "keep"),
+        engines.ours("ours, eviction only", "--hybrid-prefill", "off", "--suffix-kv", "evict"),
+        engines.ours("ours, hybrid only", "--hybrid-prefill", "on", "--suffix-kv", "keep"),
+        engines.ours(PRODUCT),
     ]
 
 
@@ -99,14 +96,18 @@ def main() -> int:
         conditions["budget_mib"] = BUDGET_BYTES >> 20
     kept = Kept(arguments.json, f"{conditions['commit']}, {conditions['command']}")  # a run takes most of an hour
     rows: list[dict[str, Any]] = []
+    failed: list[dict[str, str]] = []
     try:
         for model in MODELS[: 1 if arguments.quick else None]:
-            for engine in engines():
+            for engine in rivals_and_ours():
                 # On a device, which is lent for minutes, there is no ablation.
                 is_ablation = engine.name not in RATIO_ENGINES
                 if is_ablation and (arguments.quick or shapes.HAS_CUDA or model != MODELS[0]):
                     continue
                 name, started = f"{model}, {engine.name}", time.monotonic()
+                if engine.python_variable is not None and not os.environ.get(engine.python_variable):
+                    failed.append({"engine": engine.name, "failed": f"{engine.python_variable} names no environment"})
+                    continue
                 if name not in kept:
                     kept[name] = (
                         measure_on_device(model, engine) if shapes.HAS_CUDA else measure(model, engine, arguments.quick)
@@ -117,7 +118,7 @@ def main() -> int:
         if arguments.json is not None and not arguments.json.exists():
             report.finish({"conditions": conditions, "rows": rows}, [], arguments.json)
         raise
-    report.finish({"conditions": conditions, "rows": rows}, targets_of(rows), arguments.json)
+    report.finish({"conditions": conditions, "rows": rows, "failed": failed}, targets_of(rows), arguments.json)
     kept.forget()
     return 0
 
@@ -151,7 +152,7 @@ def bytes_to_hold(free_bytes: int, gib: int) -> int:
     return max(0, free_bytes - (gib << 30))
 
 
-def measure(model: str, engine: Engine, is_quick: bool) -> dict[str, Any]:
+def measure(model: str, engine: engines.Engine, is_quick: bool) -> dict[str, Any]:
     """The longest input within the budget, and how it was served."""
     with tempfile.TemporaryDirectory() as name:
         folder = shapes.write(model, Path(name))
@@ -167,23 +168,23 @@ def measure(model: str, engine: Engine, is_quick: bool) -> dict[str, Any]:
             if is_checked and served["answered"]:
                 served["difference"] = difference_from_stock(folder, length, served["logprobs"])
         else:
-            tries = search_stock(engine, folder, MAX_SEARCH_STEPS if not is_quick else 0)
+            tries = search_rival(engine, folder, MAX_SEARCH_STEPS if not is_quick else 0)
             predicted, how, served = longest_within(tries), {"tries": tries}, tries[-1]
     return {"longest_input_tokens": predicted, "how": how, "served": served}
 
 
 def difference_from_stock(folder: Path, n_tokens: int, logprobs: list[float]) -> float:
     """The largest, in a log-probability, from what stock SGLang answers in one pass with as much memory as it likes."""
-    (unchunked,) = [one for one in engines() if one.name == "stock, unchunked"]
+    (unchunked,) = [one for one in rivals_and_ours() if one.name == "stock, unchunked"]
     memory = ["--max-total-tokens", str(n_tokens + FIRST_TOKENS), "--mem-fraction-static", "0.7"]
     with running(unchunked, folder, memory) as server:
-        answer = ask(server, n_tokens, ANSWER_S)
+        answer = ask(server.url, n_tokens, ANSWER_S)
     if answer is None:
         raise report.InvalidRunError(f"stock SGLang has not answered {n_tokens} tokens in {ANSWER_S:.0f} s")
-    return max(abs(mine - theirs) for mine, theirs in zip(logprobs, logprobs_of(answer), strict=True))
+    return max(abs(mine - theirs) for mine, theirs in zip(logprobs, answer.logprobs, strict=True))
 
 
-def measure_on_device(model: str, engine: Engine) -> dict[str, Any]:
+def measure_on_device(model: str, engine: engines.Engine) -> dict[str, Any]:
     """Does the same where the memory left by `only` is the budget. No answer at all is a result: None."""
     with tempfile.TemporaryDirectory() as name, only(DEVICE_GIB.get(model)) as left_gib:
         folder = shapes.write(model, Path(name))
@@ -235,7 +236,10 @@ def weight_bytes(model: str) -> int:
     return int(2 * (config["num_hidden_layers"] * layer + embeddings + rotary))
 
 
-def common_flags(engine: Engine, folder: Path) -> list[str]:
+def common_flags(engine: engines.Engine, folder: Path) -> list[str]:
+    """But for the length of the context and the memory."""
+    if engine.dialect == client.VLLM:
+        return ["--model", *shapes.dummy_flags(folder)[1:], "--block-size", str(turns.VLLM_BLOCK_TOKENS)]
     return [
         *(shapes.weight_flags(folder) if list(folder.glob("*.safetensors")) else shapes.dummy_flags(folder)),
         "--sleep-on-idle",
@@ -249,7 +253,7 @@ def common_flags(engine: Engine, folder: Path) -> list[str]:
     ]
 
 
-def ask_mil(engine: Engine, folder: Path, budget: list[str]) -> tuple[int, dict[str, Any]]:
+def ask_mil(engine: engines.Engine, folder: Path, budget: list[str]) -> tuple[int, dict[str, Any]]:
     """`python -m sgl_prefill.mil` with the flags of the engine."""
     command = [sys.executable, "-m", "sgl_prefill.mil", *common_flags(engine, folder), *engine.flags, *budget]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -265,14 +269,15 @@ def pool_tokens(server: local_server.LocalServer) -> int:
     return int(min(info["max_total_num_tokens"], info.get("context_length") or DEVICE_POSITIONS)) - MARGIN_TOKENS
 
 
-def search_stock(engine: Engine, folder: Path, max_steps: int) -> list[dict[str, Any]]:
+def search_rival(engine: engines.Engine, folder: Path, max_steps: int) -> list[dict[str, Any]]:
     """Serve longer and longer inputs: each next length is where the line through the last two meets the budget.
 
     Each on a server of its own, since the memory of a longer input stays with its process.
     """
-    tries = [{"tokens": 0, "peak_mib": 0.0}, serve(engine, folder, STOCK_MEMORY, FIRST_TOKENS)]
+    memory = VLLM_MEMORY if engine.dialect == client.VLLM else STOCK_MEMORY
+    tries = [{"tokens": 0, "peak_mib": 0.0}, serve(engine, folder, memory, FIRST_TOKENS)]
     while len(tries) < 2 + max_steps and abs(share_of_budget(tries[-1]) - 1) > CLOSE_ENOUGH:
-        tries.append(serve(engine, folder, STOCK_MEMORY, next_length(tries)))
+        tries.append(serve(engine, folder, memory, next_length(tries)))
     return tries
 
 
@@ -295,39 +300,38 @@ def share_of_budget(served: dict[str, Any]) -> float:
     return float(served["peak_mib"] / mib(BUDGET_BYTES))
 
 
-def serve(engine: Engine, folder: Path, flags: list[str], n_tokens: int, timeout_s: float = 3600) -> dict[str, Any]:
+def serve(
+    engine: engines.Engine, folder: Path, flags: list[str], n_tokens: int, timeout_s: float = 3600
+) -> dict[str, Any]:
     """One input of this length on a fresh server: its peak, and its answer if that came in time."""
     with running(engine, folder, flags) as server:
         pid = process_memory.scheduler_pid(server.process.pid)
         started = time.monotonic()
         with process_memory.watch(pid, process_memory.resident_bytes(pid)) as watch:
-            answer = ask(server, n_tokens, timeout_s=timeout_s)
+            answer = ask(server.url, n_tokens, timeout_s, dialect=engine.dialect)
         seconds = time.monotonic() - started
-    if answer is not None and answer["cached_tokens"] > 0:
-        raise report.InvalidRunError(f"{answer['cached_tokens']} tokens of {n_tokens} were cached")
+    if answer is not None and answer.cached_tokens > 0:
+        raise report.InvalidRunError(f"{answer.cached_tokens} tokens of {n_tokens} were cached")
     return {
         "tokens": n_tokens,
         "peak_mib": None if shapes.HAS_CUDA else mib(watch.peak_bytes),  # of host memory
         "seconds": round(seconds, 1),
         "answered": answer is not None,
-        "kept_tokens": None if answer is None else answer.get("kept_tokens"),
-        "logprobs": None if answer is None else logprobs_of(answer),
+        "logprobs": None if answer is None else answer.logprobs,
         "command": report.portable(server.command),
     }
 
 
 @contextmanager
-def running(engine: Engine, folder: Path, flags: list[str]) -> Iterator[local_server.LocalServer]:
+def running(engine: engines.Engine, folder: Path, flags: list[str]) -> Iterator[local_server.LocalServer]:
     """A healthy server that has answered one short request, whose prompt is not the beginning of the long one."""
-    log = folder / "server.log"
-    environment = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]}
+    python = sys.executable if engine.python_variable is None else os.environ[engine.python_variable]
+    environment = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"], **dict(engine.environment)}
     all_flags = [*common_flags(engine, folder), *engine.flags, *flags]
-    server = local_server.start(engine.module, all_flags, log, environment=environment)
+    server = local_server.start(engine.module, all_flags, folder / "log", python=python, environment=environment)
     try:
-        record = requests.get(f"{server.url}/server_info", timeout=60).json().get("sgl_prefill")
-        if (record is not None) != engine.is_ours:
-            raise report.InvalidRunError(f"{engine.name}: the activation record is {record}")
-        ask(server, 300, first_token=500)
+        engines.look_at(engine, server.url, server.process.pid, server.command)
+        ask(server.url, 300, first_token=500, dialect=engine.dialect)
         yield server
     finally:
         with suppress(psutil.NoSuchProcess):
@@ -337,31 +341,25 @@ def running(engine: Engine, folder: Path, flags: list[str]) -> Iterator[local_se
 
 
 def ask(
-    server: local_server.LocalServer, n_tokens: int, timeout_s: float = 3600, first_token: int = 1000
-) -> dict[str, Any] | None:
-    """`meta_info` of a prefill-only request; None where it took longer than `timeout_s`."""
-    body: dict[str, Any] = {
-        "input_ids": [first_token + i % 40000 for i in range(n_tokens)],
-        "sampling_params": {"max_new_tokens": 0, "temperature": 0},
-        "return_logprob": True,
-        "token_ids_logprob": [100, 200],
-    }
+    url: str, n_tokens: int, timeout_s: float = 3600, first_token: int = 1000, dialect: client.Dialect = client.SGLANG
+) -> client.Answer | None:
+    """The answer to a prefill-only request; None where it took longer than `timeout_s`."""
+    due = client.Due(0.0, [first_token + i % 40000 for i in range(n_tokens)], (100, 200))
     try:
-        reply = requests.post(f"{server.url}/generate", json=body, timeout=timeout_s)
+        reply = requests.post(f"{url}{dialect.path}", json=dialect.body_of(due), timeout=timeout_s)
     except requests.Timeout:
         return None
     if reply.status_code != 200:
         raise report.InvalidRunError(f"{n_tokens} tokens: {reply.status_code} {reply.text[:500]}")
-    meta: dict[str, Any] = reply.json()["meta_info"]
-    return meta
+    answer = dialect.answer_of(reply.json(), due)
+    check(answer.logprobs)
+    return answer
 
 
-def logprobs_of(meta: dict[str, Any]) -> list[float]:
+def check(logprobs: list[float]) -> None:
     """Raises InvalidRunError where one is no log-probability."""
-    logprobs = [float(entry[0]) for entry in meta["output_token_ids_logprobs"][0]]
     if not all(math.isfinite(one) and one <= 0 for one in logprobs):
         raise report.InvalidRunError(f"the answer is {logprobs}")
-    return logprobs
 
 
 def mib(n_bytes: int) -> float:
@@ -385,6 +383,9 @@ def targets_of(rows: list[dict[str, Any]]) -> list[report.Target]:
                     f"{model}: longest input, ours / stock at its best chunk size", longest[PRODUCT] / chunked, 4
                 )
             )
+        if others := [n for name, n in longest.items() if name.startswith(engines.VLLM.name)]:
+            what = f"{model}: longest input, ours / {engines.VLLM.name} at its best chunk size"
+            targets.append(report.Target.at_least(what, longest[PRODUCT] / max(others), 4))
         if "stock, unchunked" in longest:
             targets.append(
                 report.Target.at_least(

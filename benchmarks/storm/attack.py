@@ -54,54 +54,45 @@ USER = "attacker"
 LEAST_PRIORITY = 19  # its own work is no attack: it would be done on another machine
 Requests = list[tuple[str, dict[str, Any] | bytes]]
 Bodies = Callable[[int], Requests]
+COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
+LABELS: dict[str, Any] = {"allowed_token_ids": [5, 6]}
+
+
+@functools.cache
+def vocabulary() -> dict[str, int]:
+    return Tokenizer.from_file(str(demo_model.ensure() / "tokenizer.json")).get_vocab()
 
 
 @functools.cache
 def words() -> list[str]:
     """Returns labels of one token each."""
-    vocabulary = Tokenizer.from_file(str(demo_model.ensure() / "tokenizer.json")).get_vocab()
-    found = sorted(word[1:] for word in vocabulary if re.fullmatch("Ġ[a-z]{3,}", word))
+    found = sorted(word[1:] for word in vocabulary() if re.fullmatch("Ġ[a-z]{3,}", word))
     return [f" {word}" for word in found[:N_LABELS]]
 
 
-@functools.cache
-def longest_dash() -> int:
-    """Returns the token of the most dashes."""
-    vocabulary = Tokenizer.from_file(str(demo_model.ensure() / "tokenizer.json")).get_vocab()
-    return vocabulary[max((word for word in vocabulary if set(word) == {"-"}), key=len)]
+def ids(rng: random.Random, n: int) -> list[int]:
+    return [rng.randrange(1000, 40_000) for _ in range(n)]
 
 
 def labels(number: int) -> Requests:
     """One request with N_ENDS new prompts and many labels."""
     ends = [f"Attack {number}, question {end}? Answer:" for end in range(N_ENDS)]
-    return [("/v1/completions", {"prompt": ends, "allowed_tokens": words()})]
+    return [(COMPLETIONS, {"prompt": ends, "allowed_tokens": words()})]
 
 
 def texts(number: int) -> Requests:
-    big = {"prompt": "x y " * (TEXT_BYTES // 4), "allowed_token_ids": [5, 6]}
-    fits = {"prompt": f"{number} x y" * (FITTING_CHARACTERS // 5), "allowed_token_ids": [5, 6]}
-    return [("/v1/completions", big), ("/v1/completions", fits)]
+    fits = f"{number} x y" * (FITTING_CHARACTERS // 5)
+    return [(COMPLETIONS, {"prompt": text, **LABELS}) for text in ("x y " * (TEXT_BYTES // 4), fits)]
 
 
 def prompts(number: int) -> Requests:
     rng = random.Random(number)
-    ids = [[rng.randrange(1000, 40_000) for _ in range(12)] for _ in range(N_PROMPTS)]
-    return [("/v1/completions", {"prompt": ids, "allowed_token_ids": [5, 6]})]
+    return [(COMPLETIONS, {"prompt": [ids(rng, 12) for _ in range(N_PROMPTS)], **LABELS})]
 
 
 def deadlines(number: int) -> Requests:
     rng = random.Random(number)
-    return [
-        (
-            "/v1/completions",
-            {
-                "prompt": [rng.randrange(1000, 40_000) for _ in range(40)],
-                "allowed_token_ids": [5, 6],
-                "deadline_ms": DEADLINE_MS,
-            },
-        )
-        for _ in range(N_DEADLINES)
-    ]
+    return [(COMPLETIONS, {"prompt": ids(rng, 40), **LABELS, "deadline_ms": DEADLINE_MS}) for _ in range(N_DEADLINES)]
 
 
 def decisions(number: int) -> Requests:
@@ -117,80 +108,63 @@ def decisions(number: int) -> Requests:
         return {**asked, "type": "noul"}
 
     state = "".join(rng.choices(words(), k=N_STATE_WORDS))
-    return [
-        (
-            "/v1/systemone",
-            {"model": "m", "state": state, "questions": {str(n): question(n) for n in range(N_QUESTIONS)}},
-        )
-    ]
-
-
-def chat(**fields: Any) -> Requests:
-    return [("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], **fields})]
+    return [("/v1/systemone", {"state": state, "questions": {str(n): question(n) for n in range(N_QUESTIONS)}})]
 
 
 def template(number: int) -> Requests:
-    return chat(chat_template_kwargs={"a": [f"{number} " + "x" * 400] * N_PARTS})
+    values = {"a": [f"{number} " + "x" * 400] * N_PARTS}
+    return [(CHAT, {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": values})]
 
 
 def tools(number: int) -> Requests:
-    call = {
-        "id": "1",
-        "type": "function",
-        "function": {"name": "a", "arguments": f'{{"{number}":[{"[]," * 1_300_000}0]}}'},
-    }
-    return chat(
-        messages=[{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "user", "content": "a"}]
-    )
+    function = {"name": "a", "arguments": f'{{"{number}":[{"[]," * 1_300_000}0]}}'}
+    calls = [{"id": "1", "type": "function", "function": function}]
+    messages = [{"role": "assistant", "content": None, "tool_calls": calls}, {"role": "user", "content": "a"}]
+    return [(CHAT, {"messages": messages})]
 
 
 def stops(number: int) -> Requests:
     """More than the server takes, and the most that it takes."""
-    prompts = [[1000 + number % 1000, 1000 + n] for n in range(600)]
     found: Requests = []
     for n_stops, n_characters in ((32, 500), (16, 31)):
-        texts = [f"{number} {n} {'x y ' * 125}"[:n_characters] for n in range(n_stops)]
-        found.append(("/generate", {"input_ids": prompts, "sampling_params": {"max_new_tokens": 1, "stop": texts}}))
+        stop = [f"{number} {n} {'x y ' * 125}"[:n_characters] for n in range(n_stops)]
+        some = [[1000 + number % 1000, 1000 + n] for n in range(600)]
+        found.append((GENERATE, {"input_ids": some, "sampling_params": {"max_new_tokens": 1, "stop": stop}}))
     return found
 
 
 def regex(number: int) -> Requests:
-    options = {"stop_regex": "(-+)+x", "logit_bias": {str(longest_dash()): 1e30}}
-    return [("/generate", {"text": f"{number}", "sampling_params": {"max_new_tokens": 1, **options}})]
+    dashes = max((word for word in vocabulary() if set(word) == {"-"}), key=len)
+    options = {"stop_regex": "(-+)+x", "logit_bias": {str(vocabulary()[dashes]): 1e30}}
+    return [(GENERATE, {"text": f"{number}", "sampling_params": {"max_new_tokens": 1, **options}})]
 
 
 def samples(number: int) -> Requests:
-    return [
-        (
-            "/generate",
-            {"text": [f"{number} {n}" for n in range(9)], "sampling_params": {"max_new_tokens": 1, "n": 1024}},
-        )
-    ]
+    some = [f"{number} {n}" for n in range(9)]
+    return [(GENERATE, {"text": some, "sampling_params": {"max_new_tokens": 1, "n": 1024}})]
 
 
 def keys(number: int) -> Requests:
     parts = ",".join([r'{"\u0074\u0079\u0070\u0065":"text","\u0074\u0065\u0078\u0074":""}'] * N_PARTS)
     body = f'{{"model":"m","user":"{number}","messages":[{{"role":"user","content":[{parts}]}}]}}'
-    return [("/v1/chat/completions", body.encode())]
+    return [(CHAT, body.encode())]
 
 
 def answers(number: int) -> Requests:
     some = [f"{one}{other}" for one in words()[:173] for other in words()[:173]]
-    return [("/v1/completions", {"prompt": f"{number}? Answer:", "allowed_answers": some})]
+    return [(COMPLETIONS, {"prompt": f"{number}? Answer:", "allowed_answers": some})]
 
 
 def logprobs(number: int) -> Requests:
     """More than the server takes, and the most that it takes."""
     rng = random.Random(number)
-    options = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 500}
-    prompts = [[rng.randrange(1000, 40_000) for _ in range(n_tokens)] for n_tokens in (8_000, 100)]
-    return [("/generate", {"input_ids": ids, "sampling_params": {"max_new_tokens": 1}, **options}) for ids in prompts]
+    options: dict[str, Any] = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 500}
+    options["sampling_params"] = {"max_new_tokens": 1}
+    return [(GENERATE, {"input_ids": ids(rng, n_tokens), **options}) for n_tokens in (8_000, 100)]
 
 
 def user(number: int) -> Requests:
-    return [
-        ("/v1/completions", {"prompt": [5, 6], "allowed_token_ids": [5, 6], "user": f"{number} " + "x" * 4_000_000})
-    ]
+    return [(COMPLETIONS, {"prompt": [5, 6], **LABELS, "user": f"{number} " + "x" * 4_000_000})]
 
 
 FLOODS: dict[str, Bodies] = {one.__name__: one for one in (labels, texts, prompts, deadlines, decisions)}

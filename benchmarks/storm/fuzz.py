@@ -9,32 +9,26 @@ import asyncio
 import copy
 import functools
 import json
-import math
 import operator
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import requests
 
 from benchmarks import report
-from benchmarks.harness import engines
 from benchmarks.storm import part
-from benchmarks.storm.part import Part
 
 N_REQUESTS, N_REQUESTS_QUICK = 20_000, 300
 WAVE_REQUESTS = 500  # good requests are sent after each wave
 N_AT_ONCE = 16
 TIMEOUT_S = 60
 INCOMPLETE_S = 4  # after which a request that is never complete is given up, so that the waves do not wait for it
-MOST_DEATHS = 8
 MOST_EXAMPLES, SHORT_CHARACTERS = 20, 400
 MOST_KEPT_BYTES = 1 << 20  # of a reply; the rest is counted
-ENDING = "a process of this server has ended"  # what a server says while it goes down
 LEFT_OUT = ("/start_profile", "/stop_profile")  # writes files until it is stopped
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE")
 
@@ -136,9 +130,9 @@ JSON_TEXTS = (
     *(b"", b"{", b"[1, 2]", b'"text"', b"null", b"\xff\xfe{}", b"{}", b"{}{}", b"\xef\xbb\xbf{}", b"[" * 100_000),
     *(b'{"a":' * 5000 + b"1", b'{"prompt": "\xff"}', b'{"text": "\\ud800"}', b'{"rid": 1, "rid": 2}', b"1" * 5000),
 )
-# Weight of each kind of request, and how many places of a right body it changes.
-CHANGES = {"right": (8, 0), "one change": (55, 1), "several changes": (10, 4)}
-OTHER_KINDS = {"another route's body": 4, "headers": 6, "no JSON": 3, "query or method": 6, "framing": 4}
+# Weight of each kind of request.
+KINDS = {"right": 8, "one change": 55, "several changes": 10, "another route's body": 4, "headers": 6, "no JSON": 3}
+KINDS |= {"query or method": 6, "framing": 4}
 
 
 class Fuzzed(NamedTuple):
@@ -157,9 +151,14 @@ class Met(NamedTuple):
     request: Fuzzed
     status: int | None = None
     reply: str = ""
-    failure: str | None = None  # "5xx", "hang" or "no answer"
-    is_shapeless: bool = False  # refused without a message
+    failure: str | None = None  # "5xx", "hang", "no answer", or "no message" of a refusal
     n_reply_bytes: int = 0
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        sent = self.request.raw.decode(errors="backslashreplace")
+        cut = f"{sent[:SHORT_CHARACTERS]}... ({len(self.request.raw)} bytes)" if len(sent) > SHORT_CHARACTERS else sent
+        return {"example": self.failure, "status": self.status, "sent": cut, "reply": self.reply[:SHORT_CHARACTERS]}
 
 
 class Fuzzer:
@@ -169,23 +168,20 @@ class Fuzzer:
         """`routes`: (method, path) as the server lists them; `fields`: what its schema names for a path's body."""
         self._routes, self._fields, self._rng = list(routes), fields, random.Random(seed)
         self._with_body = [one for one in self._routes if one[0] in ("POST", "PUT") and one[1] in VALID]
-        self._others = dict(
-            zip(OTHER_KINDS, (self._swapped, self._headers, self._no_json, self._query, self._framing), strict=True)
-        )
+        self._made_by: dict[str, Callable[[str], Fuzzed]] = {
+            "another route's body": self._swapped,
+            "headers": self._headers,
+            "no JSON": self._no_json,
+            "query or method": self._query,
+            "framing": self._framing,
+        }
 
     def make(self) -> Fuzzed:
-        weights = {kind: weight for kind, (weight, _) in CHANGES.items()} | OTHER_KINDS
-        (kind,) = self._rng.choices(list(weights), list(weights.values()))
-        if kind in self._others:
-            return self._others[kind](kind)
-        method, path = self._route_with_body()
-        body = self._body(path)
-        for _ in range(min(CHANGES[kind][1], self._rng.randint(1, 4))):
-            self._change(path, body)
-        return Fuzzed(kind, path, http(method, path, body))
+        (kind,) = self._rng.choices(list(KINDS), list(KINDS.values()))
+        return self._made_by.get(kind, self._changed)(kind)
 
     def plain(self) -> Iterator[Fuzzed]:
-        """Yields every route with each right body, or with none, to be asked alone: so it is known what kills."""
+        """Yields every route with each right body, or with none."""
         for method, path in self._routes:
             for body in VALID.get(path, ({},)):
                 yield Fuzzed("alone", path, http(method, self._filled(path), body))
@@ -197,15 +193,20 @@ class Fuzzer:
         """
         for path in (path for method, path in self._routes if method == "POST"):
             bodies = VALID.get(path, ())
-            several = [
+            several = (
                 one for one in bodies[1:] if any(isinstance(one.get(k), list) for k in ("prompt", "text", "input"))
-            ]
-            for body in (*bodies[:1], *several[:1]):
+            )
+            for body in (*bodies[:1], *[*several][:1]):
                 keys = [*paths(body), *((name,) for name in self._fields.get(path, ()) if name not in body)]
                 keys += [("sampling_params", name) for name in SAMPLING_OPTIONS] if path == "/generate" else []
-                for one in keys:
+                for *above, key in keys:
                     for value in NASTY:
-                        yield Fuzzed("each value", path, http("POST", path, _with(body, one, value)))
+                        changed = copy.deepcopy(body)
+                        parent: Any = changed
+                        for one in above:
+                            parent = parent.setdefault(one, {}) if isinstance(parent, dict) else parent[one]
+                        parent[key] = value
+                        yield Fuzzed("each value", path, http("POST", path, changed))
 
     def _route_with_body(self) -> tuple[str, str]:
         """Draws a route of VALID; routes that compute labels come more often."""
@@ -213,6 +214,13 @@ class Fuzzer:
 
     def _body(self, path: str) -> dict[str, Any]:
         return copy.deepcopy(self._rng.choice(VALID.get(path, ({},))))
+
+    def _changed(self, kind: str) -> Fuzzed:
+        method, path = self._route_with_body()
+        body = self._body(path)
+        for _ in range({"right": 0, "one change": 1}.get(kind, self._rng.randint(2, 4))):
+            self._change(path, body)
+        return Fuzzed(kind, path, http(method, path, body))
 
     def _change(self, path: str, body: dict[str, Any]) -> None:
         """Drops, doubles or replaces a value anywhere, or adds a field that the schema, or that no schema, names."""
@@ -233,7 +241,7 @@ class Fuzzer:
     def _swapped(self, kind: str) -> Fuzzed:
         method, path = self._rng.choice(self._routes)
         one, other = (self._body(self._rng.choice(list(VALID))) for _ in range(2))
-        return Fuzzed(kind, path, http(method, self._filled(path), {**one, **other}), _expected(method))
+        return Fuzzed(kind, path, http(method, self._filled(path), {**one, **other}))
 
     def _headers(self, kind: str) -> Fuzzed:
         method, path = self._route_with_body()
@@ -257,7 +265,7 @@ class Fuzzer:
         names = [name for name in ("dp_rank", "include", "format", "level", "rank", "x") if path != "/flush_cache"]
         pairs = [f"{name}={quote(self._rng.choice(QUERIES))}" for name in names if self._rng.random() < 0.4]
         body = self._body(path) if method in ("POST", "PUT") else b""
-        return Fuzzed(kind, path, http(method, f"{self._filled(path)}?{'&'.join(pairs)}", body), _expected(method))
+        return Fuzzed(kind, path, http(method, f"{self._filled(path)}?{'&'.join(pairs)}", body), int(method in METHODS))
 
     def _filled(self, path: str) -> str:
         return re.sub(r"\{\w+\}", lambda _: quote(self._rng.choice(("x", "default", "\u00e4", "..", "a b"))), path)
@@ -304,24 +312,11 @@ class Fuzzer:
         return Fuzzed(kind, path, right.replace(b"connection: close\r\n", b"") * n_before + right, n_before + 1)
 
 
-def _with(body: dict[str, Any], keys: tuple[Any, ...], value: Any) -> dict[str, Any]:
-    changed = copy.deepcopy(body)
-    parent: Any = changed
-    for key in keys[:-1]:
-        parent = parent.setdefault(key, {}) if isinstance(parent, dict) else parent[key]
-    parent[keys[-1]] = value
-    return changed
-
-
 def paths(value: Any) -> Iterator[tuple[Any, ...]]:
     """Yields how each value below a JSON value is reached, by keys and indices."""
     for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
         yield (key,)
         yield from ((key, *below) for below in paths(value[key]))
-
-
-def _expected(method: str) -> int:
-    return 1 if method in METHODS else 0
 
 
 def http(method: str, target: str, body: bytes | dict[str, Any], headers: Sequence[tuple[bytes, bytes]] = ()) -> bytes:
@@ -347,52 +342,38 @@ def routes_of(url: str) -> tuple[list[tuple[str, str]], dict[str, list[str]]]:
 
 
 def good_answers(url: str) -> list[list[float]]:
-    """Asks what must always be answered alike, one by one; log-probabilities are NaN where one is not answered."""
+    """Asks what must always be answered alike, one by one."""
     found = []
     for text in (*TEXTS, TEXT * 20):
         for path, body in (
             ("/v1/completions", {"prompt": text, **LABELS}),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **LABEL_IDS}),
             ("/generate", {"text": text, **LABEL_IDS}),
-            ("/v1/score", {"query": text, **ITEMS}),
+            ("/v1/score", {"query": text, **ITEMS, "apply_softmax": True}),
             ("/v1/rerank", {"query": text, "documents": TEXTS}),
         ):
             try:
                 reply = requests.post(url + path, json=body, timeout=TIMEOUT_S)
-                found.append(_logprobs(path, reply.json()) if reply.status_code == 200 else [math.nan])
+                found.append(part.scores(reply.json()) if reply.ok else [])
             except requests.RequestException:
-                found.append([math.nan])
+                found.append([])
     return found
-
-
-def _logprobs(path: str, answer: Any) -> list[float]:
-    if path == "/v1/score":
-        return [math.log(score) for row in answer["scores"] for score in row]
-    if path == "/v1/rerank":
-        return [math.log(one["score"]) for one in sorted(answer, key=lambda one: int(one["index"]))]
-    scores = answer["meta_info"] if path == "/generate" else answer["choices"][0]
-    return [label["logprob"] for label in scores["label_scores"]["labels"]]
-
-
-def n_changed(before: list[list[float]], now: list[list[float]]) -> int:
-    return sum(len(a) != len(b) or part.differs(a, b) for a, b in zip(before, now, strict=True))
 
 
 async def send_all(url: str, fuzzed: Sequence[Fuzzed]) -> list[Met]:
     """Sends all requests, each over a connection of its own, with a limit on how many are open at once."""
     host, _, port = url.removeprefix("http://").partition(":")
-    slots = asyncio.Semaphore(N_AT_ONCE)
+    places = asyncio.Semaphore(N_AT_ONCE)
 
     async def one(request: Fuzzed) -> Met:
-        async with slots:
+        limit_s = TIMEOUT_S if request.n_answers else INCOMPLETE_S
+        async with places:
             try:
-                limit_s = TIMEOUT_S if request.n_answers else INCOMPLETE_S
-                raw, n_bytes = await asyncio.wait_for(_exchange(host, int(port), request), limit_s)
+                return met(request, *await asyncio.wait_for(_exchange(host, int(port), request), limit_s))
             except TimeoutError:
                 return Met(request, failure="hang" if request.n_answers else None)
             except OSError as error:
                 return Met(request, reply=repr(error), failure="no answer" if request.n_answers else None)
-            return met(request, raw, n_bytes)
 
     return list(await asyncio.gather(*map(one, fuzzed)))
 
@@ -426,14 +407,15 @@ def met(request: Fuzzed, raw: bytes, n_bytes: int) -> Met:
     _, _, body = raw.partition(b"\r\n\r\n")
     text = body.decode(errors="replace")
     status = max(statuses, default=None)
+    is_whole = n_bytes <= MOST_KEPT_BYTES and not request.raw.startswith(b"HEAD") and request.kind != "framing"
     failure = None
     if any(not _is_by_design(one, raw) for one in statuses) or re.search(r'^data:.*"code": ?5(00|01|02)', text, re.M):
         failure = "5xx"
     elif len(statuses) < request.n_answers:
         failure = "no answer"
-    is_refused = status is not None and 400 <= status < 500 and request.kind != "framing"
-    is_whole = n_bytes <= MOST_KEPT_BYTES and not request.raw.startswith(b"HEAD")
-    return Met(request, status, text, failure, is_refused and is_whole and not _has_message(body), n_bytes)
+    elif status is not None and 400 <= status < 500 and is_whole and not _has_message(body):
+        failure = "no message"
+    return Met(request, status, text, failure, n_bytes)
 
 
 def _is_by_design(status: int, raw: bytes) -> bool:
@@ -451,106 +433,52 @@ def _has_message(body: bytes) -> bool:
     return isinstance(error, dict) and isinstance(error.get("message"), str) and bool(error["message"])
 
 
-class Run:
-    """What has been sent and met, over as many servers as it took."""
-
-    def __init__(self) -> None:
-        self.all_met: list[Met] = []
-        self.deaths: list[list[Fuzzed]] = []  # what was in flight, or had just been
-        self.n_changed = 0
-        self.deadly_paths: set[str] = set()  # that killed when asked alone, and are not asked again
-        self.command = ""
-        self._waves: list[list[Fuzzed]] | None = None  # still to be sent; the first ones are of one request
-
-    def on_one_server(self, model: Path, log: Path, n_requests: int) -> bool:
-        """Goes on where the server before it died, and says whether all has been asked."""
-        with part.serving(model, log) as server:
-            self.command = server.command
-            if self._waves is None:
-                self._waves = waves_of(Fuzzer(*routes_of(server.url), seed=0), n_requests)
-            before = good_answers(server.url)
-            if any(math.isnan(value) for answer in before for value in answer):
-                raise report.InvalidRunError("good requests are not answered by a server that was asked nothing else")
-            while self._waves:
-                wave = [request for request in self._waves.pop(0) if request.path not in self.deadly_paths]
-                died = self._kills(server, wave)
-                if died and len(wave) == 1:
-                    self.deadly_paths.add(wave[0].path)
-                if died or (len(wave) > 1 and self._changes(server, wave, before)):
-                    return False
-        return True
-
-    def _kills(self, server: engines.Running, wave: list[Fuzzed]) -> bool:
-        """Sends these, and says whether the server died; what it then no longer answered is no failure of its own."""
-        found = asyncio.run(send_all(server.url, wave))
-        suspects = [one.failure in ("hang", "no answer") or ENDING in one.reply for one in found]
-        died = any(suspects) and server.has_ended()
-        if died:
-            self.deaths.append([one.request for one in found if one.failure is not None][: 2 * N_AT_ONCE])
-            found = [one for one in found if one.failure is None]
-        self.all_met += found
-        return died
-
-    def _changes(self, server: engines.Running, wave: list[Fuzzed], before: list[list[float]]) -> bool:
-        """Counts good requests that are answered otherwise than before; says whether that is since the server died."""
-        n = n_changed(before, good_answers(server.url))
-        if n > 0 and server.has_ended():
-            self.deaths.append(wave[: 2 * N_AT_ONCE])
-            return True
-        self.n_changed += n
-        return False
-
-
-def waves_of(fuzzer: Fuzzer, n_requests: int) -> list[list[Fuzzed]]:
-    each = list(fuzzer.each_value())
-    fuzzed = [fuzzer.make() for _ in range(n_requests)]
-    fuzzed += each if n_requests == N_REQUESTS else each[::500]
-    together = [fuzzed[at : at + WAVE_REQUESTS] for at in range(0, len(fuzzed), WAVE_REQUESTS)]
-    return [*([one] for one in fuzzer.plain()), *together]
-
-
-def measure(quick: bool, model: Path, folder: Path) -> Part:
-    """Sends the requests, and on the way asks good ones; a server that dies is started again."""
-    n_requests = N_REQUESTS_QUICK if quick else N_REQUESTS
-    run = Run()
-    while not run.on_one_server(model, folder / f"fuzz_{len(run.deaths)}.log", n_requests):
-        if len(run.deaths) >= MOST_DEATHS:
-            break
-    failures = Counter(one.failure for one in run.all_met)
+def measure(quick: bool) -> dict[str, Any]:
+    """Sends the requests in waves, and good ones after each; ends where the server does."""
+    with part.serving() as server:
+        fuzzer = Fuzzer(*routes_of(server.url), seed=0)
+        each = list(fuzzer.each_value())
+        fuzzed = [*fuzzer.plain(), *(fuzzer.make() for _ in range(N_REQUESTS_QUICK if quick else N_REQUESTS))]
+        fuzzed += each[::500] if quick else each
+        before = good_answers(server.url)
+        if not all(before):
+            raise report.InvalidRunError("good requests are not answered by a server that was asked nothing else")
+        all_met: list[Met] = []
+        n_changed, has_died = 0, False
+        while fuzzed and not has_died:
+            wave, fuzzed = fuzzed[:WAVE_REQUESTS], fuzzed[WAVE_REQUESTS:]
+            all_met += asyncio.run(send_all(server.url, wave))
+            now = good_answers(server.url)
+            n_changed += sum(map(part.differ, before, now))
+            has_died = not all(now) and server.has_ended()
+    failures = Counter(one.failure for one in all_met)
     found = {
         "5xx": failures["5xx"],
         "hangs": failures["hang"] + failures["no answer"],
-        "deaths of the server": len(run.deaths),
-        "changed answers to good ones": run.n_changed,
+        "deaths of the server": int(has_died),
+        "changed answers to good ones": n_changed,
     }
     targets = [report.Target.at_most(f"fuzzed requests: {what}", n, 0) for what, n in found.items()]
-    deaths = [{"death": [_short(request.raw) for request in killers]} for killers in run.deaths]
-    return Part([*_rows(run.all_met), *deaths, *_examples(run.all_met)], targets, {"ours, fuzzed": run.command})
+    rows: list[dict[str, Any]] = []
+    if has_died:
+        in_flight = [one.shown for one in all_met[-len(wave) :] if one.failure is not None]
+        rows.append(
+            {"died": len(all_met), "requests that were not sent": len(fuzzed), "unanswered": in_flight[:N_AT_ONCE]}
+        )
+    rows += [
+        _row(kind, [one for one in all_met if one.request.kind == kind]) for kind in ("alone", *KINDS, "each value")
+    ]
+    # Failures that differ in route, status or reply; refusals without a message come last.
+    failed = sorted(
+        (one for one in all_met if one.failure), key=lambda one: (one.failure == "no message", len(one.request.raw))
+    )
+    examples = {(one.failure, one.request.path, one.status, one.reply[:60]): one.shown for one in reversed(failed)}
+    rows += list(reversed(examples.values()))[:MOST_EXAMPLES]
+    return report.part(rows, targets, commands={"ours, fuzzed": server.command})
 
 
-def _rows(all_met: Sequence[Met]) -> list[dict[str, Any]]:
-    rows = []
-    for kind in dict.fromkeys(one.request.kind for one in all_met):
-        of_kind = [one for one in all_met if one.request.kind == kind]
-        statuses = Counter("none" if one.status is None else f"{one.status // 100}xx" for one in of_kind)
-        row = {"kind": kind, "requests": len(of_kind), **dict(sorted(statuses.items()))}
-        row["failures"] = dict(Counter(one.failure for one in of_kind if one.failure is not None))
-        row["shapeless"] = sum(one.is_shapeless for one in of_kind)
-        rows.append({**row, "longest_reply_bytes": max(one.n_reply_bytes for one in of_kind)})
-    return rows
-
-
-def _examples(all_met: Sequence[Met]) -> list[dict[str, Any]]:
-    """Shows failures that differ in route, status or reply, and what had no message where there is room."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for one in sorted(all_met, key=lambda one: (one.failure is None, len(one.request.raw))):
-        if what := one.failure or ("shapeless" if one.is_shapeless else None):
-            shown = {"example": what, "status": one.status, "sent": _short(one.request.raw)}
-            shown["reply"] = one.reply[:SHORT_CHARACTERS]
-            found.setdefault((what, one.request.path, one.status, one.reply[:60]), shown)
-    return list(found.values())[:MOST_EXAMPLES]
-
-
-def _short(raw: bytes) -> str:
-    shown = raw.decode(errors="backslashreplace")
-    return shown if len(shown) <= SHORT_CHARACTERS else f"{shown[:SHORT_CHARACTERS]}... ({len(raw)} bytes)"
+def _row(kind: str, found: Sequence[Met]) -> dict[str, Any]:
+    statuses = Counter("none" if one.status is None else f"{one.status // 100}xx" for one in found)
+    failures = Counter(one.failure for one in found if one.failure is not None)
+    longest = max((one.n_reply_bytes for one in found), default=0)
+    return {"kind": kind, "requests": len(found), **statuses, "failures": failures, "longest_reply_bytes": longest}

@@ -10,18 +10,16 @@ import random
 import subprocess
 import sys
 import tempfile
-import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 from aiohttp import web
 
 from benchmarks import report
 from benchmarks.batch.job import MODULE
-from benchmarks.storm.part import Part
 
 N_ROWS, QUICK_ROWS = 200, 32
 BOMB_BYTES = 1 << 30  # unpacked
@@ -136,98 +134,72 @@ class Hostile:
         self.n_elsewhere += 1
         return web.json_response(right(0))
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[str]:
-        """Serves in a thread. Yields the address."""
-        loop, ended = asyncio.new_event_loop(), asyncio.Event()
-        address: list[str] = []
-        is_up = threading.Event()
-
-        async def serve() -> None:
-            application = web.Application()
-            application.router.add_post("/v1/completions", self.answer)
-            application.router.add_route("*", "/elsewhere", self.elsewhere)
-            runner = web.AppRunner(application, access_log=None)
-            await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=1)
-            await site.start()
-            host, port = runner.addresses[0][:2]
-            address.append(f"http://{host}:{port}")
-            is_up.set()
-            await ended.wait()
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[str]:
+        """Serves. Yields the address."""
+        application = web.Application()
+        application.router.add_post("/v1/completions", self.answer)
+        application.router.add_route("*", "/elsewhere", self.elsewhere)
+        runner = web.AppRunner(application, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=1).start()
+        host, port = runner.addresses[0][:2]
+        try:
+            yield f"http://{host}:{port}"
+        finally:
             await runner.cleanup()
 
-        thread = threading.Thread(target=loop.run_until_complete, args=[serve()])
-        thread.start()
-        is_up.wait()
-        try:
-            yield address[0]
-        finally:
-            loop.call_soon_threadsafe(ended.set)
-            thread.join()
-            loop.close()
 
-
-class Rows(NamedTuple):
-    """What became of the rows of a job."""
-
-    lost: int
-    doubled: int
-    corrupt: int
-    tracebacks: int
-    sent_elsewhere: int
-
-
-def measure(quick: bool, model: Path, folder: Path) -> Part:
-    """model: not used."""
+def measure(quick: bool) -> dict[str, Any]:
     n_rows = QUICK_ROWS if quick else N_ROWS
     hostile = Hostile(replies(gzip.compress(bytes(BOMB_BYTES), 6)))
-    with hostile.running() as url, tempfile.TemporaryDirectory() as place:
-        found, command, status = run(url, n_rows, Path(place), hostile)
-    rows = [{"part": "hostile", "rows": n_rows, "said": dict(hostile.said), "exit_status": status, **found._asdict()}]
-    names = {"lost": "rows lost", "doubled": "rows answered twice", "corrupt": "corrupt or wrong lines"}
-    names |= {"tracebacks": "tracebacks", "sent_elsewhere": "rows sent where a redirect points"}
+    with tempfile.TemporaryDirectory() as folder:
+        job, output, errors = (Path(folder) / name for name in ("job.jsonl", "answers.jsonl", "errors.jsonl"))
+        with job.open("wb") as file:
+            for row in range(n_rows):
+                body = {"model": "m", "prompt": str(row), "max_tokens": 1}
+                file.write(orjson.dumps({"custom_id": str(row), "url": "/v1/completions", "body": body}) + b"\n")
+        command = [sys.executable, "-m", MODULE, "-i", str(job), "-o", str(output), "--error-file", str(errors)]
+        command, status, said = asyncio.run(run(command, hostile))
+        seen: Counter[int] = Counter()
+        n_corrupt = 0
+        for path, is_answer in ((output, True), (errors, False)):
+            for line in path.read_bytes().splitlines() if path.exists() else ():
+                try:
+                    row, is_right = read(line, is_answer, hostile)
+                except (ValueError, KeyError, TypeError):
+                    n_corrupt += 1
+                else:
+                    seen[row] += 1
+                    n_corrupt += not is_right
+    found = {
+        "rows lost": sum(row not in seen for row in range(n_rows)),
+        "rows answered twice": sum(n - 1 for n in seen.values()),
+        "corrupt or wrong lines": n_corrupt,
+        "tracebacks": said.count(b"Traceback"),
+        "rows sent where a redirect points": hostile.n_elsewhere,
+    }
     targets = [
-        report.Target.at_most(f"a batch job against a hostile server: {shown}", getattr(found, name), 0)
-        for name, shown in names.items()
+        report.Target.at_most(f"a batch job against a hostile server: {what}", n, 0) for what, n in found.items()
     ]
-    return Part(rows, targets, {"hostile": command})
+    rows = [{"rows": n_rows, "said": dict(hostile.said), "exit_status": status, **found}]
+    return report.part(rows, targets, commands={"hostile": report.portable(command)})
 
 
-def run(url: str, n_rows: int, folder: Path, hostile: Hostile) -> tuple[Rows, str, int]:
-    job, output, errors = folder / "job.jsonl", folder / "answers.jsonl", folder / "errors.jsonl"
-    with job.open("wb") as file:
-        for row in range(n_rows):
-            body = {"model": "m", "prompt": str(row), "max_tokens": 1}
-            file.write(orjson.dumps({"custom_id": str(row), "url": "/v1/completions", "body": body}) + b"\n")
-    command = [sys.executable, "-m", MODULE, "-i", str(job), "-o", str(output), "--error-file", str(errors)]
-    command += ["--base-url", url]
-    done = subprocess.run(
-        command, cwd=report.REPOSITORY, capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT_S
-    )
-    seen: Counter[int] = Counter()
-    n_corrupt = 0
-    for path, is_answer in ((output, True), (errors, False)):
-        for line in path.read_bytes().splitlines() if path.exists() else ():
-            try:
-                found = orjson.loads(line)
-                row = int(found["custom_id"])
-                is_right = is_answer == hostile.answers(row)
-                if is_answer:
-                    is_right &= found["response"]["body"]["choices"][0]["text"] == f"answer {row}"
-            except (ValueError, KeyError, TypeError):
-                n_corrupt += 1
-                continue
-            seen[row] += 1
-            n_corrupt += not is_right
-    return (
-        Rows(
-            lost=sum(row not in seen for row in range(n_rows)),
-            doubled=sum(n - 1 for n in seen.values()),
-            corrupt=n_corrupt,
-            tracebacks=(done.stdout + done.stderr).count("Traceback"),
-            sent_elsewhere=hostile.n_elsewhere,
-        ),
-        report.portable(command),
-        done.returncode,
-    )
+async def run(command: list[str], hostile: Hostile) -> tuple[list[str], int | None, bytes]:
+    """Returns the whole command, its exit status and what it printed."""
+    async with hostile.running() as url:
+        whole = [*command, "--base-url", url]
+        process = await asyncio.create_subprocess_exec(
+            *whole, cwd=report.REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        said, _ = await asyncio.wait_for(process.communicate(), COMMAND_TIMEOUT_S)
+    return whole, process.returncode, said
+
+
+def read(line: bytes, is_answer: bool, hostile: Hostile) -> tuple[int, bool]:
+    """Returns the row of a line of the output or of the errors, and whether it is right."""
+    found = orjson.loads(line)
+    row = int(found["custom_id"])
+    is_right = not is_answer or found["response"]["body"]["choices"][0]["text"] == f"answer {row}"
+    return row, is_right and is_answer == hostile.answers(row)

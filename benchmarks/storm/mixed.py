@@ -11,18 +11,14 @@ import random
 import resource
 import time
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import aiohttp
 import orjson
 import requests
 
 from benchmarks import report, shapes
 from benchmarks.storm import part
-from benchmarks.storm.part import Part
-from benchmarks.storm.traffic import BAD, OK, Request, Traffic
+from benchmarks.storm.traffic import OK, Answer, Request, Traffic, send_all
 
 N_REQUESTS, N_REQUESTS_QUICK = 2_000, 100
 N_CONNECTIONS = 200
@@ -30,34 +26,28 @@ KV_TOKENS = 2_000
 LONG_TOKENS = (1_900, 2_100, 3_000, 4_500, 6_000)
 LONG_SHARE, PRIORITY_SHARE, BACKGROUND_SHARE = 0.06, 0.2, 0.1
 LEAVES_S = 0.3
-TIMEOUT_S = 600
 IDLE_S = 60  # after the storm
+TIMEOUT_S = 600
 FLAGS = ("--isolate-by", "user", "--enable-priority-scheduling", "--max-input-length", "8000")
-MOST_EXAMPLES = 20
-CANCELLED, UNANSWERED, UNEQUAL = "cancelled", "unanswered", "unequal"
+UNANSWERED, UNEQUAL = "unanswered", "unequal"
 
 
-class Answer(NamedTuple):
-    """What came; `status` is None where nothing did, `logprobs` is empty for what is no answer."""
-
-    status: int | None
-    logprobs: list[float]
-    text: str = ""
-
-
-def requests_of(model: Path, n: int) -> list[Request]:
-    rng, traffic = random.Random(0), Traffic(model, LEAVES_S)
+def requests_of(n: int) -> list[Request]:
+    rng, traffic = random.Random(0), Traffic(LEAVES_S)
     all_long = [shapes.token_ids(rng, n_tokens) for n_tokens in LONG_TOKENS]
     made = []
     for _ in range(n):
         request = traffic.next()
         if rng.random() < LONG_SHARE:
-            body = {"prompt": rng.choice(all_long), "allowed_token_ids": [9805, 787, 5000]}
-            request = Request("long", "/v1/completions", body, request.user)
+            request = long(rng.choice(all_long))._replace(user=request.user)
         if rng.random() < PRIORITY_SHARE:
             request = request._replace(body={**request.body, "priority": rng.randint(-3, 3)})
         made.append(request._replace(background=rng.random() < BACKGROUND_SHARE))
     return made
+
+
+def long(prompt: list[int]) -> Request:
+    return Request("long", "/v1/completions", {"prompt": prompt, "allowed_token_ids": [9805, 787, 5000]})
 
 
 def alone(request: Request) -> Request:
@@ -66,133 +56,63 @@ def alone(request: Request) -> Request:
     return request._replace(body=body, user="", background=False, leaves_after_s=None)
 
 
-async def send_all(url: str, all_asked: Sequence[Request], n_at_once: int) -> list[Answer]:
-    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    slots = asyncio.Semaphore(n_at_once)  # not the connector's limit: a client that leaves must have been connected
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-
-        async def post(asked: Request) -> Answer:
-            async with session.post(url + asked.path, data=asked.sent, headers=asked.headers) as reply:
-                raw = await reply.read()
-            found = logprobs_of(asked, orjson.loads(raw)) if reply.status in OK else []
-            return Answer(reply.status, found, raw.decode(errors="replace"))
-
-        async def one(asked: Request) -> Answer:
-            async with slots:
-                try:
-                    return await asyncio.wait_for(post(asked), asked.leaves_after_s)
-                except (TimeoutError, aiohttp.ClientError) as error:
-                    return Answer(None, [], repr(error))
-
-        return list(await asyncio.gather(*map(one, all_asked)))
-
-
-def logprobs_of(asked: Request, answer: Any) -> list[float]:
-    """Reads the numbers of all prompts of an answer, one after the other."""
-    if asked.path == "/v1/score":
-        return [score for row in answer["scores"] for score in row]
-    if asked.path == "/v1/rerank":
-        return [one["score"] for one in sorted(answer, key=lambda one: int(one["index"]))]
-    if asked.path == "/generate":
-        several = answer if isinstance(answer, list) else [answer]
-        if "allowed_tokens" in asked.body:
-            return [label["logprob"] for one in several for label in one["meta_info"]["label_scores"]["labels"]]
-        return [entry[0] for one in several for entry in one["meta_info"]["output_token_ids_logprobs"][0]]
-    choices = answer["choices"]
-    if "max_tokens" in asked.body:
-        return [logprob for choice in choices for logprob in choice["logprobs"]["token_logprobs"]]
-    return [label["logprob"] for choice in choices for label in choice["label_scores"]["labels"]]
-
-
-def verdict(asked: Request, answer: Answer, expected: Answer) -> str:
+def verdict(answer: Answer, expected: Answer) -> str:
     """Says in a word what came of a request: UNANSWERED and UNEQUAL must not be."""
-    if answer.status is None:
-        return UNANSWERED if asked.leaves_after_s is None else CANCELLED
-    if answer.status not in asked.statuses:
+    if not answer.is_allowed:
         return UNANSWERED
     if answer.status not in OK:
-        return "refused" if asked.statuses == BAD else "refused for its deadline"
-    same = len(answer.logprobs) == len(expected.logprobs) and not part.differs(answer.logprobs, expected.logprobs)
-    return "as on a quiet server" if same else UNEQUAL
+        return answer.status
+    if expected.status not in OK:
+        return UNEQUAL
+    now, before = (part.scores(orjson.loads(one.raw)) for one in (answer, expected))
+    return UNEQUAL if part.differ(now, before) else "as on a quiet server"
 
 
-def wait_until_idle(url: str) -> float:
-    """Returns the seconds until nothing runs and nothing waits, at most IDLE_S."""
-    began_s = time.monotonic()
-    while (waited_s := time.monotonic() - began_s) < IDLE_S:
-        now = load(url)
-        if now["num_running_reqs"] == 0 and now["num_waiting_reqs"] == 0:
-            break
-        time.sleep(0.1)
-    return waited_s
-
-
-def load(url: str) -> dict[str, Any]:
-    """Returns what SGLang's scheduler says that it holds at this moment."""
-    loads: list[dict[str, Any]] = requests.get(f"{url}/v1/loads", timeout=TIMEOUT_S).json()["loads"]
-    return loads[0]
-
-
-def gauge(url: str, name: str) -> float:
-    metrics = requests.get(f"{url}/metrics", timeout=TIMEOUT_S).text
-    return sum(float(line.rsplit(" ", 1)[1]) for line in metrics.splitlines() if line.startswith(f"{name}{{"))
-
-
-def tokens_left(url: str, prompt: Request) -> tuple[int, dict[str, Any]]:
-    """Flushes the cache, and returns how many tokens of it are then still in use, and what the server said."""
-    told: dict[str, Any] = {"idle_after_s": round(wait_until_idle(url), 1)}
-    told["flush_cache"] = requests.post(
-        f"{url}/flush_cache", params={"timeout": IDLE_S}, timeout=2 * IDLE_S
-    ).status_code
-    now = load(url)
+def left_behind(url: str) -> tuple[int, dict[str, Any]]:
+    """Flushes the cache, and returns how many of its tokens are then still in use, and what the server said."""
+    flushed = requests.post(f"{url}/flush_cache", params={"timeout": IDLE_S}, timeout=2 * IDLE_S).status_code
+    now: dict[str, int] = requests.get(f"{url}/v1/loads", timeout=TIMEOUT_S).json()["loads"][0]
     # Gauges are written after a step, so one prompt runs after the flush. Only the cache holds its tokens then.
-    requests.post(f"{url}{prompt.path}", json=prompt.body | {"prompt": [5, 6, 7]}, timeout=TIMEOUT_S)
-    free = gauge(url, "sglang:kv_available_tokens") + gauge(url, "sglang:kv_evictable_tokens")
-    told |= {name: now[name] for name in ("num_used_tokens", "num_running_reqs", "max_total_num_tokens")}
-    told["free_or_evictable_tokens"] = free
-    lost = max(int(now["num_used_tokens"]), int(now["max_total_num_tokens"] - free))
-    return (lost if told["flush_cache"] in OK else max(lost, 1)), told
+    requests.post(f"{url}/v1/completions", json=long([5, 6, 7]).body, timeout=TIMEOUT_S)
+    lines = requests.get(f"{url}/metrics", timeout=TIMEOUT_S).text.splitlines()
+    gauges = ("sglang:kv_available_tokens{", "sglang:kv_evictable_tokens{")
+    free = sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(gauges))
+    told = {name: now[name] for name in ("num_used_tokens", "num_running_reqs", "num_waiting_reqs")}
+    n_left = max(now["num_used_tokens"], int(now["max_total_num_tokens"] - free))
+    return max(n_left, int(flushed != 200)), {"flush_cache": flushed, "free_or_evictable_tokens": free, **told}
 
 
-def measure(quick: bool, model: Path, folder: Path) -> Part:
+def measure(quick: bool) -> dict[str, Any]:
     """Asks each alone, then all at once, and looks at what is left."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    all_asked = requests_of(model, N_REQUESTS_QUICK if quick else N_REQUESTS)
-    longest = Request(
-        "long",
-        "/v1/completions",
-        {"prompt": shapes.token_ids(random.Random(1), 6_000), "allowed_token_ids": [5, 6]},
-        "",
-    )
-    with part.serving(model, folder / "mixed.log", *FLAGS, kv_tokens=KV_TOKENS) as server:
-        *expected, before = asyncio.run(send_all(server.url, [*map(alone, all_asked), longest], 1))
-        requests.post(f"{server.url}/flush_cache", timeout=TIMEOUT_S)
+    asked = requests_of(N_REQUESTS_QUICK if quick else N_REQUESTS)
+    longest = long(shapes.token_ids(random.Random(1), 6_000))
+    with part.serving(*FLAGS, kv_tokens=KV_TOKENS) as server:
+        expected = asyncio.run(send_all(server.url, [*map(alone, asked), longest], 1, TIMEOUT_S))
+        server.flush_cache()
         began_s = time.monotonic()
-        answers = asyncio.run(send_all(server.url, all_asked, N_CONNECTIONS))
-        told: dict[str, Any] = {"storm_s": round(time.monotonic() - began_s, 1)}
+        answers = asyncio.run(send_all(server.url, asked, N_CONNECTIONS, TIMEOUT_S))
+        storm_s = round(time.monotonic() - began_s, 1)
         try:
-            n_left, found = tokens_left(server.url, longest)
-            (after,) = asyncio.run(send_all(server.url, [longest], 1))
+            n_left, told = left_behind(server.url)
         except requests.ConnectionError as error:  # a server that has died has returned nothing
-            n_left, found, after = KV_TOKENS, {"died": repr(error)[:300]}, Answer(None, [])
-    triples = list(zip(all_asked, answers, expected, strict=True))
-    verdicts = [verdict(*one) for one in (*triples, (longest, after, before))]
+            n_left, told = KV_TOKENS, {"died": repr(error)[:300]}
+        answers += asyncio.run(send_all(server.url, [longest], 1, TIMEOUT_S))
+    verdicts = [verdict(*one) for one in zip(answers, expected, strict=True)]
     counts = Counter(verdicts)
-    targets = [
-        report.Target.at_most("mixed storm: requests unanswered", counts[UNANSWERED], 0),
-        report.Target.at_most("mixed storm: answers unequal to a quiet server's", counts[UNEQUAL], 0),
-        report.Target.at_most("mixed storm: tokens of the cache not returned", n_left, 0),
-    ]
     rows: list[dict[str, Any]] = []
-    for kind in dict.fromkeys(one.kind for one in all_asked):
-        of_kind = Counter(word for one, word in zip(all_asked, verdicts, strict=False) if one.kind == kind)
+    for kind in dict.fromkeys(one.request.kind for one in answers):
+        of_kind = Counter(word for one, word in zip(answers, verdicts, strict=True) if one.request.kind == kind)
         rows.append({"kind": kind, "requests": of_kind.total(), **of_kind})
-    rows.append({"after the storm": told | found})
-    failed = [one for one, word in zip(triples, verdicts, strict=False) if word in (UNANSWERED, UNEQUAL)]
-    for asked, answer, was in failed[:MOST_EXAMPLES]:
-        sent = f"{asked.path} {asked.headers} {asked.sent[:200]!r}"
-        replies = {"reply": answer.text[:300], "expected": was.text[:300]}
-        rows.append({"example": asked.kind, "sent": sent, "status": answer.status, **replies})
-    return Part(rows, targets, {"ours, mixed": server.command})
+    rows.append({"after the storm": {"storm_s": storm_s, **told}})
+    for answer, was, word in zip(answers, expected, verdicts, strict=True):
+        if word in (UNANSWERED, UNEQUAL) and len(rows) < 40:
+            rows.append({**answer.failure, "alone": f"{was.raw[:300]!r}"})
+    at_most = report.Target.at_most
+    targets = [
+        at_most("mixed storm: requests unanswered", counts[UNANSWERED], 0),
+        at_most("mixed storm: answers unequal to a quiet server's", counts[UNEQUAL], 0),
+        at_most("mixed storm: tokens of the cache not returned", n_left, 0),
+    ]
+    return report.part(rows, targets, commands={"ours, mixed": server.command})

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Collection
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any, Self
 
 import requests
@@ -21,7 +20,6 @@ from benchmarks import report, shapes
 from benchmarks.harness import client, engines, traffic
 from benchmarks.harness.turns import Served, Servers
 from benchmarks.storm.attack import BODIES, CONNECTIONS, FLOODS
-from benchmarks.storm.part import Part
 from sgl_prefill.plan import percentile
 
 N_TURNS, N_LIVE, LIVE_PER_S = 3, 100, 6.0
@@ -29,33 +27,33 @@ N_USERS, PREFIX_TOKENS, OWN_TOKENS = 10, 200, 50
 HEAD_START_S = 2.0  # of an attack: it takes hold before others are measured
 N_SINGLES = 10  # requests of another client behind ten thousand
 QUIET = "quiet"
+MEDIANS = ("mean_s", "p50_s", "p99_s", "health_p99_s")
 # The demo model, without any flag of this package.
 SERVED = Served(None, ["--context-length", "8192", "--max-total-tokens", "20000"], [*shapes.budget(3)])
 
 
-def measure(quick: bool, model: Path, folder: Path) -> Part:
-    """Beside each flood of requests; model: not used."""
+def measure(quick: bool) -> dict[str, Any]:
+    """Beside each flood of requests."""
     with Servers(SERVED, 1) as servers:
-        found = beside("neighbours", FLOODS, servers.of(engines.OURS), quick)
-        singles = behind_ten_thousand(servers.of(engines.OURS), 2 if quick else N_SINGLES)
-    found.rows.append({"part": "neighbours", "beside": "10,000 prompts of one user", **singles})
-    found.targets.append(
-        report.Target.at_most(
-            "one request behind 10,000 of another client: its wait in steps of the flood, P99",
-            singles["steps_p99"],
-            3.0,
-        )
-    )
-    return found
+        server = servers.of(engines.OURS)
+        rows, targets = beside(FLOODS, server, quick)
+        singles = behind_ten_thousand(server, 2 if quick else N_SINGLES)
+    rows.append({"beside": "10,000 prompts of one user", **singles})
+    what = "one request behind 10,000 of another client: its wait in steps of the flood, P99"
+    targets.append(report.Target.at_most(what, singles["steps_p99"], 3.0))
+    return report.part(rows, targets, commands={"neighbours": server.command})
 
 
-def measure_bodies(quick: bool, model: Path, folder: Path) -> Part:
-    """Beside each body that takes long for its size; model: not used."""
+def measure_bodies(quick: bool) -> dict[str, Any]:
+    """Beside each body that takes long for its size."""
     with Servers(SERVED, 1) as servers:
-        return beside("bodies", [*BODIES, CONNECTIONS], servers.of(engines.OURS), quick)
+        server = servers.of(engines.OURS)
+        return report.part(*beside([*BODIES, CONNECTIONS], server, quick), commands={"bodies": server.command})
 
 
-def beside(part: str, kinds: Collection[str], server: engines.Running, quick: bool) -> Part:
+def beside(
+    kinds: Collection[str], server: engines.Running, quick: bool
+) -> tuple[list[dict[str, Any]], list[report.Target]]:
     """Sends the same live requests in quiet and beside each attack, in turns."""
     n_turns, n_live = (1, 6) if quick else (N_TURNS, N_LIVE)
     live = live_requests(n_live)
@@ -71,29 +69,23 @@ def beside(part: str, kinds: Collection[str], server: engines.Running, quick: bo
             answered = {} if attacker is None else end(attacker)
             found_here = {"health_p99_s": health.p99_s, "attacker_was_answered": answered}
             of_kind.append({**client.figures(outcomes)._asdict(), **found_here})
-    medians = {
-        kind: {
-            name: statistics.median(one[name] for one in of_kind)
-            for name in ("mean_s", "p50_s", "p99_s", "health_p99_s")
-        }
-        for kind, of_kind in found.items()
-    }
-    rows: list[dict[str, Any]] = [
-        {"part": part, "beside": kind, **medians[kind], "turns": of_kind} for kind, of_kind in found.items()
-    ]
+    rows = []
+    for kind, of_kind in found.items():
+        medians = {name: statistics.median(one[name] for one in of_kind) for name in MEDIANS}
+        rows.append({"beside": kind, **medians, "turns": of_kind})
+    quiet, *attacked = rows
+    at_most = report.Target.at_most
     targets = [
-        report.Target.at_most(
-            f"others' P99 beside one client's {kind} / quiet", medians[kind]["p99_s"] / medians[QUIET]["p99_s"], 3.0
-        )
-        for kind in kinds
-        if kind != CONNECTIONS  # is no body: measured, and no target
+        at_most(f"others' P99 beside one client's {row['beside']} / quiet", row["p99_s"] / quiet["p99_s"], 3.0)
+        for row in attacked
+        if row["beside"] != CONNECTIONS  # is no body: measured, and no target
     ]
     targets += [
-        report.Target.at_most(f"GET /health beside one client's {kind}: P99, s", medians[kind]["health_p99_s"], 0.05)
-        for kind in kinds
-        if kind in FLOODS  # a body may keep the loop for 0.2 s, which the row above shows
+        at_most(f"GET /health beside one client's {row['beside']}: P99, s", row["health_p99_s"], 0.05)
+        for row in attacked
+        if row["beside"] in FLOODS  # a body may keep the loop for 0.2 s, which the row above shows
     ]
-    return Part(rows, targets, {part: server.command})
+    return rows, targets
 
 
 class Health:

@@ -6,12 +6,10 @@ that was A's. A rule is learned from half of the trials, for each thing that B s
 
 from __future__ import annotations
 
-import functools
 import math
 import random
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import requests
@@ -19,8 +17,7 @@ import requests
 from benchmarks import report, shapes
 from benchmarks.harness import engines
 from benchmarks.harness.turns import Served, Servers
-from benchmarks.storm.part import Part
-from sgl_prefill.examples import demo_model
+from benchmarks.storm import attack
 
 N_TRIALS = 400
 PROMPT_TOKENS, N_LABELS = 300, 300
@@ -36,8 +33,8 @@ class Trial(NamedTuple):
     seen: dict[str, float]
 
 
-def measure(quick: bool, model: Path, folder: Path) -> Part:
-    """Tries without isolation, where B should know, and with it; model: not used."""
+def measure(quick: bool) -> dict[str, Any]:
+    """Tries without isolation, where B should know, and with it."""
     n_trials = 20 if quick else N_TRIALS
     rows: list[dict[str, Any]] = []
     commands: dict[str, str] = {}
@@ -50,9 +47,7 @@ def measure(quick: bool, model: Path, folder: Path) -> Part:
             trials = [trial(server.url, number) for number in range(n_trials)]
         shares = {name: guessed_right(trials, name) for name in SEEN}
         best[by] = max(shares.values())
-        rows += [
-            {"part": "tenants", "engine": engine.name, "seen": name, "right": share} for name, share in shares.items()
-        ]
+        rows += [{"engine": engine.name, "seen": name, "right": share} for name, share in shares.items()]
     by_chance = 0.5 + Z * 0.5 / math.sqrt(n_trials / 2)
     targets = [
         report.Target.at_most(
@@ -60,7 +55,7 @@ def measure(quick: bool, model: Path, folder: Path) -> Part:
         ),
         report.Target.at_least("the same without isolation, which shows that B looks well", best["none"], 0.95),
     ]
-    return Part(rows, targets, commands)
+    return report.part(rows, targets, commands=commands)
 
 
 def trial(url: str, number: int) -> Trial:
@@ -74,7 +69,7 @@ def trial(url: str, number: int) -> Trial:
 
 def ask(url: str, user: str, prompt: list[int]) -> dict[str, float]:
     """Asks with many labels as text, which are looked up after this end of a prompt."""
-    body: dict[str, Any] = {"model": "demo", "prompt": prompt, "allowed_tokens": labels()}
+    body: dict[str, Any] = {"model": "demo", "prompt": prompt, "allowed_tokens": attack.words()[:N_LABELS]}
     began_s = time.perf_counter()
     reply = requests.post(f"{url}/v1/completions", json=body, headers={"x-user-id": user}, timeout=60)
     latency_ms = 1000 * (time.perf_counter() - began_s)
@@ -94,14 +89,3 @@ def guessed_right(trials: Sequence[Trial], name: str) -> float:
     rules = [(one.seen[name], is_less) for one in learn for is_less in (True, False)]
     threshold, is_less = max(rules, key=lambda rule: right(rule[0], rule[1], learn))
     return right(threshold, is_less, test)
-
-
-@functools.cache
-def labels() -> list[str]:
-    """Words that are one token each, whatever stands before."""
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(demo_model.ensure())
-    words = (tokenizer.decode([token_id]) for token_id in range(1000, tokenizer.vocab_size))
-    found = dict.fromkeys(word for word in words if word.startswith(" ") and word[1:].isascii() and word[1:].isalpha())
-    return list(found)[:N_LABELS]

@@ -18,10 +18,10 @@ from matplotlib import pyplot
 from benchmarks import figures, make_report, release, report, shapes
 from benchmarks.batch import whole
 from benchmarks.harness import client, engines, traffic, turns
+from benchmarks.harness import outsiders as outsider
 from benchmarks.harness.compare import SATURATION, Comparison, Rate, Run
 from benchmarks.harness.turns import Served
 from benchmarks.load import curves
-from benchmarks.outsiders import server as outsider
 from benchmarks.step_profile import run as step_profile
 from sgl_prefill.entry import local_server
 from sgl_prefill.errors import ServerStartError

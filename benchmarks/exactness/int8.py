@@ -1,19 +1,13 @@
 """Would INT8 weights answer as rightly as bfloat16 on a CPU? The demo model, quantised, beside itself in float32.
 
-    python benchmarks/int8_weights/run.py [--quick] [--json PATH]
-
-Products are imitated: values are rounded to 8 bits and multiplied in float32. See the README beside this file.
+Products are imitated: values are rounded to 8 bits and multiplied in float32.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_NUM_THREADS", "2")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -42,17 +36,15 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
     return (x / scale).round().clamp(-127, 127) * scale
 
 
-def main() -> int:
-    arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
+def measure(quick: bool) -> dict[str, Any]:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    dues = rivals.guard(QUICK_PROMPTS if arguments.quick else N_PROMPTS)
+    dues = rivals.guard(QUICK_PROMPTS if quick else N_PROMPTS)
     prompts, labels = [due.input_ids for due in dues], list(dues[0].label_ids)
     exact = logprobs(model_in(torch.float32), prompts, labels)
     rows = [row("bfloat16", exact, logprobs(model_in(torch.bfloat16), prompts, labels))]
     for name, of_rows in (("INT8 weights", False), ("INT8 weights and activations", True)):
         rows.append(row(name, exact, logprobs(quantised(rows=of_rows), prompts, labels)))
         print(rows[-1], file=sys.stderr)
-    conditions = {**report.conditions(), "model": "the demo model, SmolLM2-135M-Instruct", "prompts": len(prompts)}
     allowed = EQUAL * rows[0]["mean_difference"]
     targets = [
         report.Target.at_most(
@@ -60,8 +52,7 @@ def main() -> int:
         )
         for found in rows[1:]
     ]
-    report.finish({"conditions": conditions, "rows": rows}, targets, arguments.json)
-    return 0
+    return report.part(rows, targets)
 
 
 def model_in(dtype: torch.dtype) -> Any:
@@ -95,7 +86,3 @@ def row(what: str, exact: torch.Tensor, found: torch.Tensor) -> dict[str, Any]:
         "other_best_labels": int((found.argmax(-1) != exact.argmax(-1)).sum()),
         "prompts": len(exact),
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Parts that need a scheduler in their process, as `python -m benchmarks.launch_ahead.child PART FOLDER NUMBER`."""
+"""Parts that need a scheduler in their process, as `python -m benchmarks.loop.ahead_child PART FOLDER NUMBER`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 
-from benchmarks.scheduler_overhead.run import VOCABULARY
+from benchmarks.loop.policy import VOCABULARY
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.jct import FittedJct
 from sgl_prefill.port import launched

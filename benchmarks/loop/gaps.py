@@ -1,13 +1,10 @@
 """How long does a device wait between two forward passes, and how much of that is done while it computes?
 
-    python benchmarks/between_forwards/run.py [--quick] [--json PATH]
-
-One process, SGLang's real scheduler, prefix cache and KV pool, a one-layer model. See the README beside this.
+One process, SGLang's real scheduler, prefix cache and KV pool, a one-layer model.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
 import sys
@@ -19,11 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from benchmarks import report
-from benchmarks.scheduler_overhead import run as overhead
+from benchmarks.loop import policy
 from sgl_prefill.port import loop
 from tests.support.in_process import InProcessScheduler
 
@@ -85,15 +79,12 @@ class Wire:
             yield
 
 
-def main() -> int:
-    arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
-    conditions = report.conditions()
-    counts, tokens = (QUICK_WAITING, QUICK_TOKENS) if arguments.quick else (WAITING, PROMPT_TOKENS)
+def measure(quick: bool) -> dict[str, Any]:
+    counts, tokens = (QUICK_WAITING, QUICK_TOKENS) if quick else (WAITING, PROMPT_TOKENS)
     with tempfile.TemporaryDirectory() as folder:
-        engine = overhead.start(Path(folder), tokens, {})
-        rows = [row for n_waiting in counts for row in measure(engine, n_waiting, tokens)]
-    report.finish({"conditions": conditions, "rows": rows}, targets_of(rows), arguments.json)
-    return 0
+        engine = policy.start(Path(folder), tokens, {})
+        rows = [row for n_waiting in counts for row in of_both_orders(engine, n_waiting, tokens)]
+    return report.part(rows, targets_of(rows))
 
 
 def targets_of(rows: list[dict[str, Any]]) -> list[report.Target]:
@@ -115,15 +106,15 @@ def targets_of(rows: list[dict[str, Any]]) -> list[report.Target]:
     return targets
 
 
-def measure(engine: InProcessScheduler, n_waiting: int, prompt_tokens: int) -> list[dict[str, Any]]:
+def of_both_orders(engine: InProcessScheduler, n_waiting: int, prompt_tokens: int) -> list[dict[str, Any]]:
     """A row for each order of things, in turns."""
     rng = random.Random(n_waiting)
     engine.flush()
-    n_prefixes = max(n_waiting // overhead.PER_PREFIX, 1)
-    prefixes = [_tokens(rng, prompt_tokens - overhead.TAIL_TOKENS) for _ in range(n_prefixes)]
+    n_prefixes = max(n_waiting // policy.PER_PREFIX, 1)
+    prefixes = [_tokens(rng, prompt_tokens - policy.TAIL_TOKENS) for _ in range(n_prefixes)]
 
     def make() -> Any:
-        return engine.message([*rng.choice(prefixes), *_tokens(rng, overhead.TAIL_TOKENS)])
+        return engine.message([*rng.choice(prefixes), *_tokens(rng, policy.TAIL_TOKENS)])
 
     wire = Wire(engine, make, n_waiting)
     found: dict[str, list[Gap]] = {order: [] for order in ORDERS}
@@ -161,13 +152,9 @@ def turn(engine: InProcessScheduler, n_steps: int) -> None:
 
 
 def _tokens(rng: random.Random, n_tokens: int) -> list[int]:
-    return [rng.randrange(3, overhead.VOCABULARY) for _ in range(n_tokens)]
+    return [rng.randrange(3, policy.VOCABULARY) for _ in range(n_tokens)]
 
 
 def _medians(gaps: list[Gap]) -> dict[str, float]:
     parts = {name: statistics.median(getattr(gap, name) for gap in gaps) for name in Gap._fields}
     return {**parts, "gap_ms": statistics.median(sum(gap) for gap in gaps)}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

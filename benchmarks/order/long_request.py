@@ -1,19 +1,8 @@
-"""One long request under a steady stream of short hits that no engine can keep up with: how long does it wait?
-
-    python benchmarks/long_among_short/run.py [--quick] [--json PATH]
-
-See the README beside this file.
-"""
+"""One long request under a steady stream of short hits that no engine can keep up with: how long does it wait?"""
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_NUM_THREADS", "2")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import report, shapes
 from benchmarks.harness import engines, traffic
@@ -35,9 +24,8 @@ BOUND = ("--set", f"max_queue_s={MAX_QUEUE_S}")
 BOUNDED = engines.ours("ours, --max-queue-s 10", *BOUND)
 
 
-def main() -> int:
-    arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
-    stream_s = QUICK_STREAM_S if arguments.quick else STREAM_S
+def measure(quick: bool) -> dict[str, Any]:
+    stream_s = QUICK_STREAM_S if quick else STREAM_S
 
     def requests_of(rate: Rate) -> list[Due]:
         if rate == ALONE:
@@ -62,11 +50,11 @@ def main() -> int:
         ],
         ["--max-input-length", str(LONG_TOKENS + 100), *shapes.budget(4)],
     )
-    with Comparison(arguments, requests_of, served) as comparison:
+    with Comparison(report.beside(__file__, "long_request", quick=quick), requests_of, served) as comparison:
         comparison.conditions |= {"stream_s": stream_s, "long_tokens": LONG_TOKENS}
         policies = (engines.stock("shortest-prefill-first"), engines.stock("lpm"), engines.stock("fcfs"))
         rivals = [policy.on(reference) for reference in engines.REFERENCES for policy in policies]
-        chosen = (BOUNDED,) if arguments.quick else (BOUNDED, engines.PAPER, *rivals)
+        chosen = (BOUNDED,) if quick else (BOUNDED, engines.PAPER, *rivals)
         longs = [one for engine in chosen if (one := wait_of_long(comparison, engine)) is not None]
     targets = [
         report.Target.at_most(
@@ -77,8 +65,7 @@ def main() -> int:
         for one in longs
         if one["engine"] == BOUNDED.name
     ]
-    comparison.finish(targets, long_request=longs)
-    return 0
+    return comparison.part(targets, long_request=longs)
 
 
 def wait_of_long(comparison: Comparison, engine: engines.Engine) -> dict[str, Any] | None:
@@ -102,7 +89,3 @@ def wait_of_long(comparison: Comparison, engine: engines.Engine) -> dict[str, An
 def long_of(run: Run) -> Outcome:
     (long,) = (one for one in run.outcomes if one.prompt_tokens == LONG_TOKENS)
     return long
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""One request after the other, first come, first served: python -m benchmarks.outsiders.server BACKEND --model-path FOLDER
+"""One request after the other, first come, first served: python -m benchmarks.harness.outsiders BACKEND --model-path FOLDER
 
 BACKEND: `transformers` (Hugging Face) on a model folder or `llama_cpp` on a GGUF file, both with the KV of the last prompt
 kept for the next one's prefix. `--port`, `--host`, `--dtype` as SGLang's; a GGUF file has its own dtype.

@@ -1,15 +1,12 @@
 """What does calibrated SRJF cost a step, at 1,000, 3,000 and 10,000 waiting requests, with and without deadlines?
 
-    python benchmarks/scheduler_overhead/run.py [--quick] [--json PATH]
-
-One process, SGLang's real scheduler, prefix cache and KV pool, a one-layer model. See the README beside this.
+One process, SGLang's real scheduler, prefix cache and KV pool, a one-layer model.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -18,9 +15,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_NUM_THREADS", "2")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import report
 from sgl_prefill.config import PrefillConfig
@@ -39,18 +33,15 @@ STEP_SIZES: dict[str, dict[str, Any]] = {"packed steps": {}, "one request a step
 RIVALS = ("lpm", "dfs-weight", "shortest-prefill-first")  # policies of stock SGLang
 
 
-def main() -> int:
-    arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
-    conditions = report.conditions()
-    counts, steps, tokens = (WAITING, STEPS, PROMPT_TOKENS) if not arguments.quick else ((50, 150), 40, 1_000)
+def measure_steps(quick: bool) -> dict[str, Any]:
+    counts, steps, tokens = (WAITING, STEPS, PROMPT_TOKENS) if not quick else ((50, 150), 40, 1_000)
     rows, targets = [], []
     for step, options in STEP_SIZES.items():
-        of_step = measure_all(options, counts, steps, tokens, burst=50 if arguments.quick else BURST)
+        of_step = measure_all(options, counts, steps, tokens, burst=50 if quick else BURST)
         rows += [{"step": step, **row} for row in of_step]
         targets += targets_of(step, of_step)
     rivals = [measure_rival(policy, n, tokens) for policy in RIVALS for n in counts]
-    report.finish({"conditions": conditions, "rows": rows, "rivals": rivals}, targets, arguments.json)
-    return 0
+    return report.part(rows, targets, rivals=rivals)
 
 
 def measure_all(
@@ -184,7 +175,3 @@ def measure(
         "served_a_step": statistics.mean(served),
         "ms_a_request_on_arrival": ms_a_request,
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

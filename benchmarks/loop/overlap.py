@@ -1,23 +1,16 @@
 """What would SGLang's overlap loop gain a prefill-only server, and what does it cost calibration?
-
-    python benchmarks/overlap/run.py [--quick] [--json PATH]
-
 Stock SGLang, first come first served, with one request a step and with its own batches, with and without the overlap
-loop. See the README beside this file.
+loop.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_NUM_THREADS", "2")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import report, shapes
 from benchmarks.harness import client, engines
@@ -36,11 +29,9 @@ ENGINES = {
 }
 
 
-def main() -> int:
-    arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
-    n_hits, n_rounds = (QUICK_HITS, QUICK_ROUNDS) if arguments.quick else (HITS, ROUNDS)
-    conditions: dict[str, Any] = {**report.conditions(), "model": shapes.config(MODEL), "commands": {}}
-    rows = []
+def measure(quick: bool) -> dict[str, Any]:
+    n_hits, n_rounds = (QUICK_HITS, QUICK_ROUNDS) if quick else (HITS, ROUNDS)
+    rows, commands = [], {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         common = [*shapes.dummy_flags(shapes.write(MODEL, folder / "model")), "--context-length", "4096"]
@@ -48,14 +39,13 @@ def main() -> int:
         common += [] if shapes.HAS_CUDA else ["--mem-fraction-static", "0.3"]
         for (steps, loop), engine in ENGINES.items():
             with engines.running(engine, common, folder / "log") as server:
-                conditions["commands"][f"{steps}, {loop}"] = server.command
-                rows.append({"steps": steps, "loop": loop, **measure(server, n_hits, n_rounds)})
+                commands[f"{steps}, {loop}"] = server.command
+                rows.append({"steps": steps, "loop": loop, **figures(server, n_hits, n_rounds)})
                 print(rows[-1], file=sys.stderr)
-    report.finish({"conditions": conditions, "rows": rows}, targets_of(rows), arguments.json)
-    return 0
+    return report.part(rows, targets_of(rows), model=shapes.config(MODEL), commands=commands)
 
 
-def measure(server: engines.Running, n_hits: int, n_rounds: int) -> dict[str, Any]:
+def figures(server: engines.Running, n_hits: int, n_rounds: int) -> dict[str, Any]:
     """Cached tokens of sharers that arrive together, and hits a second where all wait already."""
     rng = random.Random(0)
     client.run(server.url, [client.Due(0.0, shapes.token_ids(rng, 500))], "warm-up")
@@ -92,7 +82,3 @@ def targets_of(rows: list[dict[str, Any]]) -> list[report.Target]:
         report.Target.at_most("hits a second, overlap / without, batches", gain("batches"), 1.05),
         report.Target.at_least("sharers of one new prefix that compute it, with overlap, one a step", twice, 2),
     ]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

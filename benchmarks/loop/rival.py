@@ -1,6 +1,6 @@
 """What one of SGLang's own policies takes to order the same queue, once a step: python rival.py POLICY WAITING TOKENS
 
-Run by `run.py` with the Python of an environment that holds the SGLang version in question; imports nothing from this package.
+Run by `policy.py` with the Python of an environment that holds the SGLang version in question; imports nothing from this package.
 Prints one JSON line: the times of some steps in milliseconds, "as shipped" and with the limit lifted beyond which the policy
 stops looking at the cache.
 """

@@ -1,22 +1,14 @@
 """Which order of the queue should be the default: do sharers count, and what does a second of waiting count for?
 
-    python benchmarks/defaults/run.py [--quick] [--json PATH]
-
-Ours alone, by setting in turns, on WL1. See the README beside this file.
+Ours alone, by setting in turns, on WL1.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import os
 import statistics
-import sys
-from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_NUM_THREADS", "2")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import report
 from benchmarks.harness import client, engines, traffic
@@ -33,13 +25,12 @@ TURNS = 5
 USERS, QUICK_USERS, POSTS = 10, 3, 30
 
 
-def main() -> int:
-    arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
-    conditions: dict[str, Any] = {**report.conditions(), "commands": {}, "x_requests_per_s": {}}
-    records: dict[str, Any] = {}
+def measure(quick: bool) -> dict[str, Any]:
+    commands: dict[str, str] = {}
+    served_at_once: dict[str, float] = {}
     rows: list[dict[str, Any]] = []
-    n_users = QUICK_USERS if arguments.quick else USERS
-    turns, settings, loads = (1, SETTINGS[:2], LOADS[:2]) if arguments.quick else (TURNS, SETTINGS, LOADS)
+    n_users = QUICK_USERS if quick else USERS
+    turns, settings, loads = (1, SETTINGS[:2], LOADS[:2]) if quick else (TURNS, SETTINGS, LOADS)
 
     @functools.cache
     def requests_of(workload: str, rate: float | None) -> list[client.Due]:
@@ -47,27 +38,24 @@ def main() -> int:
 
     with Servers(wl1.SERVED, len(SETTINGS)) as servers:
 
-        def measure(engine: engines.Engine, workload: str, rate: float | None, name: str) -> client.Figures:
+        def ask(engine: engines.Engine, workload: str, rate: float | None, name: str) -> client.Figures:
             server = servers.of(engine)
-            conditions["commands"][engine.name], records[engine.name] = server.command, server.record
+            commands[engine.name] = server.command
             server.flush_cache()
             return client.figures(client.run(server.url, requests_of(workload, rate), f"{workload}, {name}"))
 
         for workload in ARRIVALS:
             # The first time is warm-up.
-            x = max(measure(settings[0], workload, None, "at once").requests_per_s for _ in range(2))
-            conditions["x_requests_per_s"][workload] = x
+            x = max(ask(settings[0], workload, None, "at once").requests_per_s for _ in range(2))
+            served_at_once[workload] = x
             for load, turn in itertools.product(loads, range(1, turns + 1)):
                 for engine in settings:
-                    figures = measure(
-                        engine, workload, load and load * x, f"{engine.name}, {load or 'at once'}, {turn}"
-                    )
+                    figures = ask(engine, workload, load and load * x, f"{engine.name}, {load or 'at once'}, {turn}")
                     row = {"workload": workload, "load": load, "setting": engine.name, "turn": turn}
                     rows.append({**row, **figures._asdict()})
     medians = medians_of(rows)
-    result = {"conditions": conditions, "activation_records": records, "medians": medians, "rows": rows}
-    report.finish(result, targets_of(medians), arguments.json)
-    return 0
+    found = {"commands": commands, "x_requests_per_s": served_at_once, "medians": medians}
+    return report.part(rows, targets_of(medians), **found)
 
 
 def targets_of(medians: list[dict[str, Any]]) -> list[report.Target]:
@@ -95,7 +83,3 @@ def medians_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         }
         medians.append({"workload": workload, "load": load, "setting": setting, **figures})
     return medians
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,36 +1,23 @@
-"""What does a step gain that is launched while another runs, and does it stay exact?
-
-    python benchmarks/launch_ahead/run.py [--quick] [--json PATH]         # BENCH_PARTS="wait late host"
-
-See the README beside this file.
-"""
+"""What does a step gain that is launched while another runs, and does it stay exact?"""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from benchmarks import report
-from benchmarks.two_commits import run as two_commits
 
 STEPS, QUICK_STEPS = 400, 30
 PROMPTS, QUICK_PROMPTS = 15_000, 300
 NO_WAIT_MS = 0.1
-TURNS = 3
 
 
 def in_child(part: str, number: int) -> Any:
     with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-m", "benchmarks.launch_ahead.child", part, scratch, str(number)]
+        command = [sys.executable, "-m", "benchmarks.loop.ahead_child", part, scratch, str(number)]
         done = subprocess.run(command, cwd=report.REPOSITORY, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -63,16 +50,3 @@ def measure_late(is_quick: bool) -> dict[str, Any]:
         ),
     ]
     return report.part([{"what": "order", **order}, *({"what": "storm", **one} for one in storms)], targets)
-
-
-def measure_host(is_quick: bool) -> dict[str, Any]:
-    turns = list(two_commits.on_servers(two_commits.both_trees(), 1 if is_quick else TURNS, is_quick))
-    rows = two_commits.medians_of(turns)
-    targets = [report.Target.at_most(f"{row['what']} on a host: ms, now / before", row["ratio"], 1.02) for row in rows]
-    return report.part(rows, targets, turns=turns)
-
-
-PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {"wait": measure_wait, "late": measure_late, "host": measure_host}
-
-if __name__ == "__main__":
-    sys.exit(report.in_parts(__doc__, Path(__file__), PARTS))
