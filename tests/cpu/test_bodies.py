@@ -226,3 +226,10 @@ def test_token_ids_are_converted_once_and_stay_equal() -> None:
         False,
     )
     assert not token_ids.is_within(TokenIds([-1, 3]), 6)
+
+
+def test_positions_to_score_come_from_the_server() -> None:
+    """Wrong ones ended SGLang's scheduler, and the server with it."""
+    with pytest.raises(BadRequestError, match="token_indices_to_pool is filled in by the server: leave it out"):
+        bodies.check({"text": "x", "token_indices_to_pool": [[9]]}, MOST)
+    bodies.check({"text": "x", "token_indices_to_pool": None}, MOST)
