@@ -130,7 +130,13 @@ BATCH_LLM = (
     Claim("section 6.3.4", "planning takes next to no time", "batch", "^planning .* industry"),
     Claim("Table 1", "industry workload: 1.3 times the best engine", "batch", "^industry: .*(new kernel|vLLM)"),
     Claim("Figs. 2, 9, Table 2", "steps of equal size: 1.04 times", "batch", "at .*100 new tokens", picture="steps"),
-    Claim("Fig. 10", "attention of shared prefixes", "batch", "shared attention / each alone", otherwise="refuted on a CPU"),
+    Claim(
+        "Fig. 10",
+        "attention of shared prefixes",
+        "batch",
+        "shared attention / each alone",
+        otherwise="refuted on a CPU",
+    ),
 )
 
 

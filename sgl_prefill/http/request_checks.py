@@ -39,7 +39,7 @@ MOST_LOGIT_BIAS = 1e30  # a logit plus a bias must fit float32
 # Options of GenerateReqInput that take one value, or a list with one value per prompt.
 PER_PROMPT_FIELDS = (
     *("rid", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "lora_path", "lora_id"),
-    *("extra_key", "custom_logit_processor", "return_hidden_states", "return_sampling_mask"),
+    *("extra_key", "custom_logit_processor", "return_hidden_states", "return_sampling_mask", "sampling_logprobs_mode"),
     *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size"),
 )
 MEDIA = ("image_data", "video_data", "audio_data")

@@ -70,6 +70,7 @@ def test_good_options_pass(options: dict[str, Any]) -> None:
         ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params has 1 values, and the request has 2 prompts"),
         ({"text": "a", "input_ids": [1]}, "both given"),
         ({"text": []}, "holds no prompt"),
+        ({"text": ["a", "b"], "sampling_logprobs_mode": []}, "sampling_logprobs_mode has 0 values"),
     ],
 )
 def test_lists_must_fit_the_prompts(fields: dict[str, Any], expected: str) -> None:

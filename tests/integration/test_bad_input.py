@@ -224,6 +224,12 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("/encode", {"image_data": "x"}, ["image_data", "text only"]),
     ("/encode", {"embed_overrides": 5}, ["no prompt", "text or input_ids"]),
     ("/encode", {"input_ids": [[5], [6]], "multi_item_delimiter_indices": [[]]}, ["--enable-mis"]),
+    ("/encode", {"input_ids": [[5], [6]], "token_indices_to_pool": []}, ["token_indices_to_pool", "leave it out"]),
+    (
+        GENERATE,
+        {"text": "a", "token_indices_to_pool": [9], "allowed_token_ids": [5, 6]},
+        ["token_indices_to_pool", "leave it out"],
+    ),
     ("/encode", {"text": "a", "sampling_params": []}, ["sampling_params is a list"]),
     (
         GENERATE,
