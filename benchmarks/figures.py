@@ -151,7 +151,8 @@ def draw_steps(figure: Any, result: Result) -> None:
     for place, (row, axes) in enumerate(zip(rows[:2], figure.subplots(1, 2, sharey=True), strict=False)):
         tokens = result["step_tokens"][f"{row['engine']}, {workload}, {row['file']}"]
         axes.plot(range(1, len(tokens) + 1), tokens, color=colour_of(row["engine"], place), linewidth=0.8)
-        axes.set(xlabel="step", ylabel="tokens computed", title=f"{label_of(row['engine'])}: {workload}")
+        axes.set(xlabel="step", ylabel="tokens computed")
+        axes.set_title(f"{label_of(row['engine'])}\n{workload}", fontsize="small")
         axes.grid(alpha=0.3)
 
 
@@ -184,7 +185,7 @@ def draw(name: str, folder: Path = HERE) -> Path | None:
         if chosen.part not in result["parts"]:
             return None
         commit, result = conditions["commit_of"][chosen.part], result["parts"][chosen.part]
-        hardware = {**hardware, "processor": conditions["processor_of"][chosen.part]}
+        hardware = {**hardware, "processor": conditions.get("processor_of", {}).get(chosen.part, hardware["processor"])}
     figure = pyplot.figure(figsize=(9, 4.5), layout="constrained")
     chosen.draw(figure, result)
     scale = result.get("conditions", conditions).get("scaled_by", 1)

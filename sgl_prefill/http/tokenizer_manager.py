@@ -21,7 +21,7 @@ from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core import metric_list
 from sgl_prefill.core.quotas import Quotas
 from sgl_prefill.errors import BadRequestError, PromptTooLongError
-from sgl_prefill.http import option_checks, request_checks, text_cache
+from sgl_prefill.http import request_checks, text_cache
 from sgl_prefill.http.bodies import path_of
 from sgl_prefill.http.fair_threads import FairThreads
 from sgl_prefill.http.parted_requests import show_parts
@@ -107,7 +107,7 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         """Raises BadRequestError (a ValueError, which every route answers with 400) for what can never be answered."""
         if is_probe(request) and isinstance(obj, GenerateReqInput):
             obj.sampling_params = {"max_new_tokens": 0}
-        option_checks.check(self, obj)
+        request_checks.check_request(self, obj)
         caller = await self.caller_of(request)
         caller.n_logprobs = 0  # some HTTP requests call this several times
         if caller.is_background:

@@ -11,7 +11,7 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.errors import BadRequestError
-from sgl_prefill.http import option_checks
+from sgl_prefill.http import request_checks
 from sgl_prefill.http.request_checks import check_lists_against_prompts, check_sampling_options
 from sgl_prefill.http.rids import Rids
 from sgl_prefill.http.tokenizer_manager import PrefillTokenizerManager
@@ -91,11 +91,11 @@ def test_a_deadline_is_refused_where_nobody_keeps_it() -> None:
     manager = PrefillTokenizerManager.__new__(PrefillTokenizerManager)
     options = {"custom_params": {"deadline_ms": 50}}
     manager.prefill_config = PrefillConfig()
-    option_checks.check_deadline_is_known(manager, options)
+    request_checks.check_deadline_is_known(manager, options)
     manager.prefill_config = PrefillConfig(scheduling="stock")
-    option_checks.check_deadline_is_known(manager, {})
+    request_checks.check_deadline_is_known(manager, {})
     with pytest.raises(BadRequestError, match=r"deadline_ms is 50, .* leave it out, or start the server without"):
-        option_checks.check_deadline_is_known(manager, options)
+        request_checks.check_deadline_is_known(manager, options)
 
 
 def test_options_of_an_embedding_request_are_checked_too() -> None:
@@ -104,10 +104,10 @@ def test_options_of_an_embedding_request_are_checked_too() -> None:
     manager.prefill_config, manager.preferred_sampling_params = PrefillConfig(), None
     manager.model_config, manager.tokenizer = SimpleNamespace(vocab_size=VOCABULARY_SIZE), TOKENIZER
     manager.server_args = SimpleNamespace(grammar_backend="none")
-    option_checks.check_sampling_params(manager, EmbeddingReqInput(text="x"))
+    request_checks.check_sampling_params(manager, EmbeddingReqInput(text="x"))
     wrong = EmbeddingReqInput(text="x", sampling_params={"custom_params": {"deadline_ms": "soon"}})
     with pytest.raises(BadRequestError, match="deadline_ms is 'soon'"):
-        option_checks.check_sampling_params(manager, wrong)
+        request_checks.check_sampling_params(manager, wrong)
 
 
 def test_no_id_of_a_session_begins_another_and_earlier_requests_are_found_by_it() -> None:
