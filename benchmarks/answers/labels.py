@@ -87,9 +87,15 @@ def _tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(demo_model.ensure())
 
 
+@functools.cache
+def _ids_of_text() -> list[int]:
+    ids: list[int] = _tokenizer().encode(traffic.real_text())
+    return ids
+
+
 def _text(number: int, n_tokens: int) -> str:
     """A prompt of that many tokens, which shares no prefix with another number's."""
-    ids = _tokenizer().encode(traffic.real_text())
+    ids = _ids_of_text()
     head, end = (_tokenizer().encode(text) for text in (f"Text {number}:", "\nThis text is about"))
     start = 37 * number % (len(ids) - n_tokens)
     text: str = _tokenizer().decode([*head, *ids[start : start + n_tokens - len(head) - len(end)], *end])
