@@ -38,6 +38,7 @@ POLICIES = tuple(engines.stock(policy) for policy in ("fcfs", "lpm", "dfs-weight
 # tokens; each row says by how much, and which share of the answers this tells from those of another prompt.
 MAX_LOGPROB_DIFFERENCE = 1.5 if shapes.DTYPE == "bfloat16" else engines.MAX_LOGPROB_DIFFERENCE
 LOGGED_STEP = re.compile(r"Prefill batch.*#new-token: (\d+)|Decode batch.*#running-req: (\d+)")
+PREFILL: tuple[Workload, ...] = (*MICRO, Industry(500, 10))
 QUICK: tuple[Workload, ...] = (Micro(60, 10, 4, 24), Industry(24, 20))
 QUICK_DECODE = (Micro(60, 10, 4, 24, n_new_tokens=4),)
 ATTENTION_TURNS = 6
@@ -63,7 +64,7 @@ Measured = dict[engines.Engine, dict[Cell, list[Ran]]]
 
 def measure(quick: bool) -> dict[str, Any]:
     """Rows of one prefill each, by every engine."""
-    return of_all(QUICK if quick else (*MICRO, Industry(500, 10)), (JOB, IN_PROCESS), quick)
+    return of_all(QUICK if quick else PREFILL, (JOB, IN_PROCESS), quick)
 
 
 def measure_decode(quick: bool) -> dict[str, Any]:
@@ -85,7 +86,7 @@ def of_all(workloads: Sequence[Workload], jobs: Sequence[engines.Engine], quick:
 
 def measure_attention(quick: bool) -> dict[str, Any]:
     """With attention of shared prefixes and without it: the same job by servers that stay up, in turns whose order alternates."""
-    workloads = QUICK if quick else (*MICRO, Industry(500, 10))
+    workloads = QUICK if quick else PREFILL
     with comparing() as comparison:
         for number in range(1, 1 + (1 if quick else ATTENTION_TURNS)):
             for workload in workloads:
@@ -157,9 +158,8 @@ class Comparison:
         self.measured: Measured = {}
         self.rows: list[dict[str, Any]] = []
         self.failed: list[dict[str, str]] = []
-        self.step_tokens: dict[
-            str, list[int]
-        ] = {}  # by engine and workload: what each step computed, in the first turn
+        # By engine and workload: what each step computed, in the first turn.
+        self.step_tokens: dict[str, list[int]] = {}
         self.conditions: dict[str, dict[str, Any]] = {"commands": {}, "kernel_of": {}, "sglang_of": {}}
 
     def turn(self, number: int, wanted: Mapping[engines.Engine, Iterable[Cell]]) -> None:
