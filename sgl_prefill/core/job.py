@@ -37,6 +37,7 @@ class Job:
     most_output_tokens: int = 1  # above 1 it decodes after its prefill, and all of its KV is kept
     n_branch_tokens: int = 0  # computed behind the prompt; their KV is not kept (`core.branches`)
     n_branches: int = 0
+    n_sampling_tokens: int = 0  # choosing its first token at random takes as long as computing so many
     deadline_ms: float | None = None  # counted from the arrival; a later answer is worth nothing
     client: str = ""  # requests without a client's name form one client
     rid: str = ""  # request id of the engine
@@ -65,6 +66,11 @@ class Job:
     @property
     def n_input_tokens(self) -> int:
         return len(self.tokens) + self.n_branch_tokens
+
+    @property
+    def n_priced_tokens(self) -> int:
+        """What its time is predicted from: with `n_cached_tokens` or `n_reused_tokens` beside it."""
+        return self.n_input_tokens + self.n_sampling_tokens
 
     @property
     def n_miss_tokens(self) -> int:

@@ -68,6 +68,7 @@ def pack(
     Others join while all of them take at most `max_tokens`. Of jobs that wait for the same page the first computes it, and
     the others follow it, or find that page cached in a later step: nothing is computed twice. Followers of a prefix that is
     longer than the cache would find only a part of it there, so as many tokens of them as the first job has join a full step.
+    Others do not join jobs whose answer is chosen at random: SGLang would choose for all of them.
 
     Args:
         in_order: waiting jobs, the best first. Sets the leaders of the picked ones.
@@ -81,13 +82,15 @@ def pack(
         job.leader, job.n_led_tokens = None, 0
         if picked and (job.runs_alone or picked[0].runs_alone):
             break
+        if picked and bool(job.n_sampling_tokens) != bool(picked[0].n_sampling_tokens):
+            continue
         burst = bursts.get(job.next_page)
         if burst is not None and not burst.lead(job, size):
             continue
         is_lost = kv_tokens is not None and job.n_led_tokens > kv_tokens  # what it would wait for
         if is_full and not is_lost:
             continue
-        n_here = size.price(job.n_input_tokens, job.n_reused_tokens)
+        n_here = size.price(job.n_priced_tokens, job.n_reused_tokens)
         most_tokens = max(size.max_tokens, 2 * n_first) if is_lost else size.max_tokens
         if picked and (n_tokens + n_here > most_tokens or n_branches + job.n_branches > MOST_BRANCHES):
             is_full = True

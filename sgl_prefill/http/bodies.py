@@ -52,8 +52,12 @@ LABELS = ("allowed_tokens", "allowed_token_ids", "label_token_ids", "token_ids_l
 TEXTS = ("text", "texts", "items", "documents")  # numbers are no prompts of these
 STOPS_AT_FIRST = ("input_ids", "prompt", "input_embeds")  # whose validation ends at the first value that is no number
 MANY_NUMBERS = 20_000
-# Positions that SGLang finds in the prompts of /v1/score itself; wrong ones would end the scheduler.
-FILLED_IN = "token_indices_to_pool"
+# What SGLang fills in itself for /v1/score, by what asks for it; wrong values would end the scheduler.
+FILLED_IN = {
+    "token_indices_to_pool": "score_extraction_token",
+    "multi_item_delimiter_indices": "the items",
+    "positional_embed_overrides": "the embed overrides",
+}
 MEDIA = ("url", "data")  # keys of a part of a message whose text no template shows
 
 
@@ -110,10 +114,9 @@ def path_of(request: Request) -> str:
 
 def check(body: dict[str, Any], most_characters: int, most_parts: int = MOST_PARTS) -> None:
     """Raises BadRequestError for a body that would take too long to validate or to render, or end the scheduler."""
-    if body.get(FILLED_IN) is not None:
-        raise BadRequestError(
-            f"{FILLED_IN} is filled in by the server: leave it out, and send score_extraction_token to /v1/score"
-        )
+    for name, asked_by in FILLED_IN.items():
+        if body.get(name) is not None:
+            raise BadRequestError(f"{name} is filled in by the server: leave it out, and send {asked_by} to /v1/score")
     found = measure([body[name] for name in body.keys() - PROMPTS], most_characters, most_parts)
     if found.characters > most_characters:
         raise BadRequestError(

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 # Looking up a label after one end of a prompt takes some 30 microseconds: at most one second of one core.
 MOST_RESOLUTIONS = 30_000
 SLICE = 500  # labels per task of the look-up thread, so that requests take turns
+CHARACTERS_PER_LABEL = 8  # of a text that takes the thread for long texts as long as one label
 MOST_LABEL_CHARACTERS = 1_000
 MOST_HINTED = 20  # labels whose other forms are looked up too
 LEAST_LEFT_MS = 1e-3  # deadline of a request that is already late: the scheduler refuses it
@@ -165,7 +166,8 @@ class LabelScorer:
         else:
             labels = await self._labels_after(obj, answers, raw_request, reply, deadline_ms)
             outputs = await self._answered(obj, raw_request)
-            scored = [scored_of(of_prompt, output) for of_prompt, output in zip(labels, outputs, strict=True)]
+            n_labels = sum(map(len, labels))
+            scored = await self._off_loop(n_labels, lambda: [*map(scored_of, labels, outputs)])
         return await self._with_reply(scored, reply)
 
     async def score_what_fits(
@@ -194,6 +196,19 @@ class LabelScorer:
         kept = [index for index in range(len(prompts)) if index not in too_long]
         scored = iter(await self.score(_of_prompts(given, kept), answers, raw_request, deadline_ms, reply))
         return [UnscoredPrompt(too_long[index]) if index in too_long else next(scored) for index in range(len(prompts))]
+
+    async def written(
+        self, scored: Sequence[ScoredPrompt | UnscoredPrompt], write: Callable[[int, Any], dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Returns the part of a reply about each prompt. write: makes one, from its index and result."""
+        n_labels = sum(len(one.labels) for one in scored if isinstance(one, ScoredPrompt))
+        return await self._off_loop(n_labels, lambda: [write(index, one) for index, one in enumerate(scored)])
+
+    async def _off_loop(self, n_labels: int, work: Callable[[], T]) -> T:
+        """Runs work on many labels in the thread for long texts: the event loop serves other requests meanwhile."""
+        if n_labels <= SLICE:
+            return work()
+        return await self._manager.run_in_thread(lambda _: work(), n_labels * CHARACTERS_PER_LABEL)
 
     async def _tenant(self, raw_request: fastapi.Request | None) -> str:
         return self._manager.tenant_of(await self._manager.caller_of(raw_request))
@@ -353,30 +368,38 @@ class LabelScorer:
         outputs = await self._answered_in_turn(all_requests, raw_request, deadline_ms, reply.top_alternatives)
         main = asked[0]
         n_main = len(main.requests.requests)
-        logprobs = main.logprobs(outputs[:n_main])
-        without: tuple[Sequence[Tokens], dict[Tokens, float] | None] = ((), None)
-        if baseline is not None:
-            without = asked[1].forms[0], asked[1].logprobs(outputs[n_main:])[0]
-        scored = [
-            long_labels.score(options, of_prompt, end_ids, found, *without)
-            for of_prompt, found in zip(main.forms, logprobs, strict=True)
-        ]
-        return [
-            ScoredPrompt(_labels_of(options, one), one.distribution, output["meta_info"], one, n_tokens)
-            for one, output, n_tokens in zip(scored, outputs[0], main.requests.n_tokens, strict=True)
-        ]
+
+        def read() -> list[ScoredPrompt]:
+            logprobs = main.logprobs(outputs[:n_main])
+            without: tuple[Sequence[Tokens], dict[Tokens, float] | None] = ((), None)
+            if baseline is not None:
+                without = asked[1].forms[0], asked[1].logprobs(outputs[n_main:])[0]
+            scored = [
+                long_labels.score(options, of_prompt, end_ids, found, *without)
+                for of_prompt, found in zip(main.forms, logprobs, strict=True)
+            ]
+            return [
+                ScoredPrompt(_labels_of(options, one), one.distribution, output["meta_info"], one, n_tokens)
+                for one, output, n_tokens in zip(scored, outputs[0], main.requests.n_tokens, strict=True)
+            ]
+
+        return await self._off_loop(sum(len(of_prompt) for one in asked for of_prompt in one.forms), read)
 
     async def _asked(
         self, obj: GenerateReqInput, options: long_labels.AnswerOptions, end_ids: list[int], tenant: str
     ) -> _AskedLabels:
         prompts = _prompts_of(obj)
         labels = await self._resolve(AllowedAnswers(options.texts, None, options), prompts, tenant)
-        forms = [[label.token_ids for label in of_prompt] for of_prompt in labels]
-        ways = [
-            [way for answer in of_prompt for way in long_labels.ways_to_end(answer, end_ids)] for of_prompt in forms
-        ]
-        asked = [[asked_of_label(way) for way in of_prompt] for of_prompt in ways]
-        return _AskedLabels(forms, ways, BranchRequests(obj, prompts, asked, self._manager.longest_input_tokens))
+
+        def ask() -> _AskedLabels:
+            forms = [[label.token_ids for label in of_prompt] for of_prompt in labels]
+            ways = [
+                [way for answer in of_prompt for way in long_labels.ways_to_end(answer, end_ids)] for of_prompt in forms
+            ]
+            asked = [[asked_of_label(way) for way in of_prompt] for of_prompt in ways]
+            return _AskedLabels(forms, ways, BranchRequests(obj, prompts, asked, self._manager.longest_input_tokens))
+
+        return await self._off_loop(sum(map(len, labels)), ask)
 
     async def _resolve(
         self, answers: AllowedAnswers, prompts: list[str] | list[list[int]], tenant: str = ""

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import fastapi
 import msgspec
-from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, SessionParams
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
@@ -34,7 +33,7 @@ SAMPLING_OPTION_RANGES = (("top_k", -1, TOP_K_ALL), ("sampling_seed", -(2**63), 
 
 # In one request: the event loop writes an answer for each prompt and label.
 MOST_PROMPTS, MOST_LABELS = 10_000, 50_000
-# Each stop is tokenised in the event loop, again for each prompt.
+# The scheduler looks for each stop text in each answer.
 MOST_STOPS, MOST_STOP_CHARACTERS = 32, 16_384
 MOST_STOPS_OF_PROMPTS, MOST_STOP_CHARACTERS_OF_PROMPTS = 10_000, 300_000
 MOST_LOGIT_BIAS = 1e30  # a logit plus a bias must fit float32
@@ -118,9 +117,9 @@ def check_lists_of_embedding(obj: EmbeddingReqInput, *, takes_media: bool) -> No
         raise BadRequestError(f"rid has {len(obj.rid)} values, and the request has {shown}")
     if isinstance(obj.sampling_params, list) and len(obj.sampling_params) != n_prompts:
         raise BadRequestError("sampling_params is a list, and has no value for each of the prompts: give one object")
-    for name in (*MEDIA, "embed_overrides", "positional_embed_overrides"):
+    for name in (*MEDIA, "embed_overrides"):
         value = getattr(obj, name)
-        if n_prompts is None or value is None or isinstance(value, PositionalEmbeds):
+        if n_prompts is None or value is None:
             continue
         if not isinstance(value, list) or len(value) != n_prompts:
             raise BadRequestError(f"{name} is no list with one value for each of the {n_prompts} prompts")
@@ -183,7 +182,8 @@ def check_sampling_options(options: dict[str, Any], vocab_size: int, tokenizer: 
                 f" {MOST_LOGIT_BIAS:g}"
             )
     try:
-        parsed = SamplingParams(**options)
+        # SGLang would tokenise each stop text.
+        parsed = SamplingParams(**(options if tokenizer is None else {**options, "stop": None}))
         parsed.normalize(tokenizer)
         parsed.verify(vocab_size)
     except (ValueError, re.error) as error:
@@ -254,8 +254,6 @@ def check_request(manager: PrefillTokenizerManager, obj: GenerateReqInput | Embe
     """Raises BadRequestError for what this server never answers."""
     manager.check_count(count_prompts(obj) or 1)
     _check_media(manager, obj)
-    if obj.multi_item_delimiter_indices is not None and not manager.server_args.enable_mis:
-        raise BadRequestError("multi_item_delimiter_indices needs a server started with --enable-mis")
     if isinstance(obj, GenerateReqInput):
         check_lists_against_prompts(obj)
         if isinstance(obj.session_params, dict):
@@ -274,13 +272,7 @@ def _check_media(manager: PrefillTokenizerManager, obj: GenerateReqInput | Embed
 
 
 def _check_embeddings(manager: PrefillTokenizerManager, obj: GenerateReqInput) -> None:
-    overrides = obj.positional_embed_overrides
-    for override in overrides if isinstance(overrides, list) else [overrides]:
-        if override is not None and not isinstance(override, PositionalEmbeds):
-            raise BadRequestError(
-                "positional_embed_overrides is an internal field: use the embed overrides of /v1/score"
-            )
-    if manager.packs_weights and (obj.input_embeds is not None or overrides is not None):
+    if manager.packs_weights and (obj.input_embeds is not None or obj.positional_embed_overrides is not None):
         raise BadRequestError(
             "input_embeds and embed overrides need SGLang's own layers, and this server computes prompts of token ids"
             " with packed weights: start it with --hybrid-prefill off"

@@ -191,7 +191,7 @@ class PrefillRoutes:
         with _value_errors_are_bad_requests():
             obj = self._request_of(serving, request, raw_request, parts)
             scored = await self.scorer.score_what_fits(obj, answers, raw_request, request.deadline_ms, reply)
-        choices = [completion_choice(index, one, request.logprobs) for index, one in enumerate(scored)]
+        choices = await self.scorer.written(scored, functools.partial(completion_choice, logprobs=request.logprobs))
         return _openai_reply(request, choices, scored)
 
     async def chat_completions(self, request: protocol.LabelChatCompletionRequest, raw_request: Request) -> Any:
@@ -217,10 +217,9 @@ class PrefillRoutes:
             obj = self._request_of(serving, request, raw_request, parts)
             scored = await self.scorer.score(obj, answers, raw_request, request.deadline_ms, reply)
         name = "delta" if request.stream else "message"
-        choices = [
-            chat_choice(index, one, (request.top_logprobs or 0) if request.logprobs else None, name)
-            for index, one in enumerate(scored)
-        ]
+        top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        write = functools.partial(chat_choice, top_logprobs=top_logprobs, message_field=name)
+        choices = await self.scorer.written(scored, write)
         return _openai_reply(request, choices, scored)
 
     async def generate(self, obj: protocol.LabelGenerateReqInput, request: Request) -> Any:
@@ -236,7 +235,7 @@ class PrefillRoutes:
         is_batch, streams = count_prompts(obj) is not None, obj.stream
         with _value_errors_are_bad_requests():
             scored = await self.scorer.score_what_fits(obj, answers, request, obj.deadline_ms, reply)
-        outputs = [generate_output(one) for one in scored]
+        outputs = await self.scorer.written(scored, lambda _, one: generate_output(one))
         body: Any = outputs if is_batch else outputs[0]
         return _stream([body]) if streams else orjson_response(body)
 

@@ -50,6 +50,7 @@ TEXT_CACHE_BYTES = 64 << 20  # some 14 million characters and their tokens
 ENCODERS = 4  # threads that tokenise texts, if there are so many cores
 # Prompts of one request that the event loop handles without a pause, some 5 ms of work; and the pause.
 AT_ONCE, PAUSE_S = 32, 0.005
+KNOWN_STOPS = 16  # lists of stop texts whose tokens were counted last
 ENCODE_AT_ONCE = 50_000  # characters of several texts for one turn of a thread, some 30 ms
 T = TypeVar("T")
 
@@ -355,7 +356,27 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         """Passes the array of ids that were converted already; SGLang may have shortened the list."""
         if isinstance(input_ids, TokenIds) and len(input_ids) == len(input_ids.array):
             input_ids = input_ids.array
-        return super()._create_tokenized_object(obj, input_text, input_ids, *arguments, **options)
+        stops = request_checks.stops_of(obj.sampling_params)
+        if not stops or self.tokenizer is None:
+            return super()._create_tokenized_object(obj, input_text, input_ids, *arguments, **options)
+        given, obj.sampling_params = obj.sampling_params, {**obj.sampling_params, "stop": None}
+        try:
+            made = super()._create_tokenized_object(obj, input_text, input_ids, *arguments, **options)
+        finally:
+            obj.sampling_params = given
+        made.sampling_params.stop_strs = stops
+        made.sampling_params.stop_str_max_len = self._longest_stop_tokens(tuple(stops))
+        return made
+
+    @functools.cached_property
+    def _longest_stop_tokens(self) -> Callable[[tuple[str, ...]], int]:
+        """Counts the tokens of stop texts once, and not again for each prompt that they go with."""
+
+        @functools.lru_cache(maxsize=KNOWN_STOPS)
+        def count(stops: tuple[str, ...]) -> int:
+            return max(len(self.tokenizer.encode(stop, add_special_tokens=False)) for stop in stops)
+
+        return count
 
     async def run_in_thread(self, work: Callable[[PrefillTokenizerManager], T], n_characters: int) -> T:
         """Runs `work` in the thread for long texts, with a copy of this manager whose tokenizer only that thread uses.

@@ -56,6 +56,16 @@ def test_what_was_in_a_step_that_ran_out_of_memory_runs_alone() -> None:
     assert pack(jobs[1:], StepSize(100, 10)) == jobs[1:2]
 
 
+def test_others_share_no_step_with_jobs_whose_answer_is_chosen_at_random() -> None:
+    """SGLang samples for all requests of a step or for none, and a row of logits takes as long as some tokens."""
+    scores = [job(5) for _ in range(2)]
+    samples = [job(5, n_sampling_tokens=4) for _ in range(4)]
+    in_order = [scores[0], *samples, scores[1]]
+    assert pack(in_order, StepSize(100, 10)) == scores
+    assert pack(in_order[1:], StepSize(100, 10)) == samples
+    assert pack(in_order[1:], StepSize(2 * (5 + 4), 10)) == samples[:2]
+
+
 def test_one_question_waits_for_one_step_at_most_beside_a_request_of_400() -> None:
     """13 parts of 32 questions about one state; what they compute is cached once the first of them has run."""
     parts = [job(2_040, n_branch_tokens=1_240, n_branches=31) for _ in range(13)]

@@ -228,8 +228,11 @@ def test_token_ids_are_converted_once_and_stay_equal() -> None:
     assert not token_ids.is_within(TokenIds([-1, 3]), 6)
 
 
-def test_positions_to_score_come_from_the_server() -> None:
-    """Wrong ones ended SGLang's scheduler, and the server with it."""
-    with pytest.raises(BadRequestError, match="token_indices_to_pool is filled in by the server: leave it out"):
-        bodies.check({"text": "x", "token_indices_to_pool": [[9]]}, MOST)
-    bodies.check({"text": "x", "token_indices_to_pool": None}, MOST)
+@pytest.mark.parametrize(
+    "name", ["token_indices_to_pool", "multi_item_delimiter_indices", "positional_embed_overrides"]
+)
+def test_what_sglang_fills_in_for_a_score_comes_from_no_client(name: str) -> None:
+    """Wrong positions ended SGLang's scheduler, and the server with it."""
+    with pytest.raises(BadRequestError, match=f"{name} is filled in by the server: leave it out"):
+        bodies.check({"text": "x", name: [[9]]}, MOST)
+    bodies.check({"text": "x", name: None}, MOST)

@@ -13,10 +13,11 @@ import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_prefill.config import PrefillConfig
-from sgl_prefill.core.labels import CONTEXT_CHARACTERS
+from sgl_prefill.core.labels import CONTEXT_CHARACTERS, Label, restrict
 from sgl_prefill.errors import BadRequestError
 from sgl_prefill.http import label_scoring
 from sgl_prefill.http.label_scoring import AllowedAnswers, LabelScorer
+from sgl_prefill.http.scored_prompt import ScoredPrompt
 
 WAIT_S = 30
 
@@ -61,6 +62,25 @@ def test_the_event_loop_goes_on_while_labels_are_looked_up() -> None:
         asyncio.get_running_loop().call_later(0, tokenizer.may_go_on.set)
         (found,) = await asked
         assert [label.token_id for label in found] == [ord(label) for label in labels(3)]
+
+    asyncio.run(run())
+
+
+def test_the_event_loop_goes_on_while_a_reply_of_many_labels_is_written() -> None:
+    scorer = scorer_with(Characters())
+    names = [Label(name, ord(name)) for name in labels(label_scoring.SLICE + 1)]
+    scored = ScoredPrompt(names, restrict([-10.0] * len(names)), {})
+    is_written = threading.Event()
+
+    def write(index: int, one: ScoredPrompt) -> dict[str, Any]:
+        assert is_written.wait(WAIT_S), "the event loop stood still"
+        return {"index": index, "labels": len(one.labels)}
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        scorer._manager.run_in_thread = lambda work, _: loop.run_in_executor(None, work, None)  # type: ignore
+        loop.call_later(0, is_written.set)
+        assert await scorer.written([scored], write) == [{"index": 0, "labels": len(names)}]
 
     asyncio.run(run())
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.http import tokenizer_manager
@@ -87,3 +89,27 @@ def test_only_a_short_list_of_prompts_is_one_message(monkeypatch: pytest.MonkeyP
         limited = manager_with(max_client_waiting="200")
         assert limited._should_use_batch_tokenization(AT_ONCE + 1, None), "it is refused whole, or not at all"
     assert manager._should_use_batch_tokenization(AT_ONCE + 1, None), "an engine in this process reads no messages"
+
+
+def test_stop_texts_are_tokenised_once_for_all_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[str] = []
+
+    def encode(text: str, **_: Any) -> list[int]:
+        encoded.append(text)
+        return [0] * len(text)
+
+    def created(self: Any, obj: Any, *_: Any) -> Any:
+        params = SamplingParams(**obj.sampling_params)
+        params.normalize(self.tokenizer)
+        return SimpleNamespace(sampling_params=params)
+
+    monkeypatch.setattr(TokenizerManager, "_create_tokenized_object", created)
+    manager = manager_with()
+    manager.tokenizer = SimpleNamespace(encode=encode)
+    for given, stops, longest in (("abc", ["abc"], 3), (["a", "bb"], ["a", "bb"], 2), (None, [], 0)):
+        obj = SimpleNamespace(sampling_params={"stop": given})
+        for _ in range(3):
+            params = manager._create_tokenized_object(obj, "", [1]).sampling_params
+            assert (params.stop_strs, params.stop_str_max_len) == (stops, longest)
+        assert obj.sampling_params == {"stop": given}
+    assert encoded == ["abc", "a", "bb"]

@@ -12,9 +12,11 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_prefill.config import PrefillConfig
 from sgl_prefill.core.calibration import Calibration
+from sgl_prefill.core.jct import FittedJct
 from sgl_prefill.core.job import Job
 from sgl_prefill.core.policies.fifo import Fifo
 from sgl_prefill.core.policy import Policy, PolicySettings
@@ -113,7 +115,7 @@ def request(name: str, tokens: list[int], arrival_s: float = 1.0, priority: int 
         extra_key=None,
         seqlen=len(tokens),
         priority=priority,
-        sampling_params=SimpleNamespace(custom_params=None, max_new_tokens=1),
+        sampling_params=SamplingParams(max_new_tokens=1),
         return_logprob=False,
         time_stats=SimpleNamespace(
             api_server_dispatch_time=arrival_s,
@@ -136,13 +138,15 @@ class Engine(NamedTuple):
         return loop.around_get_new_batch_prefill(self.state, admit, self.scheduler, SimpleNamespace(reqs=[]))
 
 
-def engine_with(tree: Any, waiting: list[Any], fairness_lambda: float = 0.0, **options: Any) -> Engine:
+def engine_with(
+    tree: Any, waiting: list[Any], fairness_lambda: float = 0.0, jct_ms: FittedJct | None = None, **options: Any
+) -> Engine:
     defaults = {"enable_priority_scheduling": False, "schedule_low_priority_values_first": False}
     stand_in = SimpleNamespace(
         tree_cache=tree, waiting_queue=waiting, max_total_num_tokens=1000, forward_ct=0, **{**defaults, **options}
     )
     config = PrefillConfig(fairness_lambda=fairness_lambda, jct_model="cache-miss", pack_step_tokens=0)
-    state = StepState(StartRecord(config))
+    state = StepState(StartRecord(config, jct_ms=jct_ms))
     jobs.after_init_schedule_policy(state, None, stand_in)
     return Engine(stand_in, state)
 
@@ -344,6 +348,30 @@ def test_a_host_gives_memory_back_after_many_steps(
     for engine.scheduler.forward_ct in (n_steps - 1, n_steps, n_steps + 1):
         engine.step(admit_nothing)
     assert len(released) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "price"),
+    [
+        ({"max_new_tokens": 0}, 0),
+        ({"max_new_tokens": 1, "temperature": 0}, 0),
+        ({"max_new_tokens": 1}, 4),
+        ({"max_new_tokens": 1, "top_p": 0.9}, 11),
+        ({"max_new_tokens": 1, "top_k": 50}, 11),
+    ],
+)
+def test_choosing_a_token_at_random_has_a_price_in_tokens(options: dict[str, Any], price: int) -> None:
+    """It takes 3.5 times as long as a token, or 10.5 times where the probabilities are sorted."""
+    req = request("asks", [1] * 50)
+    req.sampling_params = SamplingParams(**options)
+    req.sampling_params.normalize(None)
+    jct_ms = FittedJct(step_ms=20.0, miss_token_ms=0.5, pair_ms=0.0, cached_token_ms=0.0)
+    size = round(3.5 * jct_ms.miss_token_ms / jobs.SAMPLING_MS_PER_LOGIT)
+    engine = engine_with(watched_tree(), [req], jct_ms=jct_ms, model_config=SimpleNamespace(vocab_size=size))
+    jobs.follow(engine.state, engine.scheduler)
+    job = request_state.of(req).job
+    assert job is not None
+    assert job.n_priced_tokens == 50 + price
 
 
 def test_a_prompt_that_asks_for_much_of_each_token_shares_no_step() -> None:

@@ -223,7 +223,7 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("/encode", {"text": []}, ["the list holds no prompt"]),
     ("/encode", {"image_data": "x"}, ["image_data", "text only"]),
     ("/encode", {"embed_overrides": 5}, ["no prompt", "text or input_ids"]),
-    ("/encode", {"input_ids": [[5], [6]], "multi_item_delimiter_indices": [[]]}, ["--enable-mis"]),
+    ("/encode", {"input_ids": [[5], [6]], "multi_item_delimiter_indices": [[]]}, ["filled in", "leave it out"]),
     ("/encode", {"input_ids": [[5], [6]], "token_indices_to_pool": []}, ["token_indices_to_pool", "leave it out"]),
     (
         GENERATE,

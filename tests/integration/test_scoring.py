@@ -45,6 +45,14 @@ def test_completions_give_restricted_probabilities_ids_and_times(server: Server,
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (n_tokens, 1, n_tokens + 1)
 
 
+def test_a_stop_text_ends_an_answer_of_one_token(server: Server) -> None:
+    """Which SGLang finds in the answer's last tokens, as many as the longest stop text has."""
+    for stop, left in ((" Paris", ""), ([" longer than one token", "aris"], " P"), (" Rome", " Paris")):
+        options = {"max_new_tokens": 1, "temperature": 0, "stop": stop}
+        (reply,) = server.post("/generate", {"text": [FRANCE], "sampling_params": options}).json()
+        assert reply["text"] == left
+
+
 def test_a_batch_is_answered_in_order_and_its_usage_is_the_sum(server: Server, tokenizer: Any) -> None:
     """Two prompts as text, and the same as token ids, give the same scores."""
     prompts = [FRANCE, ITALY]

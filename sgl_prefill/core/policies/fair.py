@@ -94,7 +94,7 @@ class Fair(Policy):
 
     def _price(self, job: Job) -> float:
         """Marginal cost of a job in a step. The step's fixed cost is charged to no client."""
-        return self.settings.cost(job.n_input_tokens, job.n_reused_tokens) - self._shared_cost
+        return self.settings.cost(job.n_priced_tokens, job.n_reused_tokens) - self._shared_cost
 
 
 class _PriorityClass:

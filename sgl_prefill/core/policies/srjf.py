@@ -150,9 +150,9 @@ class CalibratedSrjf(Policy):
 
     def _put(self, job: Job, key: tuple[float, float], is_first: bool) -> None:
         n_cached = job.n_cached_tokens if is_first else max(job.n_cached_tokens, job.n_shared_tokens)
-        n_step_tokens = self.settings.step.tokens_of(job.n_input_tokens, n_cached)
+        n_step_tokens = self.settings.step.tokens_of(job.n_priced_tokens, n_cached)
         predictor = self.settings.predictor
-        tokens_ms = 0.0 if predictor is None else predictor.model.tokens_ms(job.n_input_tokens, n_cached)
+        tokens_ms = 0.0 if predictor is None else predictor.model.tokens_ms(job.n_priced_tokens, n_cached)
         self._by_score.put(job, key, (n_step_tokens, tokens_ms, float(not is_first)))
 
     def forecast(self, job: Job) -> Forecast | None:
@@ -189,7 +189,7 @@ class Srjf(CalibratedSrjf):
     """Plain shortest job first: what the prefix cache holds is not looked at."""
 
     def cost(self, job: Job) -> float:
-        return self.settings.cost(job.n_input_tokens, 0)
+        return self.settings.cost(job.n_priced_tokens, 0)
 
     def prefix_computed(self, jobs: Sequence[Job]) -> None:
         """Does nothing: what the prefix cache holds is not looked at."""
@@ -197,7 +197,7 @@ class Srjf(CalibratedSrjf):
 
 def cost_alone(jct: JctModel, job: Job) -> float:
     """Returns what a job would cost now."""
-    return jct(job.n_input_tokens, job.n_cached_tokens)
+    return jct(job.n_priced_tokens, job.n_cached_tokens)
 
 
 def cost_per_job(jct: JctModel, job: Job) -> float:
@@ -209,5 +209,5 @@ def cost_per_job(jct: JctModel, job: Job) -> float:
     cost = cost_alone(jct, job)
     if job.n_sharers == 0:
         return cost
-    sharer_cost = jct(job.n_input_tokens, min(job.n_shared_tokens, job.most_cached_tokens))
+    sharer_cost = jct(job.n_priced_tokens, min(job.n_shared_tokens, job.most_cached_tokens))
     return (cost + job.n_sharers * sharer_cost) / (1 + job.n_sharers)

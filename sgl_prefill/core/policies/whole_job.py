@@ -108,7 +108,7 @@ class WholeJob(Policy):
         if step.is_one or len(run) == len(self.waiting) or any(job in self._unplanned for job in run):
             return False
         are_many = len(run) >= min(MANY_ENOUGH * len(self.writing), step.max_requests)
-        n_tokens = sum(step.price(job.n_input_tokens, job.n_cached_tokens) for job in run)
+        n_tokens = sum(step.price(job.n_priced_tokens, job.n_cached_tokens) for job in run)
         return not are_many and n_tokens < FULL_ENOUGH * step.max_tokens
 
     def _expected_tokens(self, job: Job) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,8 +33,11 @@ from sgl_prefill.startup.techniques import EVICT
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.sampling.sampling_params import SamplingParams
 
 
+# Measured on a host of two cores: softmax, noise and maximum, or what top_k, top_p and min_p take.
+SAMPLING_MS_PER_LOGIT, SORTING_MS_PER_LOGIT = 2.2e-5, 6.6e-5
 MANY_LOGPROBS = 5_000  # of one prompt: the HTTP process writes those of a step before it reads other answers
 
 
@@ -54,8 +58,11 @@ class _Run(NamedTuple):
 class SchedulerPort:
     """SGLang's waiting requests as jobs of the policy, and the features that follow each step."""
 
-    def __init__(self, live: LiveScheduling, priority_sign: int, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, live: LiveScheduling, priority_sign: int, ranks: Ranks = ALONE, logits_per_token_ms: float = 0.0
+    ) -> None:
         self.live = live
+        self._logits_per_token_ms = logits_per_token_ms
         self._ranks = ranks
         self._priority_sign = priority_sign  # 1: low values first, -1: high values first, 0: priorities are off
         self._reqs: dict[Job, Req] = {}
@@ -187,6 +194,7 @@ class SchedulerPort:
             most_output_tokens=(req.sampling_params.max_new_tokens or 0) - len(req.output_ids),
             n_branch_tokens=branches.tokens,
             n_branches=branches.branches,
+            n_sampling_tokens=_sampling_tokens(req.sampling_params, self._logits_per_token_ms),
             deadline_ms=custom_params.of(req, custom_params.DEADLINE),
             client=clients.of(req),
             runs_alone=request_state.of(req).runs_alone or _n_logprobs(req, len(tokens)) > MANY_LOGPROBS,
@@ -235,11 +243,29 @@ def after_init_schedule_policy(state: StepState, result: None, scheduler: Schedu
         policy = Follower(settings, lambda: of(state).receive_decision())
     live = LiveScheduling(RadixTree(cache), policy, metrics)
     cache.connect(live.listener, live.advisor, scheduler.max_total_num_tokens)
-    state.scheduling = SchedulerPort(live, sign, ranks)
+    state.scheduling = SchedulerPort(live, sign, ranks, _logits_per_token_ms(state, scheduler))
     state.pipeline = pipeline_of(has_predictor=settings.predictor is not None, n_ranks=ranks.count)
     if config.request_log is not None and ranks.index == 0:
         state.scheduling.listeners.append(RequestLog(config.request_log))
     scheduler.waiting_queue = WaitingList(scheduler.waiting_queue)
+
+
+def _logits_per_token_ms(state: StepState, scheduler: Scheduler) -> float:
+    """The logits of a row by the milliseconds that a host takes for a computed token; 0 on a device, which samples fast."""
+    jct_ms = state.record.jct_ms
+    if not this_device().is_host or jct_ms is None or jct_ms.miss_token_ms == 0:
+        return 0.0
+    return float(scheduler.model_config.vocab_size / jct_ms.miss_token_ms)
+
+
+def _sampling_tokens(params: SamplingParams, logits_per_token_ms: float) -> int:
+    """Returns how many computed tokens take as long as choosing one; 0 for the likeliest, or where none is chosen."""
+    from sglang.srt.sampling.sampling_params import TOP_K_ALL
+
+    if params.max_new_tokens == 0 or params.top_k == 1:
+        return 0
+    sorts = params.top_k != TOP_K_ALL or params.top_p != 1 or params.min_p != 0
+    return math.ceil((SORTING_MS_PER_LOGIT if sorts else SAMPLING_MS_PER_LOGIT) * logits_per_token_ms)
 
 
 def of(state: StepState) -> SchedulerPort:

@@ -94,7 +94,7 @@ class LiveScheduling:
         """Removes the jobs of a step that is about to run. Returns the predicted milliseconds; None without a predictor."""
         predicted_ms = work = None
         if self.predictor is not None and jobs:
-            work = self.predictor.model.of_step([(job.n_input_tokens, job.n_reused_tokens) for job in jobs])
+            work = self.predictor.model.of_step([(job.n_priced_tokens, job.n_reused_tokens) for job in jobs])
             predicted_ms = self.predictor.ms(work)
         if jobs:
             self._started = RunningStep(self.n_steps, predicted_ms, self._score, work)
