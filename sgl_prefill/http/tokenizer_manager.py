@@ -9,7 +9,7 @@ import copy
 import functools
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -51,6 +51,7 @@ ENCODERS = 4  # threads that tokenise texts, if there are so many cores
 # Prompts of one request that the event loop handles without a pause, some 5 ms of work; and the pause.
 AT_ONCE, PAUSE_S = 32, 0.005
 KNOWN_STOPS = 16  # lists of stop texts whose tokens were counted last
+MOST_UNANSWERED_SAMPLES = 256  # of one request: several steps of them
 ENCODE_AT_ONCE = 50_000  # characters of several texts for one turn of a thread, some 30 ms
 T = TypeVar("T")
 
@@ -74,7 +75,6 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self._ending = ending  # None in the offline engine
         self.scheduler_info: dict[str, Any] | None = None  # set by the offline engine; in a server SGLang holds it
         self._rids = Rids()
-        self._watched: set[fastapi.Request] = set()  # requests of several prompts
         if self.tokenizer is not None:
             self._text_cache = TextCache(self.tokenizer, TEXT_CACHE_BYTES)
         self._encoders = FairThreads(min(ENCODERS, os.cpu_count() or 1), "encoders")
@@ -126,12 +126,11 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         # SGLang knows health probes by their id.
         hidden = [] if is_probe(request) else self._rids.hide(obj, self._owner(clients.current()))
         watch = None
-        # SGLang gives samples ids of their own, and looks for the client of each.
         options = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params or {}]
         has_samples = any(one.get("n") not in (None, 1) for one in options)
-        if request is not None and len(hidden) > 1 and not obj.background and not has_samples:
-            watch = asyncio.create_task(self._watch(request, hidden))
-            self._watched.add(request)
+        if request is not None and (len(hidden) > 1 or has_samples) and not obj.background:
+            caller.sent = clients.Sent(has_samples)
+            watch = asyncio.create_task(self._watch(request, caller.sent))
         try:
             async for output in super().generate_request(obj, request):
                 for one in output if isinstance(output, list) else [output]:
@@ -146,16 +145,21 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         finally:
             for rid in hidden:
                 self._rids.forget(rid)
-            if watch is not None and request is not None:
-                self._watched.discard(request)
+            caller.sent = None
+            if watch is not None:
                 watch.cancel()
 
-    async def _watch(self, request: fastapi.Request, rids: Sequence[str]) -> None:
-        """Aborts the prompts of a batch when its client has disconnected."""
-        while not await request.is_disconnected():
+    async def _watch(self, request: fastapi.Request, sent: clients.Sent) -> None:
+        """Aborts the prompts and samples of a request when its client has disconnected, until they have ended."""
+        while True:
             await asyncio.sleep(LOOK_FOR_CLIENT_S)
-        for rid in rids:
-            super().abort_request(rid)
+            if not await request.is_disconnected():
+                continue
+            sent.client_has_left = True
+            for start in range(0, len(sent.rids), AT_ONCE):
+                for rid in sent.rids[start : start + AT_ONCE]:
+                    super().abort_request(rid)
+                await asyncio.sleep(0)
 
     async def caller_of(self, request: fastapi.Request | None) -> clients.Caller:
         """The client by headers and body; an anonymous one outside HTTP."""
@@ -512,7 +516,24 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
 
     async def _send_one_request(self, tokenized_obj: Any) -> Any:
         await self._pause()
+        await self._wait_for_samples()
         return await super()._send_one_request(tokenized_obj)
+
+    async def _wait_for_samples(self) -> None:
+        """Keeps samples back while many of their request are unanswered: the policy needs to know of no more of them, and the
+        scheduler takes in all that was sent before it runs a step. Raises HTTPException where the client has left.
+        """
+        caller = clients.current()
+        if caller is None or (sent := caller.sent) is None or not sent.has_samples:
+            return
+        while len(sent.rids) >= MOST_UNANSWERED_SAMPLES:
+            if sent.client_has_left:
+                raise fastapi.HTTPException(
+                    HTTPStatus.BAD_REQUEST, "the client has left, and its other samples with it"
+                )
+            sent.rids = [rid for rid in sent.rids if rid in self.rid_to_state]
+            if len(sent.rids) >= MOST_UNANSWERED_SAMPLES:
+                await asyncio.sleep(PAUSE_S)
 
     def _should_use_batch_tokenization(self, batch_size: int, requests: Any) -> bool:
         """SGLang sends a list of token ids in one message, which the scheduler reads at once."""
@@ -538,8 +559,12 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
     def _wait_one_response(
         self, obj: GenerateReqInput | EmbeddingReqInput, request: fastapi.Request | None = None
     ) -> AsyncIterator[Any]:
-        """`_watch` checks the client once for all prompts; SGLang's would for each."""
-        found: AsyncIterator[Any] = super()._wait_one_response(obj, None if request in self._watched else request)
+        """`_watch` checks the client once for all prompts and samples; SGLang would for each, all at the same moment."""
+        caller = clients.current()
+        if request is not None and caller is not None and caller.sent is not None:
+            caller.sent.rids.append(obj.rid)
+            request = None
+        found: AsyncIterator[Any] = super()._wait_one_response(obj, request)
         return found
 
     def _validate_one_request(self, obj: GenerateReqInput | EmbeddingReqInput, input_ids: list[int]) -> None:

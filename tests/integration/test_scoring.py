@@ -17,6 +17,7 @@ import requests
 from click.testing import CliRunner
 
 from sgl_prefill.entry import fingerprints
+from sgl_prefill.http.tokenizer_manager import MOST_UNANSWERED_SAMPLES
 from tests.integration.conftest import Server
 
 FRANCE, ITALY = "The capital of France is", "The capital of Italy is"
@@ -51,6 +52,13 @@ def test_a_stop_text_ends_an_answer_of_one_token(server: Server) -> None:
         options = {"max_new_tokens": 1, "temperature": 0, "stop": stop}
         (reply,) = server.post("/generate", {"text": [FRANCE], "sampling_params": options}).json()
         assert reply["text"] == left
+
+
+def test_more_samples_than_wait_at_a_time_are_all_answered(server: Server) -> None:
+    options = {"max_new_tokens": 1, "temperature": 1.0, "n": MOST_UNANSWERED_SAMPLES}
+    replies = server.post("/generate", {"text": [FRANCE, ITALY], "sampling_params": options}).json()
+    assert len({reply["meta_info"]["id"] for reply in replies}) == 2 * MOST_UNANSWERED_SAMPLES
+    assert {len(reply["output_ids"]) for reply in replies} == {1}
 
 
 def test_a_batch_is_answered_in_order_and_its_usage_is_the_sum(server: Server, tokenizer: Any) -> None:

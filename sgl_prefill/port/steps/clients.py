@@ -29,6 +29,15 @@ LONGEST_NAME = 256  # characters of a user or a salt, which the prefix cache and
 
 
 @dataclasses.dataclass
+class Sent:
+    """What the HTTP process has sent to the scheduler of a request with several prompts or samples."""
+
+    has_samples: bool
+    rids: list[str] = dataclasses.field(default_factory=list)  # internal ids; answered samples may be missing
+    client_has_left: bool = False
+
+
+@dataclasses.dataclass
 class Caller:
     """The sender of one HTTP request, and what the middleware adds to the reply."""
 
@@ -39,6 +48,7 @@ class Caller:
     refused_for: str | None = None  # label of the refusal metric
     retry_after_s: int | None = None
     is_background: bool = False  # a background job: runs on capacity that other requests leave
+    sent: Sent | None = None  # by the call of SGLang's that runs
     n_prompts: int = 0  # since the last pause between its prompts: see `http.tokenizer_manager`
     n_logprobs: int = 0  # that the prompts of a call of SGLang's have asked for
     is_read: bool = False  # the body may add to the fields above, and has been read
