@@ -521,10 +521,12 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
 
     async def _wait_for_samples(self) -> None:
         """Keeps samples back while many of their request are unanswered: the policy needs to know of no more of them, and the
-        scheduler takes in all that was sent before it runs a step. Raises HTTPException where the client has left.
+        scheduler takes in all that was sent before it runs a step. A server that generates may run more of them at once.
+        Raises HTTPException where the client has left.
         """
         caller = clients.current()
-        if caller is None or (sent := caller.sent) is None or not sent.has_samples:
+        sent = None if caller is None or self.prefill_config.allow_generation else caller.sent
+        if sent is None or not sent.has_samples:
             return
         while len(sent.rids) >= MOST_UNANSWERED_SAMPLES:
             if sent.client_has_left:

@@ -96,7 +96,9 @@ def test_few_samples_of_a_request_wait_in_the_scheduler_and_none_is_sent_for_a_c
         known.client_has_left = True
         with pytest.raises(fastapi.HTTPException, match="the client has left"):
             await made._send_one_request("d")
+        made.prefill_config = PrefillConfig(allow_generation=True)
+        await made._send_one_request("e")
 
     with clients.calling(caller):
         asyncio.run(story())
-    assert sent == ["c"]
+    assert sent == ["c", "e"]
