@@ -528,14 +528,15 @@ class PrefillTokenizerManager(TokenizerManager):  # type: ignore[misc]
         sent = None if caller is None or self.prefill_config.allow_generation else caller.sent
         if sent is None or not sent.has_samples:
             return
-        while len(sent.rids) >= MOST_UNANSWERED_SAMPLES:
+        while True:
+            sent.rids = [rid for rid in sent.rids if rid in self.rid_to_state]
+            if len(sent.rids) < MOST_UNANSWERED_SAMPLES:
+                return
             if sent.client_has_left:
                 raise fastapi.HTTPException(
                     HTTPStatus.BAD_REQUEST, "the client has left, and its other samples with it"
                 )
-            sent.rids = [rid for rid in sent.rids if rid in self.rid_to_state]
-            if len(sent.rids) >= MOST_UNANSWERED_SAMPLES:
-                await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(PAUSE_S)
 
     def _should_use_batch_tokenization(self, batch_size: int, requests: Any) -> bool:
         """SGLang sends a list of token ids in one message, which the scheduler reads at once."""

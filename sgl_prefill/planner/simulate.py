@@ -76,7 +76,7 @@ class SimulatedEngine:
         plans = self._cache.begin(run)
         predicted = None
         if self._predictor is not None:  # in the policy's own units
-            predicted = self._predictor.model.of_step([(job.n_input_tokens, job.n_reused_tokens) for job in run])
+            predicted = self._predictor.model.of_step([(job.n_priced_tokens, job.n_reused_tokens) for job in run])
         self._policy.started(run)
         for job in run:
             self._calibration.remove(job)

@@ -87,7 +87,8 @@ class _Queue:
         self.predicted_ms: Any = None
         if policy.settings.predictor is not None:
             model: Any = policy.settings.predictor.model  # its arithmetic works on arrays too
-            tokens_ms = model.tokens_ms(self.n_input, n_cached)
+            n_priced = self.n_input + np.fromiter(column("n_sampling_tokens"), float, n)
+            tokens_ms = model.tokens_ms(n_priced, n_cached)
             self.predicted_ms = policy.settings.predictor.ms(model.work(1, 1, tokens_ms))
 
 

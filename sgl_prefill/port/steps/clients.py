@@ -33,7 +33,7 @@ class Sent:
     """What the HTTP process has sent to the scheduler of a request with several prompts or samples."""
 
     has_samples: bool
-    rids: list[str] = dataclasses.field(default_factory=list)  # internal ids; answered samples may be missing
+    rids: list[str] = dataclasses.field(default_factory=list)  # internal ids; answered samples are left out
     client_has_left: bool = False
 
 
