@@ -13,6 +13,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from sglang.srt.runtime_context import get_context
 from sglang.srt.utils.auth import add_api_key_middleware
 
 from sgl_prefill.http import dashboard_routes as routes
@@ -56,7 +57,8 @@ def dashboard_server(engine: FilledEngine, *, port: int = 0, api_key: str | None
     try:
         while not server.started:
             time.sleep(0.01)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with get_context().override_server_args():  # a snapshot names the model
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         ending.reason = "the test is over"
         server.should_exit = True
