@@ -140,6 +140,11 @@ def failing(times: int, how: Callable[[], web.Response]) -> Behaviour:
         lambda: web.json_response({"choices": [{"text": "a"}], "usage": [3]}),
         lambda: web.json_response({"choices": [{"text": "a"}], "usage": {"prompt_tokens": "3"}}),
         lambda: web.Response(status=503),
+        lambda: web.Response(status=302, headers={"Location": "/elsewhere"}),
+        lambda: web.Response(text='{"choices": [{"text": "a"}]}' * 2),
+        lambda: web.Response(text='{"choices": [{"text": NaN}]}'),
+        lambda: web.Response(text="[" * 100_000),
+        lambda: web.Response(body=b'{"choices": [{"text": "\xff"}]}'),
     ],
 )
 def test_what_a_server_could_not_answer_is_asked_for_again_and_answered_once(how: Callable[[], web.Response]) -> None:
