@@ -1,4 +1,4 @@
-"""Where the time of a server goes: operators of its scheduler by SGLang's own profiler, and CPU time by process."""
+"""Where the time of a server goes: operators of its scheduler by the engine's own profiler, and CPU time by process."""
 
 from __future__ import annotations
 
@@ -26,9 +26,12 @@ GROUPS = {
         "mkldnn::_linear",
         "sgl_prefill::product",
         "sgl_prefill::logits",
+        "_C::onednn_mm",
     ),
-    "attention": ("scaled_dot_product", "sgl_prefill::attention"),
+    "attention": ("scaled_dot_product", "sgl_prefill::attention", "_C::cpu_att"),
 }
+# Parts of processes' titles: of SGLang, and of vLLM, whose model has a process of its own.
+ROLES = {"scheduler": "scheduler", "detokenizer": "detokenizer", "EngineCore": "scheduler", "VLLM::Worker": "scheduler"}
 OTHER, BETWEEN = "other operators", "between operators"
 
 
@@ -43,7 +46,7 @@ def operator_seconds(server: Running, folder: Path, work: Callable[[], None]) ->
     work()
     seconds = time.perf_counter() - started
     _post(f"{server.url}/stop_profile", {})
-    (written,) = folder.glob("*.trace.json.gz")
+    (written,) = folder.glob("*.json.gz")
     with gzip.open(written) as file:
         events = json.load(file)["traceEvents"]
     written.unlink()
@@ -83,7 +86,7 @@ def cpu_seconds(server: Running) -> dict[str, float]:
 
 def _role(process: psutil.Process) -> str:
     title = " ".join([process.name(), *process.cmdline()])
-    return next((role for role in ("scheduler", "detokenizer") if role in title), "HTTP and tokenizer")
+    return next((role for part, role in ROLES.items() if part in title), "HTTP and tokenizer")
 
 
 def _group(name: str) -> str:

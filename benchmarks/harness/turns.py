@@ -18,7 +18,7 @@ from typing import NamedTuple, Self, TypeVar
 import psutil
 
 from benchmarks import report, shapes
-from benchmarks.harness import engines
+from benchmarks.harness import client, engines
 from sgl_prefill.errors import ServerStartError
 from sgl_prefill.examples import demo_model
 
@@ -49,7 +49,7 @@ class Served(NamedTuple):
         return shapes.weight_flags(folder / "model", shapes.DTYPE)
 
     def flags(self, engine: engines.Engine) -> list[str]:
-        if engine == engines.VLLM:
+        if engine.dialect == client.VLLM:
             return self._flags_of_vllm()
         if not engine.is_sglang:
             return []
@@ -127,7 +127,7 @@ class Servers:
 
     def _start(self, engine: engines.Engine) -> tuple[engines.Running, ExitStack]:
         print(f"starting {engine.name}", file=sys.stderr)
-        model = ["--model", *self._model_flags[1:]] if engine == engines.VLLM else self._model_flags
+        model = ["--model", *self._model_flags[1:]] if engine.dialect == client.VLLM else self._model_flags
         flags = [*model, *self._served.flags(engine)]
         stack = ExitStack()
         server = stack.enter_context(engines.running(engine, flags, self.log_of(engine)))

@@ -48,8 +48,7 @@ MARGIN_TOKENS = 16
 FAILURES = (ServerStartError, report.InvalidRunError, requests.RequestException)
 STOCK_CHUNKS = (512,) if shapes.HAS_CUDA else (256, 512)
 STOCK_MEMORY = ["--max-total-tokens", "20000", "--mem-fraction-static", "0.5"]
-VLLM_MEMORY = ["--max-model-len", "20000", "--num-gpu-blocks-override", str(20_000 // turns.VLLM_BLOCK_TOKENS + 2)]
-FIRST_TOKENS = 2048
+FIRST_TOKENS, SHORT_TOKENS = 2048, 300  # of the search; of the request that each server answers first
 CLOSE_ENOUGH = 0.05  # of the budget, from above or below; equal lengths on two servers differ by some per cent
 MAX_SEARCH_STEPS = 5
 LARGEST_STEP = 3.0  # from one length to the next: memory is not quite linear
@@ -272,13 +271,29 @@ def pool_tokens(server: local_server.LocalServer) -> int:
 def search_rival(engine: engines.Engine, folder: Path, max_steps: int) -> list[dict[str, Any]]:
     """Serve longer and longer inputs: each next length is where the line through the last two meets the budget.
 
-    Each on a server of its own, since the memory of a longer input stays with its process.
+    Each on a server of its own, since the memory of a longer input stays with its process. vLLM takes its memory at start, for as
+    many tokens as it is told: there the growth is from a server for a short input to one for this length.
     """
-    memory = VLLM_MEMORY if engine.dialect == client.VLLM else STOCK_MEMORY
-    tries = [{"tokens": 0, "peak_mib": 0.0}, serve(engine, folder, memory, FIRST_TOKENS)]
+    is_vllm = engine.dialect == client.VLLM
+    small_bytes = None
+    if is_vllm:
+        with running(engine, folder, vllm_memory(SHORT_TOKENS)) as server:
+            small_bytes = process_memory.resident_bytes(process_memory.scheduler_pid(server.process.pid))
+
+    def serve_one(n_tokens: int) -> dict[str, Any]:
+        memory = vllm_memory(n_tokens) if is_vllm else STOCK_MEMORY
+        return serve(engine, folder, memory, n_tokens, baseline_bytes=small_bytes)
+
+    tries = [{"tokens": 0, "peak_mib": 0.0}, serve_one(FIRST_TOKENS)]
     while len(tries) < 2 + max_steps and abs(share_of_budget(tries[-1]) - 1) > CLOSE_ENOUGH:
-        tries.append(serve(engine, folder, memory, next_length(tries)))
+        tries.append(serve_one(next_length(tries)))
     return tries
+
+
+def vllm_memory(n_tokens: int) -> list[str]:
+    """Flags for a prompt of that length and the token that it is asked for; one block is never used."""
+    n_blocks = -(-(n_tokens + 1) // turns.VLLM_BLOCK_TOKENS) + 1
+    return ["--max-model-len", str(n_tokens + 1), "--num-gpu-blocks-override", str(n_blocks)]
 
 
 def longest_within(tries: list[dict[str, Any]]) -> int:
@@ -301,13 +316,20 @@ def share_of_budget(served: dict[str, Any]) -> float:
 
 
 def serve(
-    engine: engines.Engine, folder: Path, flags: list[str], n_tokens: int, timeout_s: float = 3600
+    engine: engines.Engine,
+    folder: Path,
+    flags: list[str],
+    n_tokens: int,
+    timeout_s: float = 3600,
+    baseline_bytes: int | None = None,
 ) -> dict[str, Any]:
-    """One input of this length on a fresh server: its peak, and its answer if that came in time."""
+    """One input of this length on a fresh server: its peak above what the server holds before it, or above `baseline_bytes`, and
+    its answer if that came in time."""
     with running(engine, folder, flags) as server:
         pid = process_memory.scheduler_pid(server.process.pid)
         started = time.monotonic()
-        with process_memory.watch(pid, process_memory.resident_bytes(pid)) as watch:
+        before_bytes = process_memory.resident_bytes(pid) if baseline_bytes is None else baseline_bytes
+        with process_memory.watch(pid, before_bytes) as watch:
             answer = ask(server.url, n_tokens, timeout_s, dialect=engine.dialect)
         seconds = time.monotonic() - started
     if answer is not None and answer.cached_tokens > 0:
@@ -331,7 +353,7 @@ def running(engine: engines.Engine, folder: Path, flags: list[str]) -> Iterator[
     server = local_server.start(engine.module, all_flags, folder / "log", python=python, environment=environment)
     try:
         engines.look_at(engine, server.url, server.process.pid, server.command)
-        ask(server.url, 300, first_token=500, dialect=engine.dialect)
+        ask(server.url, SHORT_TOKENS, first_token=500, dialect=engine.dialect)
         yield server
     finally:
         with suppress(psutil.NoSuchProcess):

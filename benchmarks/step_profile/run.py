@@ -1,9 +1,8 @@
-"""What does one step cost with and without the native kernel, and where does the time of a request go, beside stock SGLang?
+"""What does a step cost with and without the native kernel, and where does the time of a request go, here and in its rivals?
 
-    python benchmarks/step_profile/run.py [--quick] [--json PATH]
+    python benchmarks/step_profile/run.py [--quick] [--json PATH]       # BENCH_PARTS="load": this part alone
 
-Single steps in a process without a server, by setting in turns; and the workloads of other benchmarks, all at once. See the
-README beside this file.
+See the README beside this file.
 """
 
 from __future__ import annotations
@@ -22,23 +21,13 @@ from typing import Any, NamedTuple
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks import report, shapes
+from benchmarks import report
 from benchmarks.harness import client, engines, profile, traffic
-from benchmarks.harness.turns import Served
-from benchmarks.load import wl1 as post_recommendation
+from benchmarks.harness.turns import Served, Servers
+from benchmarks.load import wl1, wl2
 from benchmarks.rivals import workloads as rivals
 
-N_PASSAGES, QUICK_PASSAGES = 200, 10
-N_MESSAGES, QUICK_MESSAGES = 100, 10
-N_USERS, QUICK_USERS = 5, 1
-N_EACH_LENGTH, QUICK_EACH_LENGTH = 10, 1
-DEMO = Served(
-    None,
-    ["--context-length", "4096", "--max-total-tokens", "20000", "--max-running-requests", "64"],
-    ["--max-input-length", "4000", *shapes.budget(3)],
-)
-
-
+QUICK_REQUESTS = 8
 # The same engine before it had a kernel, and as it is.
 PYTORCH_PATH = engines.OURS._replace(name="PyTorch path", environment=((engines.KERNEL_VARIABLE, "off"),))
 SETTINGS = (PYTORCH_PATH, engines.OURS)
@@ -53,37 +42,67 @@ MOST_CALLS = 3000
 
 
 class Work(NamedTuple):
-    """What each of these engines does, and how much of it there is."""
+    """Requests that come all at once, and the engines that answer them: ours, and the best policy of stock."""
 
-    name: str
     served: Served
-    chosen: Sequence[engines.Engine]
-    n_requests: int
-    send: Callable[[str], Any]  # to the server at this address, until all is answered
+    requests: Callable[[int], Sequence[client.Due]]
+    n_requests: int  # or users
+    policy: str
+    more: Sequence[engines.Engine] = ()
 
 
-def main() -> int:
-    arguments = report.arguments(__doc__, Path(__file__).with_name("result.json"))
-    conditions: dict[str, Any] = {**report.conditions(), "commands": {}, "kernel_of": {}}
-    records: dict[str, Any] = {}
+WL1_POLICY = "dfs-weight"
+WORKS = {
+    "reranking": Work(rivals.RERANKING, rivals.reranking, 60, "shortest-prefill-first"),
+    "guard": Work(rivals.GUARD, rivals.guard, 60, "fcfs"),
+    "mixed": Work(rivals.MIXED, rivals.mixed, 40, "fcfs"),
+    "WL1": Work(
+        wl1.SERVED,
+        lambda n_users: traffic.post_recommendation(None, "single", wl1.SCALE, n_users=n_users, n_posts=wl1.POSTS),
+        wl1.USERS,
+        WL1_POLICY,
+        (engines.PAPER, engines.stock(WL1_POLICY).on(engines.PYTORCH_PATH)),
+    ),
+    "WL2": Work(
+        wl2.SERVED,
+        lambda n_users: traffic.credit_verification(None, wl2.SCALE, n_users=n_users),
+        wl2.USERS,
+        "fcfs",
+    ),
+}
+
+
+def steps(quick: bool) -> dict[str, Any]:
+    """Single steps in processes without a server."""
+    rows, ceiling = measure_steps(1 if quick else TURNS, quick)
+    medians = medians_of(rows, ceiling)
+    return report.part(rows, targets_of(medians), steps=medians, ceiling=ceiling)
+
+
+def load(quick: bool) -> dict[str, Any]:
+    """Workloads of other benchmarks, all at once, on a server of each engine."""
     rows: list[dict[str, Any]] = []
-    step_rows, ceiling = measure_steps(1 if arguments.quick else TURNS, arguments.quick)
-    steps = medians_of(step_rows, ceiling)
-    for work in works(arguments.quick):
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = Path(scratch)
-            model_flags = work.served.model_flags(folder)
-            for engine in work.chosen[: 1 if arguments.quick else None]:
-                flags = [*model_flags, *work.served.flags(engine)]
-                with engines.running(engine, flags, folder / "log") as server:
-                    name = f"{work.name}: {engine.name}"
-                    conditions["commands"][name], records[name] = server.command, server.record
-                    conditions["kernel_of"][name] = server.kernel
-                    rows.append({"work": work.name, "engine": engine.name, **measure(work, server, folder / "trace")})
-                    print(rows[-1], file=sys.stderr)
-    result = {"conditions": conditions, "activation_records": records, "steps": steps, "ceiling": ceiling, "rows": rows}
-    report.finish({**result, "step_rows": step_rows}, targets_of(steps), arguments.json)
-    return 0
+    commands: dict[str, str] = {}
+    for name, work in WORKS.items():
+        dues = work.requests(QUICK_REQUESTS if quick else work.n_requests)
+        rivals_of_it = [engines.stock(work.policy).on(one) for one in (engines.NEW_KERNEL, engines.AS_SHIPPED)]
+        every = [engines.OURS, *rivals_of_it, *work.more, engines.VLLM]
+        for engine in every[:1] if quick else every:
+            with tempfile.TemporaryDirectory() as trace, Servers(work.served, 1) as servers:
+                server = servers.of(with_profiler(engine, trace))
+                commands[f"{name}: {engine.name}"] = server.command
+                rows.append({"work": name, "engine": engine.name, **measure(dues, server, Path(trace))})
+            print(rows[-1], file=sys.stderr)
+    return report.part(rows, [], commands=commands)
+
+
+def with_profiler(engine: engines.Engine, folder: str) -> engines.Engine:
+    """SGLang's writes where the request says, vLLM's where its flags do."""
+    if engine != engines.VLLM:
+        return engine
+    said = {"profiler": "torch", "torch_profiler_dir": folder, "ignore_frontend": True}
+    said["torch_profiler_with_stack"] = False
+    return engine._replace(flags=(*engine.flags, "--profiler-config", json.dumps(said)))
 
 
 def measure_steps(n_turns: int, is_quick: bool) -> tuple[list[dict[str, Any]], dict[str, float]]:
@@ -138,59 +157,33 @@ def targets_of(steps: list[dict[str, Any]]) -> list[report.Target]:
     return targets
 
 
-def works(is_quick: bool) -> list[Work]:
-    """Reranking and a guard model's messages (hits of a long prefix), WL1 (misses and short hits), the short mix (misses)."""
-    n_passages, n_messages, n_users, n_each_length = (
-        (QUICK_PASSAGES, QUICK_MESSAGES, QUICK_USERS, QUICK_EACH_LENGTH)
-        if is_quick
-        else (N_PASSAGES, N_MESSAGES, N_USERS, N_EACH_LENGTH)
-    )
-    passages = rivals.reranking(n_passages)
-    messages = rivals.guard(n_messages)
-    posts = traffic.post_recommendation(None, "single", post_recommendation.SCALE, n_users=n_users)
-    lengths = traffic.short_mix(None, n_each_length)
-    ours, lpm = (engines.OURS, engines.PAPER), engines.stock("lpm").on(engines.REFERENCES[-1])
-    return [
-        Work("reranking", DEMO, (*ours, lpm), n_passages, lambda url: client.run(url, passages, "reranking")),
-        Work("guard", DEMO, (*ours, lpm), n_messages, lambda url: client.run(url, messages, "guard")),
-        Work(
-            "WL1",
-            post_recommendation.SERVED,
-            (*ours, engines.stock("dfs-weight").on(engines.REFERENCES[-1])),
-            len(posts),
-            lambda url: client.run(url, posts, "WL1"),
-        ),
-        Work(
-            "short mix",
-            rivals.MIXED,
-            (engines.OURS, engines.stock("fcfs").on(engines.REFERENCES[-1])),
-            len(lengths),
-            lambda url: client.run(url, lengths, "short mix"),
-        ),
-    ]
-
-
-def measure(work: Work, server: engines.Running, folder: Path) -> dict[str, Any]:
+def measure(dues: Sequence[client.Due], server: engines.Running, folder: Path) -> dict[str, Any]:
     """Milliseconds a request: of the whole and of each process without the profiler, of groups of operators with it."""
-    client.run(server.url, [client.Due(0.0, [1000] * 500)], "warm-up")
+
+    def send() -> None:
+        client.run(server.url, dues, "profiled", server.dialect)
+
+    client.run(server.url, [client.Due(0.0, [1000] * 500, dues[0].label_ids)], "warm-up", server.dialect)
     server.flush_cache()
     before, started = profile.cpu_seconds(server), time.perf_counter()
-    work.send(server.url)
+    send()
     seconds = time.perf_counter() - started
     after = profile.cpu_seconds(server)
     server.flush_cache()
-    operators = profile.operator_seconds(server, folder, lambda: work.send(server.url))
+    operators = profile.operator_seconds(server, folder, send)
 
     def each_ms(total_s: float) -> float:
-        return round(1000 * total_s / work.n_requests, 2)
+        return round(1000 * total_s / len(dues), 2)
 
     return {
-        "requests": work.n_requests,
+        "requests": len(dues),
         "request_ms": each_ms(seconds),
         **{f"{role}, CPU ms": each_ms(after[role] - before[role]) for role in after},
         **{f"{group}, ms": each_ms(spent) for group, spent in operators.items()},
     }
 
 
+PARTS = {"steps": steps, "load": load}
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report.in_parts(__doc__, Path(__file__), PARTS))
