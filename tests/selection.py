@@ -31,7 +31,12 @@ TENSOR_PARALLEL = "tests/integration/test_tensor_parallel.py"
 # Test file, or `FILE::TEST` -> files and folders that it covers.
 RARE: dict[str, tuple[str, ...]] = {
     "tests/cpu/test_compare_sglang.py": ("scripts/compare_sglang.py", "sgl_prefill/entry/hooks.py"),
-    "tests/cpu/test_comparison.py": ("benchmarks/harness", "benchmarks/report.py", "benchmarks/make_report.py"),
+    "tests/cpu/test_comparison.py": (
+        "benchmarks/claims.py",
+        "benchmarks/harness",
+        "benchmarks/report.py",
+        "benchmarks/make_report.py",
+    ),
     "tests/cpu/test_device_paths.py::test_triton_finds_the_rows_of_the_longest_inputs": (
         "pyproject.toml",
         "tests/cpu/far_rows_child.py",

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,17 +28,28 @@ import requests
 
 from benchmarks import report
 from benchmarks.harness import client, engines
-from benchmarks.step_profile import run as step_profile
+from benchmarks.harness.turns import Served
+from benchmarks.rivals import workloads as rivals
+from benchmarks.step_profile.run import WORKS
 from sgl_prefill.examples import demo_model
 
 TURNS, SERVER_TURNS = 3, 9  # a turn of a server takes seconds, and one slow turn of three was the median's
-WORKS = ("guard", "WL1")
+REQUESTS = {"guard": (100, 10), "WL1": (5, 1)}  # of the works of step_profile, or users; with --quick
 N_DECISIONS, STATE_TOKENS, QUESTIONS = 20, 600, 8
 MOST = 1.05  # time now over time before; medians of turns
 LEAST = 0.97  # longest input now over before
 
 
 BEFORE_PYTHON = "BEFORE_PYTHON"
+
+
+class Work(NamedTuple):
+    """What is sent at once to a server of each tree."""
+
+    name: str
+    served: Served
+    n_requests: int
+    send: Callable[[str], Any]  # to the server at this address, until all is answered
 
 
 class Tree(NamedTuple):
@@ -110,9 +121,7 @@ def lines_of(tree: Tree, script: Path, words: list[str]) -> list[str]:
 
 def on_servers(trees: tuple[Tree, ...], n_turns: int, is_quick: bool) -> Iterable[dict[str, Any]]:
     """Yields rows of work that is sent at once to a server of each tree; both stay up, and take turns."""
-    for work in [*step_profile.works(is_quick), decisions(is_quick)]:
-        if work.name not in (*WORKS, "decisions"):
-            continue
+    for work in [*(prompts(name, is_quick) for name in REQUESTS), decisions(is_quick)]:
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             servers = []
@@ -143,7 +152,13 @@ def on_servers(trees: tuple[Tree, ...], n_turns: int, is_quick: bool) -> Iterabl
                         yield shown({"what": f"{work.name}, a request", "tree": tree.name, "turn": turn, "ms": ms})
 
 
-def decisions(is_quick: bool) -> step_profile.Work:
+def prompts(name: str, is_quick: bool) -> Work:
+    work = WORKS[name]
+    dues = work.requests(REQUESTS[name][is_quick])
+    return Work(name, work.served, len(dues), lambda url: client.run(url, dues, name))
+
+
+def decisions(is_quick: bool) -> Work:
     """Requests of several questions about one state each, in one order of their options."""
     from benchmarks.branches import run as branches  # which imports this module
 
@@ -155,7 +170,7 @@ def decisions(is_quick: bool) -> step_profile.Work:
             for reply in threads.map(lambda body: post(f"{url}/v1/systemone", body), bodies):
                 reply.raise_for_status()
 
-    return step_profile.Work("decisions", step_profile.DEMO, (engines.OURS,), len(bodies), send)
+    return Work("decisions", rivals.RERANKING, len(bodies), send)
 
 
 def post(url: str, body: bytes) -> requests.Response:

@@ -15,7 +15,7 @@ import pytest
 import requests
 from matplotlib import pyplot
 
-from benchmarks import figures, make_report, release, report, shapes
+from benchmarks import claims, figures, make_report, release, report, shapes
 from benchmarks.batch import whole
 from benchmarks.harness import client, engines, traffic, turns
 from benchmarks.harness import outsiders as outsider
@@ -568,42 +568,37 @@ def test_a_target_keeps_which_direction_is_good(target: report.Target, shown: st
 
 
 @pytest.mark.parametrize(
-    ("values", "expected"),
+    ("paper", "values", "expected"),
     [
-        ((4.5,), "holds"),
-        ((4.5, 0.5), "holds partly"),
-        ((1.7,), "holds partly"),
-        ((1.01,), "refuted"),
-        ((0.8,), "refuted"),
-        ((), "not measured"),
+        (4.0, (4.5, 3.7), "holds"),
+        (4.0, (4.5, 0.5), "holds partly"),
+        (4.0, (1.7,), "holds partly"),
+        (4.0, (1.01, 0.8), "refuted"),
+        (1.0, (0.95,), "holds"),
+        (None, (1.2,), "holds"),
+        (None, (1.2, 1.05), "holds partly"),
+        (None, (1.05,), "refuted"),
     ],
 )
-def test_the_verdict_on_a_claim_follows_from_its_targets(values: tuple[float, ...], expected: str) -> None:
-    """All met; one met; in its direction; within what runs differ by; in the other; and no result."""
-    claim = make_report.Claim("Fig. 6", "4 times", "load", "load carried")
-    targets = [report.Target.at_least("load carried, ours / stock", value, 4.0) for value in values]
-    results = {"load": result_of(*targets)} if targets else {}
-    assert make_report.verdict(claim, results)[0] == expected
-    refuted = claim._replace(otherwise="refuted where hits are short")
-    wanted = "holds" if expected == "holds" else "not measured" if not targets else "refuted where hits are short"
-    assert make_report.verdict(refuted, results)[0] == wanted
-
-
-def test_values_of_one_kind_are_shown_as_a_range() -> None:
-    """By the end of their names and what was asked of them."""
-    made = [report.Target.at_least(f"{workload}: mean", value, 2) for workload, value in (("a", 3.0), ("b", 1.0))]
-    made.append(report.Target.at_most("a: P99", 0.5, 1))
-    assert make_report.ranges([one._asdict() for one in made]) == ["mean: 1 to 3 (≥ 2)", "P99: 0.5 (≤ 1)"]
+def test_a_verdict_compares_with_the_papers_figure(
+    paper: float | None, values: tuple[float, ...], expected: str
+) -> None:
+    """Within a tenth of it counts as it; a ratio below 1.1 is no gain."""
+    found = claims.judged(*(claims.Value("ours / stock", value, paper) for value in values))
+    assert found.verdict == expected
+    assert found.numbers.startswith(f"ours / stock {values[0]:.3g}")
+    assert claims.judged(claims.Value("a", 2.0), how="simulated").verdict == "simulated: holds"
 
 
 def test_the_report_names_the_misses_and_the_processor(tmp_path: Path) -> None:
     """One of two targets of a benchmark whose README says nothing about the miss."""
     met, miss = report.Target.at_least("a ratio", 2.5, 2.2), report.Target.at_most("seconds", 3.0, 2.0)
-    folder = tmp_path / "families"
+    folder = tmp_path / "start"
     folder.mkdir()
     (folder / "result.json").write_text(json.dumps(result_of(met, miss)))
     said = make_report.text(tmp_path)
     assert "**1 of 2 targets are met, 1 missed;" in said
+    assert said.count("| not measured |") == len([*claims.PREFILL_ONLY, *claims.BATCH_LLM])
     assert "1 of 2: seconds 3 (≤ 2)" in said
     assert "| 1 of 2 | 0.5.23 | 0123456, AVX2 |" in said
 
