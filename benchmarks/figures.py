@@ -33,7 +33,7 @@ COLOURS = {
     "vLLM 0.32": "#009e73",
 }
 OTHERS = ("#444444", "#888888", "#cc79a7", "#000000")
-SHOWN = {"new kernel": "same kernels", "torch_native": "as installed"}
+SHOWN = {"new kernel": "our kernels", "torch_native": "as installed"}
 
 
 class Figure(NamedTuple):
@@ -64,24 +64,34 @@ def draw_latency(figure: Any, result: Result) -> None:
         axes.set(
             xlabel="offered load, requests/s", ylabel=f"{title} latency, s", xscale="log", yscale="log", title=title
         )
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-            axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter(NullFormatter())
-    axes.legend(fontsize="small", loc="lower right")
+        _label_axes(axes)
+    figure.legend(*axes.get_legend_handles_labels(), fontsize="small", loc="outside lower center", ncols=3)
 
 
 def draw_throughput(figure: Any, result: Result) -> None:
     axes = figure.subplots()
     _plot(axes, result, "requests_per_s")
     axes.set(xlabel="offered load, requests/s", ylabel="served, requests/s", xscale="log", yscale="log")
+    _label_axes(axes)
     axes.legend(fontsize="small")
 
 
+def _label_axes(axes: Any) -> None:
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())
+
+
 def _plot(axes: Any, result: Result, name: str) -> None:
+    """A second policy of an engine is dashed."""
+    drawn: set[str] = set()
     for place, (engine, rows) in enumerate(_curves(result).items()):
         loads, values = [row["offered_per_s"] for row in rows], [row[name] for row in rows]
-        axes.plot(loads, values, marker="o", color=colour_of(engine, place), label=label_of(engine))
+        colour = colour_of(engine, place)
+        style = "--" if colour in drawn else "-"
+        axes.plot(loads, values, marker="o", linestyle=style, color=colour, label=label_of(engine))
+        drawn.add(colour)
     axes.grid(alpha=0.3)
 
 
@@ -108,7 +118,8 @@ def draw_mil(figure: Any, result: Result) -> None:
     axes = figure.subplots()
     names = [f"{row['engine']}\n{row['model']}" for row in result["rows"]]
     lengths = [row["longest_input_tokens"] or 0 for row in result["rows"]]
-    colours = [COLOURS["ours" if row["engine"].startswith("ours") else "new kernel"] for row in result["rows"]]
+    by_beginning = {"ours": COLOURS["ours"], "stock": COLOURS["new kernel"], "vLLM": COLOURS["vLLM 0.32"]}
+    colours = [by_beginning.get(row["engine"].split(",")[0].split()[0], OTHERS[0]) for row in result["rows"]]
     axes.barh(names, lengths, color=colours)
     for place, (row, length) in enumerate(zip(result["rows"], lengths, strict=True)):
         shown = "out of memory" if row["longest_input_tokens"] is None else f"{length:,}"

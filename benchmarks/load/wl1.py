@@ -10,7 +10,7 @@ from benchmarks import report, shapes
 from benchmarks.harness import engines, traffic
 from benchmarks.harness.client import Due
 from benchmarks.harness.compare import SATURATION, Comparison, Rate, Run
-from benchmarks.harness.turns import MANY, Contest, Served, of_reference
+from benchmarks.harness.turns import FIRST_TURN, MANY, Contest, Served, of_reference
 from benchmarks.load import curves
 from sgl_prefill.plan import percentile
 
@@ -28,6 +28,8 @@ TURNS_S, QUICK_TURNS_S = 1.0 if shapes.HAS_CUDA else 25.0, 1.0
 TIMES = (1.0, 1.3, 2.0, 4.0) if shapes.HAS_CUDA else (1.0, 1.3, 1.7, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 10.0, 15.0, 20.0)
 QUICK_TIMES = (1.0,)
 POLICIES = [engines.stock(name) for name in ("dfs-weight", "lpm", "fcfs", "shortest-prefill-first")]
+# What the papers' engines schedule with, which is never the best here: for the curves.
+FCFS = engines.stock("fcfs").on(engines.REFERENCES[-1])
 RIVALS = () if shapes.HAS_CUDA else (engines.VLLM,)
 # Of each rival, on two cores.
 AT_LEAST = {
@@ -72,8 +74,9 @@ def load(quick: bool) -> dict[str, Any]:
         per_s = {engine: figures.requests_per_s for engine, figures in at_once.items()}
         comparison.conditions["x_requests_per_s"] = per_s[engines.OURS]
         if not quick:
-            shown = [one for one in at_once if one.reference != engines.PYTORCH_PATH]
-            curves.measure(comparison, {one: at_once[one] for one in shown})
+            shown = {one: figures for one, figures in at_once.items() if one.reference != engines.PYTORCH_PATH}
+            (fcfs,) = comparison.measure(FCFS, [SATURATION], FIRST_TURN)
+            curves.measure(comparison, {FCFS: fcfs.figures, **shown})
         capacities = [
             curves.carried(
                 comparison,
