@@ -35,7 +35,7 @@ ROLES = {"scheduler": "scheduler", "detokenizer": "detokenizer", "EngineCore": "
 OTHER, BETWEEN = "other operators", "between operators"
 
 
-def operator_seconds(server: Running, folder: Path, work: Callable[[], None]) -> dict[str, float]:
+def operator_seconds(server: Running, folder: Path, work: Callable[[], Any]) -> dict[str, float]:
     """Run `work` under the profiler: seconds by group of operators, each operator without the operators that it calls.
 
     What is left of the time of `work` is BETWEEN: Python, and waiting for requests.

@@ -21,11 +21,14 @@ from typing import Any, NamedTuple
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks import report
+from benchmarks import ceiling as machine
+from benchmarks import report, shapes
 from benchmarks.harness import client, engines, profile, traffic
 from benchmarks.harness.turns import Served, Servers
 from benchmarks.load import wl1, wl2
 from benchmarks.rivals import workloads as rivals
+from benchmarks.step_profile.steps import arithmetic
+from sgl_prefill.examples import demo_model
 
 QUICK_REQUESTS = 8
 # The same engine before it had a kernel, and as it is.
@@ -83,7 +86,9 @@ def load(quick: bool) -> dict[str, Any]:
     """Workloads of other benchmarks, all at once, on a server of each engine."""
     rows: list[dict[str, Any]] = []
     commands: dict[str, str] = {}
+    ceiling = machine.matrix_product_flop_per_s()
     for name, work in WORKS.items():
+        config = shapes.config(work.served.model) if work.served.model else demo_config()
         dues = work.requests(QUICK_REQUESTS if quick else work.n_requests)
         rivals_of_it = [engines.stock(work.policy).on(one) for one in (engines.NEW_KERNEL, engines.AS_SHIPPED)]
         every = [engines.OURS, *rivals_of_it, *work.more, engines.VLLM]
@@ -91,9 +96,24 @@ def load(quick: bool) -> dict[str, Any]:
             with tempfile.TemporaryDirectory() as trace, Servers(work.served, 1) as servers:
                 server = servers.of(with_profiler(engine, trace))
                 commands[f"{name}: {engine.name}"] = server.command
-                rows.append({"work": name, "engine": engine.name, **measure(dues, server, Path(trace))})
+                found, outcomes = measure(dues, server, Path(trace))
+                rows.append({"work": name, "engine": engine.name, **found, **least_ms(config, outcomes, ceiling)})
             print(rows[-1], file=sys.stderr)
-    return report.part(rows, [], commands=commands)
+    return report.part(rows, [], commands=commands, ceiling_flop_per_s=ceiling)
+
+
+def demo_config() -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((demo_model.ensure() / "config.json").read_text())
+    return config
+
+
+def least_ms(config: dict[str, Any], outcomes: Sequence[client.Outcome], flop_per_s: float) -> dict[str, float]:
+    """Of a request: the tokens that were computed, and how long their products and attention take at this machine's rate."""
+    new = [one.prompt_tokens - one.cached_tokens for one in outcomes]
+    n_pairs = sum(n * one.cached_tokens + n * (n + 1) // 2 for n, one in zip(new, outcomes, strict=True))
+    flop = sum(arithmetic(config, len(outcomes), sum(new), n_pairs).values())
+    ms = 1000 * flop / flop_per_s / len(outcomes)
+    return {"computed tokens": round(sum(new) / len(new), 1), "arithmetic, ms": round(ms, 2)}
 
 
 def with_profiler(engine: engines.Engine, folder: str) -> engines.Engine:
@@ -157,16 +177,18 @@ def targets_of(steps: list[dict[str, Any]]) -> list[report.Target]:
     return targets
 
 
-def measure(dues: Sequence[client.Due], server: engines.Running, folder: Path) -> dict[str, Any]:
+def measure(
+    dues: Sequence[client.Due], server: engines.Running, folder: Path
+) -> tuple[dict[str, Any], list[client.Outcome]]:
     """Milliseconds a request: of the whole and of each process without the profiler, of groups of operators with it."""
 
-    def send() -> None:
-        client.run(server.url, dues, "profiled", server.dialect)
+    def send() -> list[client.Outcome]:
+        return client.run(server.url, dues, "profiled", server.dialect)
 
     client.run(server.url, [client.Due(0.0, [1000] * 500, dues[0].label_ids)], "warm-up", server.dialect)
     server.flush_cache()
     before, started = profile.cpu_seconds(server), time.perf_counter()
-    send()
+    outcomes = send()
     seconds = time.perf_counter() - started
     after = profile.cpu_seconds(server)
     server.flush_cache()
@@ -175,12 +197,13 @@ def measure(dues: Sequence[client.Due], server: engines.Running, folder: Path) -
     def each_ms(total_s: float) -> float:
         return round(1000 * total_s / len(dues), 2)
 
-    return {
+    found = {
         "requests": len(dues),
         "request_ms": each_ms(seconds),
         **{f"{role}, CPU ms": each_ms(after[role] - before[role]) for role in after},
         **{f"{group}, ms": each_ms(spent) for group, spent in operators.items()},
     }
+    return found, outcomes
 
 
 PARTS = {"steps": steps, "load": load}

@@ -131,21 +131,36 @@ def measure(scheduler: InProcessScheduler, step: Step, n_steps: int) -> dict[str
 
 
 def work(scheduler: InProcessScheduler, step: Step) -> dict[str, int]:
-    """Floating-point operations of a step's matrix products and attention, and the bytes of weights that it reads."""
-    config = scheduler.scheduler.tp_worker.model_config.hf_config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    of_layer = config.hidden_size * (2 * heads + 2 * kv_heads) * head_dim
-    of_layer += 3 * config.hidden_size * config.intermediate_size
-    of_head = config.hidden_size * config.vocab_size
-    n_layers, n_own = config.num_hidden_layers, step.n_requests * step.own_tokens
-    n_pairs = n_own * step.cached_tokens + step.n_requests * step.own_tokens * (step.own_tokens + 1) // 2
-    bytes_each = 2 if shapes.DTYPE == "bfloat16" else 4
-    return {
-        "linear_flop": 2 * (n_layers * of_layer * n_own + of_head * step.n_requests),
-        "attention_flop": 4 * n_layers * heads * head_dim * n_pairs,
-        "weight_bytes": bytes_each * (n_layers * of_layer + of_head),
-    }
+    """Of one step: see `arithmetic`; and the bytes of weights that it reads."""
+    config = scheduler.scheduler.tp_worker.model_config.hf_config.to_dict()
+    found = arithmetic(config, step.n_requests, step.n_requests * step.own_tokens, step.n_requests * pairs(step))
+    return {**found, "weight_bytes": (2 if shapes.DTYPE == "bfloat16" else 4) * weights(config)}
+
+
+def pairs(step: Step) -> int:
+    return step.own_tokens * step.cached_tokens + step.own_tokens * (step.own_tokens + 1) // 2
+
+
+def arithmetic(config: dict[str, Any], n_requests: int, n_new_tokens: int, n_pairs: int) -> dict[str, int]:
+    """Floating-point operations of matrix products and of attention.
+
+    Args:
+        config: of a Llama.
+        n_pairs: of a query and a key that it attends to, over all requests.
+    """
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    head_dim = config.get("head_dim") or hidden // heads
+    of_head = hidden * config["vocab_size"]
+    linear = 2 * ((weights(config) - of_head) * n_new_tokens + of_head * n_requests)
+    return {"linear_flop": linear, "attention_flop": 4 * config["num_hidden_layers"] * heads * head_dim * n_pairs}
+
+
+def weights(config: dict[str, Any]) -> int:
+    """Elements of all matrices, the one of the logits once."""
+    heads, kv_heads, hidden = config["num_attention_heads"], config["num_key_value_heads"], config["hidden_size"]
+    head_dim = config.get("head_dim") or hidden // heads
+    of_layer = hidden * (2 * heads + 2 * kv_heads) * head_dim + 3 * hidden * config["intermediate_size"]
+    return int(config["num_hidden_layers"] * of_layer + hidden * config["vocab_size"])
 
 
 def ceiling() -> dict[str, float]:
