@@ -332,7 +332,7 @@ PREFILL_ONLY = (
         "dropping KV alone: 1.6 times the input",
         ("mil",),
         lambda results: judged(
-            Value("KV evicted / kept", longest(results, "ours, eviction only", "ours, neither"), 1.6), how="forecast"
+            Value("KV evicted / kept", longest(results, "ours, eviction only", "ours, neither"), 1.6)
         ),
     ),
     Claim(

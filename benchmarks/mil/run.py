@@ -1,6 +1,6 @@
 """How long an input can each engine serve in 256 MiB beyond the weights? On a GPU: in the memory of the paper's devices?
 
-    python benchmarks/mil/run.py [--quick] [--json PATH]
+    python benchmarks/mil/run.py [--quick] [--json PATH]       # BENCH_ENGINES="ours;ours, neither": these alone
 
 Stock SGLang, chunked and unchunked; our engine, whole and without one or both of its techniques; vLLM. See the README.
 """
@@ -33,6 +33,7 @@ from sgl_prefill.entry import local_server
 from sgl_prefill.errors import ServerStartError
 
 BUDGET_BYTES = 256 << 20
+ABLATION_BYTES = 1 << 30  # beyond the weights: more than what is measured
 MODELS = (shapes.DEVICE_MODEL,) if shapes.HAS_CUDA else ("llama-3.1-8b-quarter", "llama-3.3-70b-quarter")
 # The paper's devices for these models: L4, A100 40 GB, H100 80 GB (its Table 2).
 DEVICE_GIB = {"llama-3.1-8b": 24, "qwen-32b-fp8": 40, "llama-3.3-70b-fp8": 80}
@@ -53,9 +54,7 @@ CLOSE_ENOUGH = 0.05  # of the budget, from above or below; equal lengths on two 
 MAX_SEARCH_STEPS = 5
 LARGEST_STEP = 3.0  # from one length to the next: memory is not quite linear
 QUICK_TOKENS = 1000
-# The input of an ablation is watched for as long as this; then its memory has repeated layer by layer for a while. What the
-# product serves is waited for to its end.
-WATCH_S = 120.0
+WATCH_S = 120.0  # an input on a device
 ANSWER_S = 3600.0
 PRODUCT = "ours"  # no flag: both techniques, and the chunk size that is measured at start
 # Bfloat16, in one pass and in chunks, of 32 layers. With weights as large as those of the other benchmarks, of 4 layers, bfloat16
@@ -96,6 +95,8 @@ def main() -> int:
     kept = Kept(arguments.json, f"{conditions['commit']}, {conditions['command']}")  # a run takes most of an hour
     rows: list[dict[str, Any]] = []
     failed: list[dict[str, str]] = []
+    asked = [name for name in os.environ.get("BENCH_ENGINES", "").split(";") if name]
+    before = json.loads(arguments.json.read_text())["rows"] if asked and arguments.json is not None else []
     try:
         for model in MODELS[: 1 if arguments.quick else None]:
             for engine in rivals_and_ours():
@@ -104,6 +105,9 @@ def main() -> int:
                 if is_ablation and (arguments.quick or shapes.HAS_CUDA or model != MODELS[0]):
                     continue
                 name, started = f"{model}, {engine.name}", time.monotonic()
+                if asked and engine.name not in asked:
+                    rows += [row for row in before if (row["model"], row["engine"]) == (model, engine.name)]
+                    continue
                 if engine.python_variable is not None and not os.environ.get(engine.python_variable):
                     failed.append({"engine": engine.name, "failed": f"{engine.python_variable} names no environment"})
                     continue
@@ -111,7 +115,7 @@ def main() -> int:
                     kept[name] = (
                         measure_on_device(model, engine) if shapes.HAS_CUDA else measure(model, engine, arguments.quick)
                     )
-                rows.append({"model": model, "engine": engine.name, **kept[name]})
+                rows.append({"model": model, "engine": engine.name, "commit": conditions["commit"], **kept[name]})
                 print(f"{json.dumps(rows[-1])}\n{time.monotonic() - started:.0f} s", file=sys.stderr)
     except SystemExit:  # `timeout`: what there is, where there is no result yet
         if arguments.json is not None and not arguments.json.exists():
@@ -158,18 +162,21 @@ def measure(model: str, engine: engines.Engine, is_quick: bool) -> dict[str, Any
         # Its answers are compared; the other model's weights are too large to be written here.
         if is_checked := model == MODELS[0] and engine.name == PRODUCT:
             shapes.write_weights(folder, INITIALIZER_RANGE)
-        if engine.is_ours:
-            budget = ["--memory-budget-gb", f"{(weight_bytes(model) + BUDGET_BYTES) / 2**30:.5f}"]
+        if engine.name == PRODUCT:
+            budget = memory_budget(model, BUDGET_BYTES)
             predicted, how = ask_mil(engine, folder, budget)
             length = min(QUICK_TOKENS, predicted) if is_quick else predicted
-            limit_s = ANSWER_S if engine.name == PRODUCT else WATCH_S
-            served = serve(engine, folder, [*budget, "--max-input-length", str(length)], length, limit_s)
+            served = serve(engine, folder, [*budget, "--max-input-length", str(length)], length, ANSWER_S)
             if is_checked and served["answered"]:
                 served["difference"] = difference_from_stock(folder, length, served["logprobs"])
         else:
-            tries = search_rival(engine, folder, MAX_SEARCH_STEPS if not is_quick else 0)
+            tries = search(engine, folder, model, MAX_SEARCH_STEPS if not is_quick else 0)
             predicted, how, served = longest_within(tries), {"tries": tries}, tries[-1]
     return {"longest_input_tokens": predicted, "how": how, "served": served}
+
+
+def memory_budget(model: str, beyond_weights_bytes: int) -> list[str]:
+    return ["--memory-budget-gb", f"{(weight_bytes(model) + beyond_weights_bytes) / 2**30:.5f}"]
 
 
 def difference_from_stock(folder: Path, n_tokens: int, logprobs: list[float]) -> float:
@@ -268,21 +275,20 @@ def pool_tokens(server: local_server.LocalServer) -> int:
     return int(min(info["max_total_num_tokens"], info.get("context_length") or DEVICE_POSITIONS)) - MARGIN_TOKENS
 
 
-def search_rival(engine: engines.Engine, folder: Path, max_steps: int) -> list[dict[str, Any]]:
+def search(engine: engines.Engine, folder: Path, model: str, max_steps: int) -> list[dict[str, Any]]:
     """Serve longer and longer inputs: each next length is where the line through the last two meets the budget.
 
-    Each on a server of its own, since the memory of a longer input stays with its process. vLLM takes its memory at start, for as
-    many tokens as it is told: there the growth is from a server for a short input to one for this length.
+    Each on a server of its own, since the memory of a longer input stays with its process. vLLM takes its memory at start, and
+    ours runs a prompt then: with them the growth is from a server for a short input to one for this length.
     """
-    is_vllm = engine.dialect == client.VLLM
+    takes_at_start = engine.dialect == client.VLLM or engine.is_ours
     small_bytes = None
-    if is_vllm:
-        with running(engine, folder, vllm_memory(SHORT_TOKENS)) as server:
+    if takes_at_start:
+        with running(engine, folder, memory_of(engine, model, SHORT_TOKENS)) as server:
             small_bytes = process_memory.resident_bytes(process_memory.scheduler_pid(server.process.pid))
 
     def serve_one(n_tokens: int) -> dict[str, Any]:
-        memory = vllm_memory(n_tokens) if is_vllm else STOCK_MEMORY
-        return serve(engine, folder, memory, n_tokens, baseline_bytes=small_bytes)
+        return serve(engine, folder, memory_of(engine, model, n_tokens), n_tokens, baseline_bytes=small_bytes)
 
     tries = [{"tokens": 0, "peak_mib": 0.0}, serve_one(FIRST_TOKENS)]
     while len(tries) < 2 + max_steps and abs(share_of_budget(tries[-1]) - 1) > CLOSE_ENOUGH:
@@ -290,8 +296,13 @@ def search_rival(engine: engines.Engine, folder: Path, max_steps: int) -> list[d
     return tries
 
 
-def vllm_memory(n_tokens: int) -> list[str]:
-    """Flags for a prompt of that length and the token that it is asked for; one block is never used."""
+def memory_of(engine: engines.Engine, model: str, n_tokens: int) -> list[str]:
+    """Flags that leave more memory than the budget, and to vLLM, which would fill it, what such a prompt and the token that it is
+    asked for need; one block is never used."""
+    if engine.is_ours:
+        return [*memory_budget(model, ABLATION_BYTES), "--max-input-length", str(n_tokens)]
+    if engine.dialect != client.VLLM:
+        return STOCK_MEMORY
     n_blocks = -(-(n_tokens + 1) // turns.VLLM_BLOCK_TOKENS) + 1
     return ["--max-model-len", str(n_tokens + 1), "--num-gpu-blocks-override", str(n_blocks)]
 

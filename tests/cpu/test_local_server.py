@@ -25,3 +25,11 @@ def test_a_server_that_is_not_up_yet_ends_with_its_caller(tmp_path: Path) -> Non
         )
     assert seen
     assert not any(process.is_running() for process in seen)
+
+
+def test_a_free_port_is_none_that_a_connection_could_get() -> None:
+    """A server that was told a port from the system's own range found it taken by a connection of another process."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = {local_server.free_port() for _ in range(50)}
+    assert 1024 < min(ports) <= max(ports) < first
+    assert len(ports) > 40
