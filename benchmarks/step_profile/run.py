@@ -1,12 +1,13 @@
 """What does a step cost with and without the native kernel, and where does the time of a request go, here and in its rivals?
 
-    python benchmarks/step_profile/run.py [--quick] [--json PATH]       # BENCH_PARTS="load": this part alone
+    python benchmarks/step_profile/run.py [--quick] [--json PATH]       # BENCH_PARTS="steps guard": these alone
 
 See the README beside this file.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import statistics
@@ -57,7 +58,7 @@ class Work(NamedTuple):
 WL1_POLICY = "dfs-weight"
 WORKS = {
     "reranking": Work(rivals.RERANKING, rivals.reranking, 60, "shortest-prefill-first"),
-    "guard": Work(rivals.GUARD, rivals.guard, 60, "fcfs"),
+    "guard": Work(rivals.GUARD, rivals.guard, 60, "lpm"),
     "mixed": Work(rivals.MIXED, rivals.mixed, 40, "fcfs"),
     "WL1": Work(
         wl1.SERVED,
@@ -82,23 +83,22 @@ def steps(quick: bool) -> dict[str, Any]:
     return report.part(rows, targets_of(medians), steps=medians, ceiling=ceiling)
 
 
-def load(quick: bool) -> dict[str, Any]:
-    """Workloads of other benchmarks, all at once, on a server of each engine."""
+def load(name: str, quick: bool) -> dict[str, Any]:
+    """A workload of another benchmark, all at once, on a server of each engine."""
+    work = WORKS[name]
+    config = shapes.config(work.served.model) if work.served.model else demo_config()
+    dues = work.requests(QUICK_REQUESTS if quick else work.n_requests)
+    stock = [engines.stock(work.policy).on(one) for one in (engines.NEW_KERNEL, engines.AS_SHIPPED)]
+    ceiling = machine.matrix_product_flop_per_s()
     rows: list[dict[str, Any]] = []
     commands: dict[str, str] = {}
-    ceiling = machine.matrix_product_flop_per_s()
-    for name, work in WORKS.items():
-        config = shapes.config(work.served.model) if work.served.model else demo_config()
-        dues = work.requests(QUICK_REQUESTS if quick else work.n_requests)
-        rivals_of_it = [engines.stock(work.policy).on(one) for one in (engines.NEW_KERNEL, engines.AS_SHIPPED)]
-        every = [engines.OURS, *rivals_of_it, *work.more, engines.VLLM]
-        for engine in every[:1] if quick else every:
-            with tempfile.TemporaryDirectory() as trace, Servers(work.served, 1) as servers:
-                server = servers.of(with_profiler(engine, trace))
-                commands[f"{name}: {engine.name}"] = server.command
-                found, outcomes = measure(dues, server, Path(trace))
-                rows.append({"work": name, "engine": engine.name, **found, **least_ms(config, outcomes, ceiling)})
-            print(rows[-1], file=sys.stderr)
+    for engine in (engines.OURS,) if quick else (engines.OURS, *stock, *work.more, engines.VLLM):
+        with tempfile.TemporaryDirectory() as trace, Servers(work.served, 1) as servers:
+            server = servers.of(with_profiler(engine, trace))
+            commands[engine.name] = server.command
+            found, outcomes = measure(dues, server, Path(trace))
+            rows.append({"engine": engine.name, **found, **least_ms(config, outcomes, ceiling)})
+        print(rows[-1], file=sys.stderr)
     return report.part(rows, [], commands=commands, ceiling_flop_per_s=ceiling)
 
 
@@ -206,7 +206,10 @@ def measure(
     return found, outcomes
 
 
-PARTS = {"steps": steps, "load": load}
+PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
+    "steps": steps,
+    **{name: functools.partial(load, name) for name in WORKS},
+}
 
 if __name__ == "__main__":
     sys.exit(report.in_parts(__doc__, Path(__file__), PARTS))
