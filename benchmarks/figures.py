@@ -23,7 +23,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 HERE = Path(__file__).parent
 Result = dict[str, Any]
-# One colour for one engine in every picture, for others than ours by the end of its name; dark enough for print.
+# One colour for one engine in every picture, for others than ours by a part of its name; dark enough for print.
 COLOURS = {
     "ours, --paper": "#56b4e9",
     "ours": "#0072b2",
@@ -49,7 +49,7 @@ def colour_of(engine: str, place: int) -> str:
     """place: of the engine among those of the picture, which tells those without a colour of their own apart."""
     if engine.startswith("ours"):
         return COLOURS["ours, --paper" if "--paper" in engine else "ours"]
-    return next((colour for name, colour in COLOURS.items() if engine.endswith(name)), OTHERS[place % len(OTHERS)])
+    return next((colour for name, colour in COLOURS.items() if name in engine), OTHERS[place % len(OTHERS)])
 
 
 def label_of(engine: str) -> str:
@@ -118,8 +118,8 @@ def draw_mil(figure: Any, result: Result) -> None:
     axes = figure.subplots()
     names = [f"{row['engine']}\n{row['model']}" for row in result["rows"]]
     lengths = [row["longest_input_tokens"] or 0 for row in result["rows"]]
-    by_beginning = {"ours": COLOURS["ours"], "stock": COLOURS["new kernel"], "vLLM": COLOURS["vLLM 0.32"]}
-    colours = [by_beginning.get(row["engine"].split(",")[0].split()[0], OTHERS[0]) for row in result["rows"]]
+    attends = ["new kernel" if row["engine"].startswith("stock") else row["engine"] for row in result["rows"]]
+    colours = [colour_of(name, place) for place, name in enumerate(attends)]
     axes.barh(names, lengths, color=colours)
     for place, (row, length) in enumerate(zip(result["rows"], lengths, strict=True)):
         shown = "out of memory" if row["longest_input_tokens"] is None else f"{length:,}"

@@ -96,6 +96,8 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     failed: list[dict[str, str]] = []
     asked = [name for name in os.environ.get("BENCH_ENGINES", "").split(";") if name]
+    if unknown := set(asked) - {engine.name for engine in rivals_and_ours()}:
+        raise report.InvalidRunError(f"BENCH_ENGINES names {unknown}: see rivals_and_ours")
     before = json.loads(arguments.json.read_text())["rows"] if asked and arguments.json is not None else []
     try:
         for model in MODELS[: 1 if arguments.quick else None]:

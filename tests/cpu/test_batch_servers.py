@@ -127,9 +127,20 @@ def failing(times: int, how: Callable[[], web.Response]) -> Behaviour:
     return behave
 
 
+class NoHttp(web.Response):
+    """Bytes that are no HTTP, then the end of the connection."""
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        assert request.transport is not None
+        request.transport.write(b"no HTTP at all\r\n\r\n")
+        request.transport.close()
+        raise ConnectionResetError
+
+
 @pytest.mark.parametrize(
     "how",
     [
+        NoHttp,
         lambda: web.Response(status=429),
         lambda: web.Response(status=500, text="oops"),
         lambda: web.Response(status=200, text='{"cut'),
