@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks import report, shapes
 from benchmarks.harness import engines, traffic
-from benchmarks.harness.client import Due
+from benchmarks.harness.client import Due, Figures
 from benchmarks.harness.compare import SATURATION, Comparison, Rate, Run
 from benchmarks.harness.turns import FIRST_TURN, MANY, Contest, Served, of_reference
 from benchmarks.load import curves
@@ -28,8 +28,9 @@ TURNS_S, QUICK_TURNS_S = 1.0 if shapes.HAS_CUDA else 25.0, 1.0
 TIMES = (1.0, 1.3, 2.0, 4.0) if shapes.HAS_CUDA else (1.0, 1.3, 1.7, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 10.0, 15.0, 20.0)
 QUICK_TIMES = (1.0,)
 POLICIES = [engines.stock(name) for name in ("dfs-weight", "lpm", "fcfs", "shortest-prefill-first")]
-# What the papers' engines schedule with, which is never the best here: for the curves.
-FCFS = engines.stock("fcfs").on(engines.REFERENCES[-1])
+# Of all policies the one with the lowest latency at a load that it can serve; another may serve more all at once.
+STEADY = engines.stock("dfs-weight")
+FCFS = engines.stock("fcfs").on(engines.REFERENCES[-1])  # what the papers' engines schedule with: for the curves
 RIVALS = () if shapes.HAS_CUDA else (engines.VLLM,)
 # Of each rival, on two cores.
 AT_LEAST = {
@@ -71,37 +72,45 @@ def load(quick: bool) -> dict[str, Any]:
     with compared(quick) as comparison:
         first = comparison.take_turns(contest, [SATURATION], lambda one: -one.requests_per_s)
         at_once = {engine: runs[0] for engine, runs in first.items()}
-        per_s = {engine: figures.requests_per_s for engine, figures in at_once.items()}
-        comparison.conditions["x_requests_per_s"] = per_s[engines.OURS]
+        comparison.conditions["x_requests_per_s"] = ours_per_s = at_once[engines.OURS].requests_per_s
+        rivals = [STEADY.on(one) for one in contest.references]
+        steady = {one: at_once.get(one) or _once(comparison, one) for one in rivals}
         if not quick:
-            shown = {one: figures for one, figures in at_once.items() if one.reference != engines.PYTORCH_PATH}
-            (fcfs,) = comparison.measure(FCFS, [SATURATION], FIRST_TURN)
-            curves.measure(comparison, {FCFS: fcfs.figures, **shown})
+            shown = {one: figures for one, figures in steady.items() if one.reference != engines.PYTORCH_PATH}
+            shown |= {one: figures for one, figures in at_once.items() if one.reference in (None, FCFS.reference)}
+            curves.measure(comparison, {**shown, FCFS: _once(comparison, FCFS)})
         capacities = [
             curves.carried(
                 comparison,
                 engines.OURS,
                 rival,
-                (at_once[engines.OURS], at_once[rival]),
+                (at_once[engines.OURS], figures),
                 QUICK_TIMES if quick else TIMES,
                 QUICK_TURNS_S if quick else TURNS_S,
             )
-            for rival in at_once
-            if not rival.is_ours
+            for rival, figures in {**steady, **{one: at_once[one] for one in RIVALS if one in at_once}}.items()
         ]
-    targets = [target for row in capacities for target in _against(row, per_s[engines.OURS])]
+    at_least = report.Target.at_least
+    targets = [  # a load that was not held at all counts as 0
+        at_least(f"WL1, load carried at equal mean and P99, ours / {name}", row["times"] or 0.0, _wanted(name))
+        for row in capacities
+        for name in (str(row["rival"]),)
+    ]
+    targets += [
+        at_least(f"WL1, all at once: requests a second, ours / {name}", ours_per_s / per_s, _wanted(name))
+        for name, per_s in ((one.name, figures.requests_per_s) for one, figures in at_once.items() if not one.is_ours)
+    ]
     return comparison.part(targets, capacities=capacities)
 
 
-def _against(row: dict[str, Any], ours_per_s: float) -> list[report.Target]:
-    """A load that was not held at all counts as 0."""
-    rival = row["rival"]
-    least = next(value for name, value in AT_LEAST.items() if rival == name or rival.endswith(f", {name}"))
-    ratio = ours_per_s / row["rival_per_s"]
-    return [
-        report.Target.at_least(f"WL1, load carried at equal mean and P99, ours / {rival}", row["times"] or 0.0, least),
-        report.Target.at_least(f"WL1, all at once: requests a second, ours / {rival}", ratio, least),
-    ]
+def _once(comparison: Comparison, engine: engines.Engine) -> Figures:
+    """All at once."""
+    (run,) = comparison.measure(engine, [SATURATION], FIRST_TURN)
+    return run.figures
+
+
+def _wanted(rival: str) -> float:
+    return next(value for name, value in AT_LEAST.items() if rival == name or rival.endswith(f", {name}"))
 
 
 def bursts(quick: bool) -> dict[str, Any]:

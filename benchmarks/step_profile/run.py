@@ -55,7 +55,7 @@ class Work(NamedTuple):
     more: Sequence[engines.Engine] = ()
 
 
-WL1_POLICY = "dfs-weight"
+WL1_POLICY = "shortest-prefill-first"
 WORKS = {
     "reranking": Work(rivals.RERANKING, rivals.reranking, 60, "shortest-prefill-first"),
     "guard": Work(rivals.GUARD, rivals.guard, 60, "lpm"),
