@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import report, shapes
@@ -73,8 +74,7 @@ def load(quick: bool) -> dict[str, Any]:
         first = comparison.take_turns(contest, [SATURATION], lambda one: -one.requests_per_s)
         at_once = {engine: runs[0] for engine, runs in first.items()}
         comparison.conditions["x_requests_per_s"] = ours_per_s = at_once[engines.OURS].requests_per_s
-        rivals = [STEADY.on(one) for one in contest.references]
-        steady = {one: at_once.get(one) or _once(comparison, one) for one in rivals}
+        steady = {one: at_once.get(one) or _once(comparison, one) for one in map(STEADY.on, contest.references)}
         if not quick:
             shown = {one: figures for one, figures in steady.items() if one.reference != engines.PYTORCH_PATH}
             shown |= {one: figures for one, figures in at_once.items() if one.reference in (None, FCFS.reference)}
@@ -90,17 +90,23 @@ def load(quick: bool) -> dict[str, Any]:
             )
             for rival, figures in {**steady, **{one: at_once[one] for one in RIVALS if one in at_once}}.items()
         ]
-    at_least = report.Target.at_least
-    targets = [  # a load that was not held at all counts as 0
-        at_least(f"WL1, load carried at equal mean and P99, ours / {name}", row["times"] or 0.0, _wanted(name))
-        for row in capacities
-        for name in (str(row["rival"]),)
-    ]
-    targets += [
-        at_least(f"WL1, all at once: requests a second, ours / {name}", ours_per_s / per_s, _wanted(name))
-        for name, per_s in ((one.name, figures.requests_per_s) for one, figures in at_once.items() if not one.is_ours)
-    ]
+    rivals = {one: figures.requests_per_s for one, figures in {**steady, **at_once}.items() if not one.is_ours}
+    fastest = {one.reference: one for one in sorted(rivals, key=rivals.__getitem__)}
+    targets = targets_of(ours_per_s, {one.name: rivals[one] for one in fastest.values()}, capacities)
     return comparison.part(targets, capacities=capacities)
+
+
+def targets_of(
+    ours_per_s: float, fastest: Mapping[str, float], capacities: Sequence[Mapping[str, str | float | None]]
+) -> list[report.Target]:
+    """fastest: of each reference, its requests a second all at once."""
+    loads = {str(row["rival"]): float(row["times"] or 0.0) for row in capacities}  # 0: not held at all
+    speeds = {rival: ours_per_s / per_s for rival, per_s in fastest.items()}
+    return [
+        report.Target.at_least(f"WL1, {what}, ours / {rival}", ratio, _wanted(rival))
+        for what, ratios in (("load carried at equal mean and P99", loads), ("all at once: requests a second", speeds))
+        for rival, ratio in ratios.items()
+    ]
 
 
 def _once(comparison: Comparison, engine: engines.Engine) -> Figures:
