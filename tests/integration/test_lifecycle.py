@@ -6,9 +6,10 @@ import contextlib
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,6 +43,7 @@ SERVES = {
     "two keys": [*TWO_KEYS, "--log-level", "debug"],  # which prints SGLang's arguments, keys among them
     "drains": [],
     "detokenizer dies": [],
+    "prefork dies": [],
     "scheduler dies": ["--allow-generation", "--admin-api-key", "admin"],
 }
 FAILS = {
@@ -252,9 +254,26 @@ def test_a_dead_scheduler_takes_the_launcher_down_with_a_failure(servers: dict[s
         generated = server.post("/v1/completions", body)
         assert generated.json()["usage"]["completion_tokens"] == 3, "--allow-generation decodes"
         assert_rights(server, normal=set(KEYS), of_administrators={"admin"})
-        children = psutil.Process(server.process.pid).children(recursive=True)
-        (scheduler,) = [child for child in children if "sglang::scheduler" in " ".join(child.cmdline())]
-        scheduler.kill()
-        assert server.process.wait(timeout=60) != 0
-        _, alive = psutil.wait_procs(children, timeout=30)
-        assert alive == []
+        dies_under_load(server, "scheduler", signal.SIGKILL)
+
+
+def test_where_the_process_that_starts_schedulers_ends_so_does_the_server(servers: dict[str, LocalServer]) -> None:
+    with healthy(servers["prefork dies"]) as server:
+        dies_under_load(server, "prefork", signal.SIGTERM)
+
+
+def dies_under_load(server: Server, name: str, by: signal.Signals) -> None:
+    """Ends a process of a server during a step: each client hears of it, the launcher fails, and no process is left."""
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    (process,) = [child for child in children if name in child.cmdline()[0]]
+    with ThreadPoolExecutor(40) as clients:
+        waiting = [clients.submit(ask, server, number) for number in range(40)]
+        wait(waiting, return_when=FIRST_COMPLETED)
+        process.send_signal(by)
+        failures = [one.exception() for one in waiting]
+    refused = [one.result().status_code for one in waiting if one.exception() is None]
+    assert len(refused) < 40 or set(refused) != {200}, "no client waited"
+    assert all(isinstance(one, requests.ConnectionError) for one in failures if one is not None)
+    assert server.process.wait(timeout=60) > 0
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert alive == []
