@@ -84,12 +84,12 @@ def _label_axes(axes: Any) -> None:
 
 
 def _plot(axes: Any, result: Result, name: str) -> None:
-    """A second policy of an engine is dashed, a third one dotted."""
+    """A second policy of an engine is dashed, others are dotted."""
     drawn: list[str] = []
     for place, (engine, rows) in enumerate(_curves(result).items()):
         loads, values = [row["offered_per_s"] for row in rows], [row[name] for row in rows]
         colour = colour_of(engine, place)
-        style = ("-", "--", ":")[drawn.count(colour)]
+        style = ("-", "--", ":")[min(drawn.count(colour), 2)]
         axes.plot(loads, values, marker="o", linestyle=style, color=colour, label=label_of(engine))
         drawn.append(colour)
     axes.grid(alpha=0.3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import report, shapes
@@ -74,11 +74,12 @@ def load(quick: bool) -> dict[str, Any]:
         first = comparison.take_turns(contest, [SATURATION], lambda one: -one.requests_per_s)
         at_once = {engine: runs[0] for engine, runs in first.items()}
         comparison.conditions["x_requests_per_s"] = ours_per_s = at_once[engines.OURS].requests_per_s
-        steady = {one: at_once.get(one) or _once(comparison, one) for one in map(STEADY.on, contest.references)}
+        steady = _once(comparison, map(STEADY.on, contest.references))
+        steady |= {one: at_once[one] for one in steady if one in at_once}
         if not quick:
             shown = {one: figures for one, figures in steady.items() if one.reference != engines.PYTORCH_PATH}
             shown |= {one: figures for one, figures in at_once.items() if one.reference in (None, FCFS.reference)}
-            curves.measure(comparison, {**shown, FCFS: _once(comparison, FCFS)})
+            curves.measure(comparison, shown | _once(comparison, [FCFS]))
         capacities = [
             curves.carried(
                 comparison,
@@ -109,10 +110,10 @@ def targets_of(
     ]
 
 
-def _once(comparison: Comparison, engine: engines.Engine) -> Figures:
-    """All at once."""
-    (run,) = comparison.measure(engine, [SATURATION], FIRST_TURN)
-    return run.figures
+def _once(comparison: Comparison, rivals: Iterable[engines.Engine]) -> dict[engines.Engine, Figures]:
+    """All at once, without engines that fail."""
+    found = {one: comparison.measure_rival(one, [SATURATION], FIRST_TURN) for one in rivals}
+    return {one: runs[0].figures for one, runs in found.items() if runs}
 
 
 def _wanted(rival: str) -> float:

@@ -254,18 +254,18 @@ def test_a_dead_scheduler_takes_the_launcher_down_with_a_failure(servers: dict[s
         generated = server.post("/v1/completions", body)
         assert generated.json()["usage"]["completion_tokens"] == 3, "--allow-generation decodes"
         assert_rights(server, normal=set(KEYS), of_administrators={"admin"})
-        dies_under_load(server, "scheduler", signal.SIGKILL)
+        dies_under_load(server, "sglang::scheduler", signal.SIGKILL)
 
 
 def test_where_the_process_that_starts_schedulers_ends_so_does_the_server(servers: dict[str, LocalServer]) -> None:
     with healthy(servers["prefork dies"]) as server:
-        dies_under_load(server, "prefork", signal.SIGTERM)
+        dies_under_load(server, "sgl_prefill::prefork", signal.SIGTERM)
 
 
 def dies_under_load(server: Server, name: str, by: signal.Signals) -> None:
     """Ends a process of a server during a step: each client hears of it, the launcher fails, and no process is left."""
     children = psutil.Process(server.process.pid).children(recursive=True)
-    (process,) = [child for child in children if name in child.cmdline()[0]]
+    (process,) = [child for child in children if name in " ".join(child.cmdline())]
     with ThreadPoolExecutor(40) as clients:
         waiting = [clients.submit(ask, server, number) for number in range(40)]
         wait(waiting, return_when=FIRST_COMPLETED)
