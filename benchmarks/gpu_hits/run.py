@@ -215,11 +215,11 @@ def medians(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def check_agreement(measured: dict[str, dict[str, Any]]) -> None:
     """Raises InvalidRunError where two engines answer one request differently."""
-    answers = [(name, row) for name, one in measured.items() for row in one["rows"]]
     first: dict[tuple[int, int], list[list[float]]] = {}
-    for name, row in answers:
-        expected = first.setdefault((row["suffix_tokens"], row["number"]), row["logprobs"])
-        client.check_agreement(row["logprobs"], expected, engines.MAX_LOGPROB_DIFFERENCE, name)
+    for name, one in measured.items():
+        expected = [first.setdefault((row["suffix_tokens"], row["number"]), row["logprobs"]) for row in one["rows"]]
+        answers = itertools.chain.from_iterable(row["logprobs"] for row in one["rows"])
+        client.check_agreement([*answers], [*itertools.chain(*expected)], engines.MAX_LOGPROB_DIFFERENCE, name)
 
 
 def targets_of(measured: dict[str, dict[str, Any]]) -> list[report.Target]:

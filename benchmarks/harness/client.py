@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import resource
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -107,11 +108,17 @@ def figures(outcomes: Sequence[Outcome]) -> Figures:
 def check_agreement(
     answers: Sequence[list[float]], others: Sequence[list[float]], max_difference: float, name: str
 ) -> None:
-    """Compares two engines' log-probabilities for the same prompts. Raises InvalidRunError naming the engine of `answers`."""
+    """Compares two engines' log-probabilities for the same prompts, one by one and, with a quarter of that limit, on average.
+
+    Raises InvalidRunError naming the engine of `answers`.
+    """
+    apart: list[float] = []
     for ours, theirs in zip(answers, others, strict=True):
-        # NaN is no agreement either.
-        if not all(abs(a - b) <= max_difference for a, b in zip(ours, theirs, strict=True)):
+        apart += [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+        if not all(one <= max_difference for one in apart[-len(ours) :]):  # NaN is no agreement either
             raise report.InvalidRunError(f"{name} disagrees with another engine: {ours} and {theirs}")
+    if apart and (mean := statistics.mean(apart)) > max_difference / 4:
+        raise report.InvalidRunError(f"{name} disagrees with another engine by {mean:.3f} on average")
 
 
 def told_apart(answers: Sequence[list[float]], max_difference: float) -> float:

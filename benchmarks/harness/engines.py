@@ -30,9 +30,9 @@ VLLM_PYTHON = "VLLM_CPU_PYTHON"
 # Names the Python of an environment with llama-cpp-python, fastapi and uvicorn.
 LLAMA_CPP_PYTHON = "LLAMA_CPP_PYTHON"
 END_S = 30
-# Rounding to bfloat16 alone moves the log-probabilities of models with random weights, in stock SGLang too. Each run also
+# In bfloat16 each engine may be 0.4 from float32 in one of some hundred log-probabilities (benchmarks/exactness). Each run also
 # reports the share of answers that this limit tells from another prompt's (`told_apart`).
-MAX_LOGPROB_DIFFERENCE = 0.5 if shapes.DTYPE == "bfloat16" else 0.01
+MAX_LOGPROB_DIFFERENCE = 1.0 if shapes.DTYPE == "bfloat16" else 0.01
 
 
 class Reference(NamedTuple):
@@ -114,9 +114,7 @@ PAPER = ours("ours, --paper", "--paper")  # exactly the paper's engine
 
 def transformers() -> Engine:
     """Hugging Face transformers with one prefix kept: what a user without an engine would write."""
-    # In bfloat16 it rounds the logits too: by up to 0.06 near 14, and what comes before them otherwise than our kernels.
-    allowed = 1.0 if shapes.DTYPE == "bfloat16" else MAX_LOGPROB_DIFFERENCE
-    return Engine("transformers", "benchmarks.harness.outsiders", ("transformers",), max_logprob_difference=allowed)
+    return Engine("transformers", "benchmarks.harness.outsiders", ("transformers",))
 
 
 def llama_cpp(gguf_file: Path) -> Engine:

@@ -30,11 +30,11 @@ OURS, RIVAL = engines.ours("ours"), engines.stock("fcfs")
 
 
 def right(first_token: int) -> list[float]:
-    return [-1.0 - first_token / 10_000, -2.0]
+    return [-1.0 - first_token / 1_000, -2.0]
 
 
 def wrong(first_token: int) -> list[float]:
-    return [-1.0 - first_token / 10_000, -2.7]
+    return [-1.0 - first_token / 1_000, -4.0]
 
 
 class FakeEngines:

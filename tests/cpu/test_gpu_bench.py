@@ -207,7 +207,7 @@ def test_a_setting_that_failed_costs_its_own_ratios_only(monkeypatch: pytest.Mon
 def test_engines_that_answer_one_hit_differently_are_not_compared() -> None:
     """NaN is no answer either."""
     row = {"suffix_tokens": 15, "number": 0}
-    agreed = {"a": {"rows": [{**row, "logprobs": [[-1.0]]}]}, "b": {"rows": [{**row, "logprobs": [[-1.005]]}]}}
+    agreed = {"a": {"rows": [{**row, "logprobs": [[-1.0]]}]}, "b": {"rows": [{**row, "logprobs": [[-1.002]]}]}}
     gpu_hits.check_agreement(agreed)
     agreed["b"]["rows"][0]["logprobs"] = [[float("nan")]]
     with pytest.raises(report.InvalidRunError, match="b disagrees"):

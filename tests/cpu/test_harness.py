@@ -156,11 +156,13 @@ def test_a_request_that_is_never_answered_fails_the_run(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("wrong", [-3.0, float("nan")])
 def test_engines_that_disagree_fail_the_run(wrong: float) -> None:
-    """The answers to the same prompts are compared one by one."""
+    """The answers to the same prompts are compared one by one, and their average distance with less."""
     right = [[-1.0, -2.0], [-0.5, -2.0]]
-    client.check_agreement([[-1.1, -2.0], [-0.5, -2.0]], right, 0.25, "second")
+    client.check_agreement([[-1.2, -2.0], [-0.5, -2.0]], right, 0.25, "second")
     with pytest.raises(report.InvalidRunError, match="third disagrees"):
         client.check_agreement([[-1.0, -2.0], [-0.5, wrong]], right, 0.25, "third")
+    with pytest.raises(report.InvalidRunError, match=r"fourth disagrees .* on average"):
+        client.check_agreement([[-1.2, -2.0], [-0.3, -2.0]], right, 0.25, "fourth")
 
 
 def test_how_many_wrong_answers_would_be_seen() -> None:
