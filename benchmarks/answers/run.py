@@ -1,4 +1,4 @@
-"""What do labels of any length cost, and what do calibration, reranking and stability do?
+"""What do labels of any length cost, and what do calibration and reranking do?
 
     python benchmarks/answers/run.py [--quick] [--json PATH]       # BENCH_PARTS="labels rerank": these alone
 
@@ -15,9 +15,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import report
-from benchmarks.answers import calibration, labels, rerank, stable
+from benchmarks.answers import calibration, labels, rerank
 
-PARTS = {one.__name__.rpartition(".")[2]: one.measure for one in (labels, calibration, rerank, stable)}
+PARTS = {one.__name__.rpartition(".")[2]: one.measure for one in (labels, calibration, rerank)}
 
 if __name__ == "__main__":
     sys.exit(report.in_parts(__doc__, Path(__file__), PARTS))
