@@ -217,9 +217,12 @@ def check_agreement(measured: dict[str, dict[str, Any]]) -> None:
     """Raises InvalidRunError where two engines answer one request differently."""
     first: dict[tuple[int, int], list[list[float]]] = {}
     for name, one in measured.items():
-        expected = [first.setdefault((row["suffix_tokens"], row["number"]), row["logprobs"]) for row in one["rows"]]
-        answers = itertools.chain.from_iterable(row["logprobs"] for row in one["rows"])
-        client.check_agreement([*answers], [*itertools.chain(*expected)], engines.MAX_LOGPROB_DIFFERENCE, name)
+        answers: list[list[float]] = []
+        expected: list[list[float]] = []
+        for row in one["rows"]:
+            answers += row["logprobs"]
+            expected += first.setdefault((row["suffix_tokens"], row["number"]), row["logprobs"])
+        client.check_agreement(answers, expected, engines.MAX_LOGPROB_DIFFERENCE, name)
 
 
 def targets_of(measured: dict[str, dict[str, Any]]) -> list[report.Target]:

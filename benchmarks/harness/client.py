@@ -114,9 +114,10 @@ def check_agreement(
     """
     apart: list[float] = []
     for ours, theirs in zip(answers, others, strict=True):
-        apart += [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
-        if not all(one <= max_difference for one in apart[-len(ours) :]):  # NaN is no agreement either
+        of_prompt = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+        if not all(one <= max_difference for one in of_prompt):  # NaN is no agreement either
             raise report.InvalidRunError(f"{name} disagrees with another engine: {ours} and {theirs}")
+        apart += of_prompt
     if apart and (mean := statistics.mean(apart)) > max_difference / 4:
         raise report.InvalidRunError(f"{name} disagrees with another engine by {mean:.3f} on average")
 
