@@ -161,11 +161,12 @@ def test_a_job_that_is_killed_goes_on_and_is_answered_as_by_a_server(
     flags = ["--calibrations", str(server.calibrations)]
     flags += ["-i", str(write(tmp_path / "in.jsonl", rows)), "-o", str(output), *engine_flags(demo_folder)]
     first = forked_main("sgl_prefill.batch.__main__", flags, tmp_path / "first.log")
-    while first.is_alive() and not (output.exists() and output.stat().st_size):
+    while first.is_alive() and not (output.exists() and b"\n" in output.read_bytes()):
         time.sleep(0.01)
     first.kill()
     first.join()
     before = output.read_bytes()
+    before = before[: before.rindex(b"\n") + 1]  # the kill may itself have come in the middle of a line
     n_before = before.count(b"\n")
     assert 0 < n_before < len(rows)
     output.write_bytes(before + b'{"id":"batch_req_1","custom')  # what a kill in the middle of a line leaves
