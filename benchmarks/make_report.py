@@ -41,7 +41,7 @@ HEADLINES = (
     Headline("two_commits", "a request: ms"),
 )
 NOT_MEASURED = (
-    "PrefillOnly: two cards, so TP2, PP2 and NVLink (Figs. 6 to 9, Table 2; two ranks on a CPU:"
+    "PrefillOnly: two cards, so TP2, PP2, their lead at low load and NVLink (Figs. 6 to 9, Table 2; two ranks on a CPU:"
     " [`tensor_parallel`](tensor_parallel/README.md)); one token against 256 (2.3).",
     "BatchLLM: MI200, 7B to 70B, 100 tokens out but in one row, the token-batching ablation, kernels of GPUs.",
     "Table 2 on the paper's cards: calculated. A GPU was lent for ten minutes (H200).",

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from benchmarks import report, shapes
 from sgl_prefill import calibrate
 from sgl_prefill.core.label_calibration import FROM_EXAMPLES, METHODS, Quality, quality
 from sgl_prefill.entry import local_server
+from sgl_prefill.examples import demo_model
 
 PACKAGE = "vaderSentiment==3.3.2"
 SDIST_SHA256 = "5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9"
@@ -39,7 +40,6 @@ N_OF_HALF, QUICK_N_OF_HALF = 500, 40
 DRAWS, QUICK_DRAWS = 2, 1  # of shots, for each skew
 SKEWS = (POSITIVE, NEGATIVE)  # the label of all shots but one
 NOTHING = ("N/A", "[MASK]", "")  # as in Zhao et al. 2021
-BATCH = 250
 N_SIMULATED = 200
 AT_LEAST = 2.0
 
@@ -131,61 +131,49 @@ def measure(quick: bool) -> dict[str, Any]:
 
 def fitted(url: str, task: Task, name: str, folder: Path) -> dict[str, dict[str, Any]]:
     """Writes a calibration of each method to one half of the reviews into the folder. Returns their JSON, by name."""
-    rows = [
-        {"label_scores": scores, "label": review.label}
-        for scores, review in zip(_label_scores(url, task, [one.text for one in task.fitted]), task.fitted, strict=True)
-    ]
+    of_examples = zip(_label_scores(url, task, [one.text for one in task.fitted]), task.fitted, strict=True)
+    rows = [{"label_scores": scores, "label": review.label} for scores, review in of_examples]
     nothing = [{"label_scores": scores, "content_free": True} for scores in _label_scores(url, task, NOTHING)]
     found = {}
     for method in METHODS:
         scored, output = folder.parent / "scored.jsonl", folder / f"{name}-{method}.json"
-        used = rows if method in FROM_EXAMPLES else nothing
-        scored.write_text("".join(json.dumps(row) + "\n" for row in used))
-        model = shapes.demo_flags()
-        path = model[model.index("--model-path") + 1]
-        calibrate.main([str(scored), "--method", method, "--output", str(output), "--model-path", path])
+        scored.write_text("".join(json.dumps(row) + "\n" for row in (rows if method in FROM_EXAMPLES else nothing)))
+        to_model = ["--output", str(output), "--model-path", str(demo_model.ensure())]
+        calibrate.main([str(scored), "--method", method, *to_model])
         found[output.stem] = json.loads(output.read_text())
     return found
 
 
-def rows_of(url: str, task: Task, made: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def rows_of(url: str, task: Task, made: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Measures each calibration on the half that it was not fitted to."""
-    rows = []
+    truth = [LABELS.index(review.label) for review in task.held_out]
     for name, fit in made.items():
-        raw, calibrated = [], []
-        for scores in _label_scores(url, task, [one.text for one in task.held_out], calibration=name):
-            raw.append([entry["probability"] for entry in scores["labels"]])
-            calibrated.append([entry["calibrated_probability"] for entry in scores["labels"]])
-        truth = [LABELS.index(review.label) for review in task.held_out]
-        rows.append(
-            {
-                "prompt": task.name,
-                "method": fit["method"],
-                "n_fitted": fit["n_examples"],
-                "n_held_out": len(truth),
-                "before": _shown(quality(raw, truth)),
-                "after": _shown(quality(calibrated, truth)),
-                "ece_if_calibrated": round(_floor(calibrated), 4),
-                "parameters": fit["calibration"],
-                # What the file says of the fitted half: cross-validated.
-                "told": fit["measured"] and fit["measured"]["after"]["expected_calibration_error"],
-            }
+        scores = _label_scores(url, task, [one.text for one in task.held_out], calibration=name)
+        raw, calibrated = (
+            [[entry[of] for entry in one["labels"]] for one in scores]
+            for of in ("probability", "calibrated_probability")
         )
-        print(rows[-1], file=sys.stderr)
-    return rows
+        yield {
+            "prompt": task.name,
+            "method": fit["method"],
+            "n_fitted": fit["n_examples"],
+            "n_held_out": len(truth),
+            "before": _shown(quality(raw, truth)),
+            "after": _shown(quality(calibrated, truth)),
+            "ece_if_calibrated": round(_floor(calibrated), 4),
+            "parameters": fit["calibration"],
+            # What the file says of the fitted half: cross-validated.
+            "told": fit["measured"] and fit["measured"]["after"]["expected_calibration_error"],
+        }
 
 
 def _label_scores(url: str, task: Task, texts: Sequence[str], **asked: str) -> list[dict[str, Any]]:
-    """Returns `label_scores` of each review."""
-    found = []
-    for start in range(0, len(texts), BATCH):
-        prompts = [task.prompt(text) for text in texts[start : start + BATCH]]
-        body = {"model": "demo", "prompt": prompts, "allowed_tokens": LABELS, **asked}
-        reply = requests.post(url + "/v1/completions", json=body, timeout=600)
-        if reply.status_code != 200:
-            raise report.InvalidRunError(f"/v1/completions failed with {reply.status_code}: {reply.text[:300]}")
-        found += [choice["label_scores"] for choice in reply.json()["choices"]]
-    return found
+    prompts = [task.prompt(text) for text in texts]
+    body = {"model": "demo", "prompt": prompts, "allowed_tokens": LABELS, **asked}
+    reply = requests.post(url + "/v1/completions", json=body, timeout=1800)
+    if reply.status_code != 200:
+        raise report.InvalidRunError(f"/v1/completions failed with {reply.status_code}: {reply.text[:300]}")
+    return [choice["label_scores"] for choice in reply.json()["choices"]]
 
 
 def _floor(probabilities: Sequence[Sequence[float]]) -> float:
@@ -197,5 +185,4 @@ def _floor(probabilities: Sequence[Sequence[float]]) -> float:
 
 
 def _shown(found: Quality) -> dict[str, float]:
-    values = {"ece": found.expected_calibration_error, "accuracy": found.accuracy, "log_loss": found.log_loss}
-    return {name: round(value, 4) for name, value in values.items()}
+    return {"ece": round(found.expected_calibration_error, 4), "accuracy": found.accuracy, "log_loss": found.log_loss}

@@ -1,15 +1,20 @@
-"""What do labels of several tokens cost?
+"""What do labels of several tokens cost, and how long does a query with 200 documents take?
 
 The demo model and real text: one request at a time on an empty cache, 8 labels of 1 to 4 tokens against 8 of one token, in turns;
 the same labels by SGLang's `select`, and by one request a label on stock as a user gets it.
+
+Documents go to /v2/rerank, and to /v1/score of stock as a user gets it, which is asked what our template asks: what stands before
+the document is its query, the document and the rest are an item. In bfloat16 a score depends on the rows beside it, of either
+engine; so a few documents are scored by both in float32 too, where they must agree.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import requests
@@ -19,6 +24,7 @@ from transformers import AutoTokenizer
 from benchmarks import report, shapes
 from benchmarks.harness import engines, traffic
 from benchmarks.harness.turns import MANY, Served, Servers
+from sgl_prefill.core.rerank_template import load
 from sgl_prefill.examples import demo_model
 
 SHORT = [" sports", " music", " food", " weather", " politics", " science", " history", " art"]
@@ -31,6 +37,11 @@ MOST_RATIO = {200: 1.3, 1000: 1.1}  # by new tokens
 N_TURNS, QUICK_TURNS = 15, 2
 STOCK = engines.stock("lpm").on(engines.AS_SHIPPED)
 SERVED = Served(None, ["--context-length", "8192", "--max-total-tokens", "20000"], shapes.budget(2))
+N_DOCUMENTS, N_EXACT, DOCUMENT_CHARACTERS = 200, 20, 600  # exact: scored in float32; some 150 tokens
+N_RERANK_TURNS = 3
+TEMPLATE = load("yes-no")
+QUERY = "Which rules say how the names that a function binds are resolved, and what happens to those of an enclosing function?"
+RERANK_FLAGS = ["--context-length", "4096", "--max-total-tokens", "40000"]
 _session = requests.Session()
 
 
@@ -138,3 +149,50 @@ def _one_request_a_label(url: str, text: str) -> None:
         }
         if len(_post(f"{url}/generate", body)["meta_info"]["input_token_logprobs"]) < len(answer):
             raise report.InvalidRunError(f"the label {label!r} was not scored")
+
+
+def measure_rerank(quick: bool) -> dict[str, Any]:
+    text, n_documents = traffic.real_text(), N_EXACT if quick else N_DOCUMENTS
+    documents = [text[index * DOCUMENT_CHARACTERS :][:DOCUMENT_CHARACTERS] for index in range(n_documents)]
+    rivals = {"ours": engines.OURS, "stock": STOCK}
+    seconds: dict[str, list[float]] = {name: [] for name in rivals}
+    scores: dict[str, list[float]] = {}
+    exact: dict[str, list[float]] = {}
+    with Servers(Served(None, RERANK_FLAGS, shapes.budget(3)), MANY) as servers:
+        commands = {name: servers.of(engine).command for name, engine in rivals.items()}
+        for turn in range(2 if quick else N_RERANK_TURNS + 1):  # the first is for what is made at first use
+            for name, engine in rivals.items():
+                servers.of(engine).flush_cache()
+                begin_s = time.perf_counter()
+                scores[name] = _rerank(servers.of(engine).url, engine, documents)
+                if turn:
+                    seconds[name].append(round(time.perf_counter() - begin_s, 3))
+    with Servers(Served(None, [*RERANK_FLAGS, "--dtype", "float32"], shapes.budget(3)), MANY) as servers:
+        for name, engine in rivals.items():
+            exact[name] = _rerank(servers.of(engine).url, engine, documents[:N_EXACT])
+    apart = [max(abs(a - b) for a, b in zip(*found.values(), strict=True)) for found in (scores, exact)]
+    prompts = [_tokenizer().encode(prompt) for prompt in TEMPLATE.prompts(None, QUERY, documents)]
+    row = {
+        "seconds": seconds,
+        "tokens_of_prompt": round(statistics.mean(map(len, prompts)), 1),
+        "tokens_shared": len(os.path.commonprefix(prompts)),
+        "largest_difference_of_scores": {shapes.DTYPE: round(apart[0], 6), "float32": round(apart[1], 6)},
+    }
+    times = statistics.median(seconds["stock"]) / statistics.median(seconds["ours"])
+    targets = [
+        report.Target.at_least(f"{len(documents)} documents: stock's /v1/score / our /v2/rerank, seconds", times, 8.0),
+        report.Target.at_most("rerank: scores against stock's, float32, largest difference", apart[1], 1e-3),
+    ]
+    return report.part([row], targets, commands=commands)
+
+
+def _rerank(url: str, engine: engines.Engine, documents: Sequence[str]) -> list[float]:
+    """The scores in the order of the documents."""
+    if engine.is_ours:
+        results = _post(f"{url}/v2/rerank", {"model": "demo", "query": QUERY, "documents": documents})["results"]
+        return [one["relevance_score"] for one in sorted(results, key=lambda one: int(one["index"]))]
+    prompts = TEMPLATE.prompts(None, QUERY, documents)
+    start = prompts[0].index(documents[0])
+    labels = [_tokenizer().encode(label)[0] for label in TEMPLATE.labels]
+    body = {"query": prompts[0][:start], "items": [prompt[start:] for prompt in prompts], "label_token_ids": labels}
+    return [row[0] for row in _post(f"{url}/v1/score", {"model": "demo", **body, "apply_softmax": True})["scores"]]

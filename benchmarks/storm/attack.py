@@ -1,25 +1,6 @@
 """One client that does its worst, as a process of its own: python benchmarks/storm/attack.py URL KIND SECONDS
 
-    labels     1,873 labels after 16 different ends of prompts: a second of looking up
-    texts      30 MB of text, and the longest text that may fit, which is tokenised to find out that it does not
-    prompts    10,000 prompts in one request
-    deadlines  3,000 requests with a deadline, all at once
-    decisions  400 questions about one new state, in one request
-
-or one body that takes the server long for its size:
-
-    template   3 million characters in arguments of the chat template, in 8,000 values
-    tools      4 million characters as arguments of a tool call: lists in a list
-    stops      32 stop texts of 500 characters for each of 600 prompts
-    samples    1,024 answers to each of 9 prompts
-    keys       8,000 parts of a message, whose keys are written with escapes
-    answers    30,000 answers of several tokens to choose from
-    logprobs   500 log-probabilities at each of 8,000 tokens
-    regex      an expression that takes years for the 64 dashes of the token that it is tried on
-    user       4 million characters as the name of a user, another one each time
-
-or, as `connections`, opens 10,000 connections at once and leaves.
-
+KIND is one of FLOODS or BODIES, which the README describes, or `connections`, which opens 10,000 at once and leaves.
 It asks again and again under one user's name, and prints what it was answered.
 """
 

@@ -15,9 +15,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import report
-from benchmarks.storm import cost, fuzz, mixed, neighbours, soak, tenants
+from benchmarks.storm import cost, fuzz, neighbours, soak, tenants
 
-MODULES = (fuzz, mixed, soak, neighbours, tenants, cost)
+MODULES = (fuzz, soak, neighbours, tenants, cost)
 PARTS = {one.__name__.rpartition(".")[2]: one.measure for one in MODULES} | {"bodies": neighbours.measure_bodies}
 
 if __name__ == "__main__":

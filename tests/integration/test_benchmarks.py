@@ -57,10 +57,10 @@ def test_a_small_storm_changes_nothing(tmp_path: Path) -> None:
     """Nonsense on all routes, and a mix of good, bad, late and cancelled requests on a small KV cache: no 5xx, no hang, no death,
     no answer lost or changed, no KV slot lost."""
     command = [sys.executable, "benchmarks/storm/run.py", "--quick", "--json", str(tmp_path / "result.json")]
-    environment = {**os.environ, "BENCH_PARTS": "fuzz mixed"}
+    environment = {**os.environ, "BENCH_PARTS": "fuzz soak"}
     done = subprocess.run(command, cwd=report.REPOSITORY, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     targets = json.loads((tmp_path / "result.json").read_text())["targets"]
-    found = {target["name"]: target["value"] for target in targets}
-    assert len(found) >= 7
+    found = {target["name"]: target["value"] for target in targets if "growth" not in target["name"]}
+    assert len(found) == 7
     assert not any(found.values()), found
