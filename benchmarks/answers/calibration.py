@@ -185,4 +185,5 @@ def _floor(probabilities: Sequence[Sequence[float]]) -> float:
 
 
 def _shown(found: Quality) -> dict[str, float]:
-    return {"ece": round(found.expected_calibration_error, 4), "accuracy": found.accuracy, "log_loss": found.log_loss}
+    values = {"ece": found.expected_calibration_error, "accuracy": found.accuracy, "log_loss": found.log_loss}
+    return {name: round(value, 4) for name, value in values.items()}

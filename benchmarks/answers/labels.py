@@ -35,9 +35,8 @@ LONG = [
 ]
 MOST_RATIO = {200: 1.3, 1000: 1.1}  # by new tokens
 N_TURNS, QUICK_TURNS = 15, 2
-IN_A_ROW = (
-    3  # prompts of each way, of which the last counts: the first after another engine's took up to 1.8 times as long
-)
+# Prompts of each way, of which the last counts: the first after another engine's took up to 1.8 times as long.
+IN_A_ROW = 3
 STOCK = engines.stock("lpm").on(engines.AS_SHIPPED)
 SERVED = Served(None, ["--context-length", "8192", "--max-total-tokens", "20000"], shapes.budget(2))
 N_DOCUMENTS, N_EXACT, DOCUMENT_CHARACTERS = 200, 20, 600  # exact: scored in float32; some 150 tokens

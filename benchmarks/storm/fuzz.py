@@ -459,7 +459,13 @@ def measure(quick: bool) -> dict[str, Any]:
         "changed answers to good ones": n_changed,
     }
     targets = [report.Target.at_most(f"fuzzed requests: {what}", n, 0) for what, n in found.items()]
-    rows = [
+    rows: list[dict[str, Any]] = []
+    if has_died:
+        in_flight = [one.shown for one in all_met[-len(wave) :] if one.failure is not None]
+        rows.append(
+            {"died": len(all_met), "requests that were not sent": len(fuzzed), "unanswered": in_flight[:N_AT_ONCE]}
+        )
+    rows += [
         _row(kind, [one for one in all_met if one.request.kind == kind]) for kind in ("alone", *KINDS, "each value")
     ]
     # Failures that differ in route, status or reply; refusals without a message come last.

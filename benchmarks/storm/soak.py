@@ -2,8 +2,8 @@
 does a request fail, is an answer another than on a quiet server, and is anything left behind?
 
 Users come and go, labels are new all the time, clients leave, and some send nonsense: what a server remembers of each must be
-forgotten again. The first requests are asked alone before. Memory is anonymous memory: a page that a forked process shares with
-the one it was forked from counts in both, so that writing to it changes nothing.
+forgotten again. The first requests are asked alone before, and a long prompt before and after. Memory is anonymous memory: a page
+that a forked process shares with the one it was forked from counts in both, so that writing to it changes nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import asyncio
 import itertools
 import math
 import random
-import resource
 import statistics
 import sys
 import time
@@ -27,7 +26,7 @@ from benchmarks import process_memory, report, shapes
 from benchmarks.storm import part
 from benchmarks.storm.traffic import OK, Answer, Request, Traffic, send_all
 
-BLOCKS, QUICK_BLOCKS = [1_000] * 100, [100] * 3  # of requests; memory is read after each
+BLOCKS, QUICK_BLOCKS = (1_000, 100), (100, 3)  # requests of a block, after which memory is read; blocks
 N_COMPARED = 5_000  # at most: the first of them
 EARLY_SHARE = 0.1  # of the blocks, until growth counts
 AROUND = 2  # memory is the median of this many samples on either side
@@ -65,20 +64,21 @@ def requests_of(n: int) -> list[Request]:
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    blocks = QUICK_BLOCKS if quick else BLOCKS
-    asked = requests_of(sum(blocks))
+    n_block, n_blocks = QUICK_BLOCKS if quick else BLOCKS
+    asked = requests_of(n_block * n_blocks)
+    longest = _long(shapes.token_ids(random.Random(1), LONG_TOKENS[-1]))
     statuses: defaultdict[str, Counter[str]] = defaultdict(Counter)
     failed: list[dict[str, str]] = []
     n_unequal = 0
     with part.serving(*FLAGS, kv_tokens=KV_TOKENS) as server:
-        quiet = asyncio.run(send_all(server.url, [*map(_alone, asked[:N_COMPARED])], 1, TIMEOUT_S))
+        *quiet, longest_before = asyncio.run(
+            send_all(server.url, [*map(_alone, asked[:N_COMPARED]), longest], 1, TIMEOUT_S)
+        )
         server.flush_cache()
         processes = {_name_of(process): process for process in part.processes(server.pid)}
         samples: dict[str, list[Sample]] = {name: [] for name in processes}
         began_s = time.monotonic()
-        for start, n_block in zip(itertools.accumulate(blocks, initial=0), blocks, strict=False):
+        for start in range(0, len(asked), n_block):
             of_block = slice(start, start + n_block)
             answers = asyncio.run(send_all(server.url, asked[of_block], N_CONNECTIONS, TIMEOUT_S))
             for answer, expected in itertools.zip_longest(answers, quiet[of_block]):
@@ -94,6 +94,10 @@ def measure(quick: bool) -> dict[str, Any]:
             print(f"\rsoak: {start + n_block:,} requests, MiB {held}    ", end="", file=sys.stderr)
         elapsed_s = time.monotonic() - began_s
         n_left, left = _left_behind(server.url)
+        (longest_after,) = asyncio.run(send_all(server.url, [longest], 1, TIMEOUT_S))
+    if not longest_after.is_allowed or _is_unequal(longest_after, longest_before):
+        n_unequal += 1
+        failed.append({**longest_after.failure, "alone": f"{longest_before.raw[:300]!r}"})
     rows = [_row_of(name, of_process) for name, of_process in samples.items()]
     growth, at_most = max(row["growth"] for row in rows), report.Target.at_most
     targets = [
